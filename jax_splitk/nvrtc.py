@@ -1,0 +1,80 @@
+"""NVRTC by ctypes. Standard library only: this file also runs as a script, a worker that compiles one program.
+
+NVRTC compiles in one thread of a process at a time (measured with 13.0 and 13.5: two threads take as long as one after
+the other), so compiling many kernels at once takes as many processes. The worker reads one pickled request from its
+standard input and writes one pickled `(image or None, log)` to its standard output.
+"""
+
+import ctypes
+import pathlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable
+
+
+class NvrtcError(RuntimeError):
+    """NVRTC cannot be used at all (as opposed to a program that does not compile)."""
+
+
+class Nvrtc:
+    """The NVRTC library of the `nvidia-cuda-nvrtc` wheel."""
+
+    def __init__(self, library: pathlib.Path):
+        # The builtins library is looked up by name at the first compilation; loading it first makes it findable.
+        for builtins in sorted(library.parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+        self.library = library
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+        self.version = (major.value, minor.value)
+
+    def _check(self, result: int, what: str) -> None:
+        if result != 0:
+            raise NvrtcError(f"{what} failed: {self._lib.nvrtcGetErrorString(result).decode()}")
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
+        data = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._lib, f"nvrtcGet{what}")(program, data), what)
+        return data.raw
+
+    def compile(self, text: str, name: str, options: Iterable[str]) -> tuple[bytes | None, str]:
+        """(machine code or None, log)."""
+        program = ctypes.c_void_p()
+        created = self._lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+        self._check(created, "nvrtcCreateProgram")
+        try:
+            encoded = [option.encode() for option in options]
+            result = self._lib.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+            log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            if result != 0:
+                return None, log or self._lib.nvrtcGetErrorString(result).decode()
+            return self._read(program, "CUBIN"), log
+        finally:
+            self._lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+    """`Nvrtc.compile` in a process of its own."""
+    request = pickle.dumps((str(library), text, name, options))
+    command = [sys.executable, "-I", "-S", str(pathlib.Path(__file__).resolve())]
+    done = subprocess.run(command, input=request, capture_output=True, check=False)
+    if done.returncode != 0:
+        tail = done.stderr.decode(errors="replace")[-2000:]
+        raise NvrtcError(f"the compiler's process ended with status {done.returncode}: {tail}")
+    image, log = pickle.loads(done.stdout)
+    return image, log
+
+
+def _main() -> None:
+    library, text, name, options = pickle.loads(sys.stdin.buffer.read())
+    result = Nvrtc(pathlib.Path(library)).compile(text, name, options)
+    sys.stdout.buffer.write(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,121 @@
+"""What is to be computed: frozen, hashable, canonical descriptions of problems."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jax import numpy as jnp
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvWgradProblem:
+    """The weight gradient of a convolution, in canonical layouts.
+
+    `lhs` is [batch, *input_spatial, in_channels] (NHWC), `g`, the cotangent of the convolution's output, is
+    [batch, *output_spatial, out_channels], and the result is
+    [*kernel_spatial, in_channels / feature_group_count, out_channels] (HWIO). Argument names and meanings are
+    those of `jax.lax.conv_general_dilated` (the forward convolution's).
+
+    As a matrix product it is D[m, n] = sum over k of A[k, m] B[k, n] with m over (filter tap, input channel),
+    n over output channels and the long reduction k over (batch, output pixel): see `gemm_shape`.
+    """
+
+    batch: int
+    input_spatial: tuple[int, ...]
+    output_spatial: tuple[int, ...]
+    kernel_spatial: tuple[int, ...]
+    in_channels: int
+    out_channels: int
+    window_strides: tuple[int, ...]
+    padding: Pairs
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    feature_group_count: int
+    dtype: str
+    out_dtype: str
+    precision: str = "default"
+    batch_group_count: int = 1
+
+    op = "conv_wgrad"
+
+    @property
+    def rank(self) -> int:
+        """Number of spatial dimensions."""
+        return len(self.input_spatial)
+
+    @property
+    def lhs_shape(self) -> tuple[int, ...]:
+        return (self.batch, *self.input_spatial, self.in_channels)
+
+    @property
+    def g_shape(self) -> tuple[int, ...]:
+        return (self.batch, *self.output_spatial, self.out_channels)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.kernel_spatial, self.in_channels // self.feature_group_count, self.out_channels)
+
+    @property
+    def taps(self) -> int:
+        """Filter taps, R*S."""
+        return math.prod(self.kernel_spatial)
+
+    @property
+    def reduction_size(self) -> int:
+        """Length of the reduction, N*P*Q."""
+        return self.batch * math.prod(self.output_spatial)
+
+    @property
+    def gemm_shape(self) -> tuple[int, int, int]:
+        """(M, N, K) of one group's matrix product: (taps * C/groups, out_channels/groups, N*P*Q)."""
+        groups = self.feature_group_count
+        return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.gemm_shape
+        return 2 * m * n * k * self.feature_group_count
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes any implementation must move: each input read once, the output written once."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        inputs = (math.prod(self.lhs_shape) + math.prod(self.g_shape)) * itemsize
+        return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
+
+    def __str__(self) -> str:
+        def times(values: tuple[int, ...]) -> str:
+            return "x".join(map(str, values))
+
+        text = (
+            f"conv_wgrad {self.dtype}->{self.out_dtype} lhs {times(self.lhs_shape)} g {times(self.g_shape)} "
+            f"kernel {times(self.kernel_spatial)} stride {times(self.window_strides)}"
+        )
+        if any(d != 1 for d in self.lhs_dilation):
+            text += f" lhs_dilation {times(self.lhs_dilation)}"
+        if any(d != 1 for d in self.rhs_dilation):
+            text += f" rhs_dilation {times(self.rhs_dilation)}"
+        if self.feature_group_count != 1:
+            text += f" groups {self.feature_group_count}"
+        if self.batch_group_count != 1:
+            text += f" batch_groups {self.batch_group_count}"
+        return text
+
+
+def conv_output_spatial(
+    input_spatial: tuple[int, ...],
+    kernel_spatial: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    padding: Pairs,
+    lhs_dilation: tuple[int, ...],
+    rhs_dilation: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Spatial shape of the forward convolution's output (as lax computes it)."""
+    size = np.array(input_spatial)
+    base = np.where(size > 0, (size - 1) * np.array(lhs_dilation) + 1, 0)
+    window = (np.array(kernel_spatial) - 1) * np.array(rhs_dilation) + 1
+    padded = base + np.array([lo + hi for lo, hi in padding], dtype=np.int64)
+    out = np.maximum((padded - window) // np.array(window_strides) + 1, 0)
+    return tuple(int(x) for x in out)

@@ -1,0 +1,38 @@
+"""The machine that code is lowered for, as far as decisions depend on it."""
+
+import dataclasses
+import functools
+import os
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A platform as JAX's lowering names it ("cuda", "cpu", ...) and what kernels need to know of it."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str
+    cores: int  # streaming multiprocessors of a GPU, hardware threads of a CPU
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.platform == "cuda" and self.compute_capability == "9.0"
+
+
+# What is lowered for CUDA on a machine without a GPU (ahead of time, for export) is lowered for this.
+DEFAULT_CUDA = Target("cuda", "NVIDIA H200", "9.0", 132)
+
+
+@functools.cache
+def target_for(platform: str) -> Target:
+    """The local devices' description where there are any of that platform, else a default one."""
+    if platform == "cuda":
+        if jax.default_backend() != "gpu":
+            return DEFAULT_CUDA
+        device = jax.local_devices(backend="gpu")[0]
+        capability = str(getattr(device, "compute_capability", ""))
+        cores = int(getattr(device, "core_count", DEFAULT_CUDA.cores))
+        return Target("cuda", device.device_kind, capability, cores)
+    return Target(platform, platform, "", os.cpu_count() or 1)
