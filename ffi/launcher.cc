@@ -1,0 +1,236 @@
+#include "launcher.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "driver.h"
+#include "inflate.h"
+#include "plan.h"
+
+namespace ffi = xla::ffi;
+
+namespace jax_splitk {
+namespace {
+
+std::atomic<long> g_instantiated{0}, g_loaded{0}, g_executed{0}, g_captured{0};
+
+// Code images are loaded once per process and content: XLA instantiates every call site separately. A
+// context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
+// their kernels.
+class Libraries {
+ public:
+  CUresult Load(const Driver& driver, std::string_view key, const std::string& image, CUlibrary* library) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = libraries_.find(std::string(key));
+    if (found != libraries_.end()) {
+      *library = found->second;
+      return kCudaSuccess;
+    }
+    CUresult result =
+        driver.library_load_data(library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (result == kCudaSuccess) {
+      libraries_.emplace(std::string(key), *library);
+      ++g_loaded;
+    }
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, CUlibrary> libraries_;
+};
+
+Libraries& ProcessLibraries() {
+  static Libraries& libraries = *new Libraries;  // leaked: see above
+  return libraries;
+}
+
+// What one call site keeps: its parsed plan, its kernels and on which devices their attributes have been set.
+struct LaunchState {
+  static ffi::TypeId id;
+  const Driver* driver = nullptr;
+  Plan plan;
+  std::vector<CUkernel> kernels;  // of each launch
+  std::atomic<uint64_t> prepared_devices{0};
+};
+ffi::TypeId LaunchState::id = {};
+
+ffi::Unexpected<ffi::Error> Invalid(const std::string& message) {
+  return ffi::Unexpected<ffi::Error>(ffi::Error::InvalidArgument("jax_splitk_launch: " + message));
+}
+
+ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult result) {
+  return ffi::Error::Internal("jax_splitk_launch: " + what + ": " + driver.ErrorString(result));
+}
+
+ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
+  ++g_instantiated;
+  auto words = attrs.get<ffi::Span<const int64_t>>("plan");
+  auto code = attrs.get<std::string_view>("code");
+  auto kernels = attrs.get<std::string_view>("kernels");
+  if (!words || !code || !kernels)
+    return Invalid("needs the attributes plan (int64[]), code and kernels (strings)");
+
+  auto state = std::make_unique<LaunchState>();
+  std::string message;
+  if (!ParsePlan(words->begin(), words->size(), *kernels, &state->plan, &message)) return Invalid(message);
+  state->driver = Driver::Get(&message);
+  if (!state->driver) return ffi::Unexpected(ffi::Error::Internal("jax_splitk_launch: " + message));
+
+  std::string compressed, image;
+  if (!DecodeBase64(*code, &compressed) || !Inflate(compressed, state->plan.image_bytes, &image)) {
+    return Invalid("the code attribute (" + std::to_string(code->size()) +
+                   " characters) does not decode to " + std::to_string(state->plan.image_bytes) + " bytes");
+  }
+  CUlibrary library;
+  if (CUresult r = ProcessLibraries().Load(*state->driver, *code, image, &library)) {
+    return ffi::Unexpected(
+        CudaError(*state->driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r));
+  }
+  for (const LaunchSpec& launch : state->plan.launches) {
+    CUkernel kernel;
+    const std::string& name = state->plan.kernels[launch.kernel];
+    if (CUresult r = state->driver->library_get_kernel(&kernel, library, name.c_str())) {
+      return ffi::Unexpected(CudaError(*state->driver, "kernel '" + name + "' not found", r));
+    }
+    state->kernels.push_back(kernel);
+  }
+  return state;
+}
+
+// Shared memory and cluster limits are attributes of a kernel on a device; set them once for each.
+CUresult PrepareDevice(LaunchState& state) {
+  CUdevice device;
+  if (CUresult r = state.driver->get_current_device(&device)) return r;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (state.prepared_devices.load(std::memory_order_acquire) & bit) return kCudaSuccess;
+  for (size_t i = 0; i < state.kernels.size(); ++i) {
+    const LaunchSpec& launch = state.plan.launches[i];
+    if (CUresult r = state.driver->kernel_set_attribute(kFuncAttributeMaxDynamicSharedSizeBytes,
+                                                        static_cast<int>(launch.shared_bytes),
+                                                        state.kernels[i], device)) {
+      return r;
+    }
+    if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 8) {
+      if (CUresult r = state.driver->kernel_set_attribute(kFuncAttributeNonPortableClusterSizeAllowed, 1,
+                                                          state.kernels[i], device)) {
+        return r;
+      }
+    }
+  }
+  state.prepared_devices.fetch_or(bit, std::memory_order_release);
+  return kCudaSuccess;
+}
+
+CUresult Launch(const LaunchState& state, size_t which, CUstream stream, const std::vector<void*>& buffers,
+                std::vector<CUtensorMap>& maps) {
+  const LaunchSpec& spec = state.plan.launches[which];
+  std::vector<void*> pointers(spec.params.size());
+  std::vector<void*> params(spec.params.size());
+  for (size_t i = 0; i < spec.params.size(); ++i) {
+    const ParamSpec& param = spec.params[i];
+    switch (param.kind) {
+      case ParamSpec::kPointer:
+        pointers[i] = static_cast<char*>(buffers[param.index]) + param.offset;
+        params[i] = &pointers[i];
+        break;
+      case ParamSpec::kTensorMap:
+        params[i] = &maps[param.index];
+        break;
+      case ParamSpec::kBytes:
+        params[i] = const_cast<uint64_t*>(param.bytes.data());
+        break;
+    }
+  }
+  CUlaunchAttribute attrs[2] = {};
+  unsigned num_attrs = 0;
+  if (spec.cluster[0] * spec.cluster[1] * spec.cluster[2] > 1) {
+    CUlaunchAttribute& attr = attrs[num_attrs++];
+    attr.id = kLaunchAttributeClusterDimension;
+    for (int i = 0; i < 3; ++i) attr.value.cluster[i] = spec.cluster[i];
+  }
+  if (spec.programmatic) {
+    CUlaunchAttribute& attr = attrs[num_attrs++];
+    attr.id = kLaunchAttributeProgrammaticStreamSerialization;
+    attr.value.programmatic_stream_serialization = 1;
+  }
+  CUlaunchConfig config = {{spec.grid[0], spec.grid[1], spec.grid[2]},
+                           {spec.block[0], spec.block[1], spec.block[2]},
+                           spec.shared_bytes,
+                           stream,
+                           attrs,
+                           num_attrs};
+  return state.driver->launch_kernel(&config, state.kernels[which], params.data(), nullptr);
+}
+
+// On the hot path: XLA records again whenever a buffer moves. Nothing is allocated on the device, nothing
+// waits.
+ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary) {
+  ++g_executed;
+  const Driver& driver = *state->driver;
+  int capturing = 0;
+  if (driver.stream_is_capturing(stream, &capturing) == kCudaSuccess && capturing) ++g_captured;
+
+  std::vector<void*> buffers;
+  std::vector<size_t> sizes;
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto arg = args.get<ffi::AnyBuffer>(i);
+    if (!arg) return arg.error();
+    buffers.push_back(arg->untyped_data());
+    sizes.push_back(arg->size_bytes());
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto ret = rets.get<ffi::AnyBuffer>(i);
+    if (!ret) return ret.error();
+    buffers.push_back((*ret)->untyped_data());
+    sizes.push_back((*ret)->size_bytes());
+  }
+  std::string message;
+  if (!CheckBuffers(state->plan, buffers, sizes, &message)) {
+    return ffi::Error::InvalidArgument("jax_splitk_launch: " + message);
+  }
+  if (CUresult r = PrepareDevice(*state)) return CudaError(driver, "cannot set kernel attributes", r);
+
+  std::vector<CUtensorMap> maps(state->plan.maps.size());
+  for (size_t i = 0; i < maps.size(); ++i) {
+    const TensorMapSpec& spec = state->plan.maps[i];
+    if (CUresult r = EncodeTensorMap(driver, spec, buffers[spec.buffer], &maps[i])) {
+      return CudaError(driver, "cannot encode tensor map " + std::to_string(i), r);
+    }
+  }
+  for (size_t i = 0; i < state->kernels.size(); ++i) {
+    if (CUresult r = Launch(*state, i, stream, buffers, maps)) {
+      return CudaError(driver, "cannot launch '" + state->plan.kernels[state->plan.launches[i].kernel] + "'",
+                       r);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+constexpr XLA_FFI_TypeInfo kStateTypeInfo = ffi::MakeTypeInfo<LaunchState>();
+
+}  // namespace
+
+// Attributes are read as a dictionary, so that a call may carry more of them for its readers (the config).
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Ctx<ffi::State<LaunchState>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_TypeId* LaunchStateTypeId() { return reinterpret_cast<XLA_FFI_TypeId*>(&LaunchState::id); }
+const XLA_FFI_TypeInfo* LaunchStateTypeInfo() { return &kStateTypeInfo; }
+
+LaunchCounts GetLaunchCounts() { return {g_instantiated, g_loaded, g_executed, g_captured}; }
+
+}  // namespace jax_splitk

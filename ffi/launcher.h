@@ -1,0 +1,23 @@
+// The generic launcher: one XLA FFI handler that runs any Plan. It knows nothing of convolutions.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_splitk {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LaunchInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(LaunchExecute);
+
+XLA_FFI_TypeId* LaunchStateTypeId();
+const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
+
+// What the launcher did in this process, for tests and `python -m jax_splitk doctor`.
+struct LaunchCounts {
+  long instantiated;  // call sites
+  long loaded;        // code images handed to the driver
+  long executed;      // executions of call sites
+  long captured;      // of these, while XLA recorded a command buffer
+};
+LaunchCounts GetLaunchCounts();
+
+}  // namespace jax_splitk

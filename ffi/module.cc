@@ -1,0 +1,87 @@
+// The Python module jax_splitk._ffi: capsules for XLA's registry, and what tests need to look inside.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "driver.h"
+#include "host_wgrad.h"
+#include "inflate.h"
+#include "launcher.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+namespace js = jax_splitk;
+
+namespace {
+
+nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.def("launch_handlers", [] {
+    nb::dict stages;
+    stages["instantiate"] = HandlerCapsule(js::LaunchInstantiate);
+    stages["execute"] = HandlerCapsule(js::LaunchExecute);
+    return stages;
+  });
+  m.def("launch_state_type", [] {
+    nb::dict type;
+    type["type_id"] = nb::capsule(js::LaunchStateTypeId());
+    type["type_info"] = nb::capsule(const_cast<XLA_FFI_TypeInfo*>(js::LaunchStateTypeInfo()));
+    return type;
+  });
+  m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
+  // `sgemm` is a capsule of scipy.linalg.cython_blas; its name is the C signature.
+  m.def("set_sgemm", [](nb::capsule sgemm) { js::SetSgemm(sgemm.data()); });
+
+  m.attr("PLAN_MAGIC") = js::kPlanMagic;
+  m.attr("PLAN_VERSION") = js::kPlanVersion;
+  m.def("driver_error", []() -> std::string {
+    std::string why;
+    return js::Driver::Get(&why) ? "" : why;
+  });
+  m.def("launch_counts", [] {
+    js::LaunchCounts counts = js::GetLaunchCounts();
+    nb::dict out;
+    out["instantiated"] = counts.instantiated;
+    out["loaded"] = counts.loaded;
+    out["executed"] = counts.executed;
+    out["captured"] = counts.captured;
+    return out;
+  });
+  // Raises ValueError where the launcher would refuse the plan; returns (buffers, tensor maps, launches).
+  m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {
+    js::Plan plan;
+    std::string error;
+    if (!js::ParsePlan(words.data(), words.size(), kernels, &plan, &error))
+      throw nb::value_error(error.c_str());
+    return nb::make_tuple(plan.buffers.size(), plan.maps.size(), plan.launches.size());
+  });
+  m.def("check_buffers", [](const std::vector<int64_t>& words, std::string_view kernels,
+                            const std::vector<uintptr_t>& addresses, const std::vector<size_t>& sizes) {
+    js::Plan plan;
+    std::string error;
+    std::vector<void*> pointers;
+    for (uintptr_t address : addresses) pointers.push_back(reinterpret_cast<void*>(address));
+    if (!js::ParsePlan(words.data(), words.size(), kernels, &plan, &error) ||
+        !js::CheckBuffers(plan, pointers, sizes, &error)) {
+      throw nb::value_error(error.c_str());
+    }
+  });
+  m.def("decode_image", [](std::string_view code, size_t size) -> nb::object {
+    std::string compressed, image;
+    if (!js::DecodeBase64(code, &compressed) || !js::Inflate(compressed, size, &image)) {
+      throw nb::value_error("malformed code image");
+    }
+    return nb::bytes(image.data(), image.size());
+  });
+}

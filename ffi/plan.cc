@@ -1,0 +1,198 @@
+#include "plan.h"
+
+#include <limits>
+
+namespace jax_splitk {
+namespace {
+
+// Reads words with range checks; after the first failure every read yields 0 and the message stays.
+class Reader {
+ public:
+  Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}
+
+  int64_t Next(const char* what, int64_t lo, int64_t hi) {
+    if (!error_.empty()) return 0;
+    if (next_ == count_) {
+      error_ = std::string("plan ends before ") + what + " (" + std::to_string(count_) + " words)";
+      return 0;
+    }
+    int64_t value = words_[next_++];
+    if (value < lo || value > hi) {
+      error_ = std::string(what) + " is " + std::to_string(value) + "; accepted: " + std::to_string(lo) +
+               " to " + std::to_string(hi);
+      return 0;
+    }
+    return value;
+  }
+
+  uint64_t Word(const char* what) {
+    return static_cast<uint64_t>(
+        Next(what, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()));
+  }
+
+  bool ok() const { return error_.empty(); }
+  bool AtEnd() const { return next_ == count_; }
+  size_t position() const { return next_; }
+  const std::string& error() const { return error_; }
+  void Fail(std::string message) {
+    if (error_.empty()) error_ = std::move(message);
+  }
+
+ private:
+  const int64_t* words_;
+  size_t count_;
+  size_t next_ = 0;
+  std::string error_;
+};
+
+constexpr int64_t kMaxBytes = int64_t{1} << 50;
+
+BufferSpec ReadBuffer(Reader& in) {
+  BufferSpec spec{in.Next("buffer bytes", 0, kMaxBytes), in.Next("buffer alignment", 1, 4096)};
+  if (spec.alignment & (spec.alignment - 1)) {
+    in.Fail("buffer alignment is " + std::to_string(spec.alignment) + "; accepted: powers of two");
+  }
+  return spec;
+}
+
+TensorMapSpec ReadTensorMap(Reader& in, int64_t buffers) {
+  TensorMapSpec spec{};
+  spec.im2col = in.Next("tensor map kind", 0, 1) == 1;
+  spec.buffer = in.Next("tensor map buffer", 0, buffers - 1);
+  spec.dtype = static_cast<int>(in.Next("tensor map dtype", 0, 15));
+  // The encoder's own limits are checked by the driver; here only what keeps our arrays in bounds.
+  spec.rank = static_cast<uint32_t>(in.Next("tensor map rank", spec.im2col ? 3 : 1, kMaxTensorRank));
+  for (uint32_t i = 0; i < spec.rank; ++i)
+    spec.dims[i] = in.Next("tensor map dimension", 1, int64_t{1} << 32);
+  for (uint32_t i = 0; i + 1 < spec.rank; ++i)
+    spec.strides[i] = in.Next("tensor map stride", 0, int64_t{1} << 40);
+  for (uint32_t i = 0; i < spec.rank; ++i)
+    spec.element_strides[i] = in.Next("tensor map element stride", 1, 8);
+  if (spec.im2col) {
+    for (uint32_t i = 0; i + 2 < spec.rank; ++i)
+      spec.lower[i] = in.Next("im2col lower corner", -32768, 32767);
+    for (uint32_t i = 0; i + 2 < spec.rank; ++i)
+      spec.upper[i] = in.Next("im2col upper corner", -32768, 32767);
+    spec.channels = in.Next("im2col channels", 1, 256);
+    spec.pixels = in.Next("im2col pixels", 1, 1024);
+  } else {
+    for (uint32_t i = 0; i < spec.rank; ++i) spec.box[i] = in.Next("tensor map box", 1, 256);
+  }
+  spec.swizzle = static_cast<int>(in.Next("tensor map swizzle", 0, 6));
+  spec.l2_promotion = static_cast<int>(in.Next("tensor map L2 promotion", 0, 3));
+  return spec;
+}
+
+ParamSpec ReadParam(Reader& in, const std::vector<BufferSpec>& buffers, int64_t maps) {
+  ParamSpec spec{};
+  spec.kind = static_cast<ParamSpec::Kind>(in.Next("parameter kind", 0, 2));
+  switch (spec.kind) {
+    case ParamSpec::kPointer: {
+      spec.index = in.Next("parameter buffer", 0, static_cast<int64_t>(buffers.size()) - 1);
+      int64_t bytes = buffers.empty() ? 0 : buffers[spec.index].bytes;
+      spec.offset = in.Next("parameter offset", 0, bytes);
+      break;
+    }
+    case ParamSpec::kTensorMap:
+      spec.index = in.Next("parameter tensor map", 0, maps - 1);
+      break;
+    case ParamSpec::kBytes: {
+      int64_t words = in.Next("parameter words", 1, 512);
+      for (int64_t i = 0; i < words && in.ok(); ++i) spec.bytes.push_back(in.Word("parameter value"));
+      break;
+    }
+  }
+  return spec;
+}
+
+LaunchSpec ReadLaunch(Reader& in, const Plan& plan) {
+  LaunchSpec spec{};
+  spec.kernel = in.Next("launch kernel", 0, static_cast<int64_t>(plan.kernels.size()) - 1);
+  for (int i = 0; i < 3; ++i) spec.grid[i] = in.Next("launch grid", 1, i == 0 ? 0x7fffffff : 65535);
+  for (auto& x : spec.block) x = in.Next("launch block", 1, 1024);
+  for (auto& x : spec.cluster) x = in.Next("launch cluster", 1, 16);
+  spec.shared_bytes = in.Next("launch shared memory", 0, 227 * 1024);
+  spec.programmatic = in.Next("launch programmatic", 0, 1) == 1;
+  int64_t params = in.Next("launch parameters", 0, 64);
+  for (int64_t i = 0; i < params && in.ok(); ++i) {
+    spec.params.push_back(ReadParam(in, plan.buffers, static_cast<int64_t>(plan.maps.size())));
+  }
+  for (int i = 0; i < 3 && in.ok(); ++i) {
+    if (spec.grid[i] % spec.cluster[i]) {
+      in.Fail("launch grid " + std::to_string(spec.grid[i]) + " is not a multiple of its cluster " +
+              std::to_string(spec.cluster[i]));
+    }
+  }
+  return spec;
+}
+
+std::vector<std::string> SplitNames(std::string_view names) {
+  std::vector<std::string> out;
+  while (!names.empty()) {
+    size_t comma = names.find(',');
+    out.emplace_back(names.substr(0, comma));
+    names = comma == std::string_view::npos ? std::string_view() : names.substr(comma + 1);
+  }
+  return out;
+}
+
+}  // namespace
+
+bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan, std::string* error) {
+  Reader in(words, count);
+  *plan = Plan{};
+  plan->kernels = SplitNames(kernels);
+  in.Next("plan magic", kPlanMagic, kPlanMagic);
+  in.Next("plan version", kPlanVersion, kPlanVersion);
+  int64_t buffers = in.Next("number of buffers", 1, 64);
+  int64_t maps = in.Next("number of tensor maps", 0, 64);
+  int64_t launches = in.Next("number of launches", 1, 64);
+  plan->image_bytes = in.Next("code image bytes", 1, int64_t{1} << 28);
+  for (int64_t i = 0; i < buffers && in.ok(); ++i) plan->buffers.push_back(ReadBuffer(in));
+  for (int64_t i = 0; i < maps && in.ok(); ++i) plan->maps.push_back(ReadTensorMap(in, buffers));
+  for (int64_t i = 0; i < launches && in.ok(); ++i) plan->launches.push_back(ReadLaunch(in, *plan));
+  if (in.ok() && !in.AtEnd()) {
+    in.Fail("plan has " + std::to_string(count) + " words; " + std::to_string(in.position()) +
+            " were expected");
+  }
+  if (!in.ok()) *error = in.error();
+  return in.ok();
+}
+
+bool CheckBuffers(const Plan& plan, const std::vector<void*>& addresses, const std::vector<size_t>& sizes,
+                  std::string* error) {
+  if (addresses.size() != plan.buffers.size()) {
+    *error = "the plan is for " + std::to_string(plan.buffers.size()) + " buffers; the call has " +
+             std::to_string(addresses.size());
+    return false;
+  }
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    const BufferSpec& spec = plan.buffers[i];
+    if (static_cast<int64_t>(sizes[i]) != spec.bytes) {
+      *error = "buffer " + std::to_string(i) + " has " + std::to_string(sizes[i]) +
+               " bytes; the plan expects " + std::to_string(spec.bytes);
+      return false;
+    }
+    if (reinterpret_cast<uintptr_t>(addresses[i]) % spec.alignment) {
+      *error = "buffer " + std::to_string(i) + " is not aligned to the " + std::to_string(spec.alignment) +
+               " bytes the plan expects";
+      return false;
+    }
+  }
+  return true;
+}
+
+CUresult EncodeTensorMap(const Driver& driver, const TensorMapSpec& spec, void* address, CUtensorMap* map) {
+  constexpr int kNoInterleave = 0, kFillZeros = 0;
+  if (spec.im2col) {
+    return driver.encode_im2col(map, spec.dtype, spec.rank, address, spec.dims.data(), spec.strides.data(),
+                                spec.lower.data(), spec.upper.data(), spec.channels, spec.pixels,
+                                spec.element_strides.data(), kNoInterleave, spec.swizzle, spec.l2_promotion,
+                                kFillZeros);
+  }
+  return driver.encode_tiled(map, spec.dtype, spec.rank, address, spec.dims.data(), spec.strides.data(),
+                             spec.box.data(), spec.element_strides.data(), kNoInterleave, spec.swizzle,
+                             spec.l2_promotion, kFillZeros);
+}
+
+}  // namespace jax_splitk

@@ -1,0 +1,72 @@
+// The Plan of a custom call as the launcher reads it: launches, tensor maps and the buffers they expect. The
+// encoding is the int64 word list written by jax_splitk/plan.py (its docstring has the grammar); both sides
+// carry kPlanVersion.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "driver.h"
+
+namespace jax_splitk {
+
+constexpr int64_t kPlanMagic = 0x4b50534a;  // "JSPK"
+constexpr int64_t kPlanVersion = 1;
+constexpr int kMaxTensorRank = 5;
+
+struct BufferSpec {
+  int64_t bytes;      // exactly what XLA must pass
+  int64_t alignment;  // of the address, a power of two
+};
+
+struct TensorMapSpec {
+  bool im2col;
+  int64_t buffer;
+  int dtype;
+  uint32_t rank;
+  std::array<uint64_t, kMaxTensorRank> dims;
+  std::array<uint64_t, kMaxTensorRank> strides;  // bytes; of dimensions 1..rank-1
+  std::array<uint32_t, kMaxTensorRank> element_strides;
+  std::array<uint32_t, kMaxTensorRank> box;      // tiled
+  std::array<int, kMaxTensorRank> lower, upper;  // im2col; of the rank-2 spatial dimensions
+  uint32_t channels, pixels;                     // im2col
+  int swizzle;
+  int l2_promotion;
+};
+
+struct ParamSpec {
+  enum Kind : int64_t { kPointer = 0, kTensorMap = 1, kBytes = 2 } kind;
+  int64_t index;                // buffer or tensor map
+  int64_t offset;               // kPointer: bytes into the buffer
+  std::vector<uint64_t> bytes;  // kBytes: the value, in whole words
+};
+
+struct LaunchSpec {
+  int64_t kernel;
+  std::array<unsigned, 3> grid, block, cluster;
+  unsigned shared_bytes;
+  bool programmatic;  // may start before the previous launch of this plan has ended (it waits on the device)
+  std::vector<ParamSpec> params;
+};
+
+struct Plan {
+  std::vector<BufferSpec> buffers;
+  std::vector<TensorMapSpec> maps;
+  std::vector<LaunchSpec> launches;
+  std::vector<std::string> kernels;
+  int64_t image_bytes;
+};
+
+// Parses and validates; on failure returns false with a message that names the offending numbers.
+bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan, std::string* error);
+
+// Checks that what XLA passed is what the plan was made for.
+bool CheckBuffers(const Plan& plan, const std::vector<void*>& addresses, const std::vector<size_t>& sizes,
+                  std::string* error);
+
+CUresult EncodeTensorMap(const Driver& driver, const TensorMapSpec& spec, void* address, CUtensorMap* map);
+
+}  // namespace jax_splitk
