@@ -1,0 +1,62 @@
+"""Where jax's releases differ, and the one place that may look behind its public API."""
+
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+
+def aval_vma(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value of this type varies inside shard_map (empty elsewhere)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(manual, "varying", ()))
+
+
+def vma(x: Any) -> frozenset[str]:
+    """`aval_vma` of a value."""
+    return aval_vma(jax.typeof(x))
+
+
+def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A type of another shape and dtype that varies over the same mesh axes and is not sharded by type."""
+    sharding = aval.sharding
+    if not sharding.mesh.empty:
+        spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+        return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
+def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
+    """A type's sharding where a mesh has explicit axes, else None."""
+    mesh = aval.sharding.mesh
+    explicit = not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types
+    return aval.sharding if explicit else None
+
+
+def vary_like(x: jax.Array, *others: Any) -> jax.Array:
+    """Marks `x` as varying over every mesh axis that `others` vary over, so that AD sums its cotangent over them."""
+    missing = frozenset().union(*(vma(other) for other in others)) - vma(x)
+    if not missing:
+        return x
+    axes = tuple(sorted(missing))
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)
+
+
+def is_automatically_partitioned(ctx: Any) -> bool:
+    """Whether XLA's partitioner will see the code lowered in this context on more than one device.
+
+    The lowering context is public as a type only; its `axis_context` tells jit over several devices
+    (ShardingContext) from code inside a fully manual shard_map (SPMDAxisContext).
+    """
+    axis_context = getattr(ctx.module_context, "axis_context", None)
+    devices = getattr(axis_context, "num_devices", None)
+    if devices is not None:
+        return devices > 1
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is not None:
+        manual = getattr(axis_context, "manual_axes", frozenset())
+        return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
+    return False

@@ -1,0 +1,289 @@
+"""Public convolution operations."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_splitk import _compat
+from jax_splitk.primitive import conv_wgrad_p
+from jax_splitk.problem import Pairs, conv_output_spatial
+from jax_splitk.reference import lax_precision, precision_name
+from jax_splitk.tuning.select import Options, check_options
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+def _positive_ints(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    if value is None:
+        return (1,) * rank
+    values = tuple(int(v) for v in value)
+    if len(values) != rank or any(v < 1 for v in values):
+        raise ValueError(f"{name}={tuple(value)}; accepted: {rank} integers of at least 1")
+    return values
+
+
+def _padding_pairs(
+    padding: Padding,
+    input_spatial: tuple[int, ...],
+    kernel_spatial: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    lhs_dilation: tuple[int, ...],
+    rhs_dilation: tuple[int, ...],
+) -> Pairs:
+    rank = len(input_spatial)
+    if isinstance(padding, str):
+        if any(d != 1 for d in lhs_dilation):
+            raise ValueError(f"padding={padding!r} with lhs_dilation={lhs_dilation}; accepted: explicit pairs")
+        window = [(k - 1) * d + 1 for k, d in zip(kernel_spatial, rhs_dilation, strict=True)]
+        pairs = lax.padtype_to_pads(input_spatial, window, window_strides, padding)
+    else:
+        pairs = list(padding)
+    if len(pairs) != rank or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"padding={padding!r}; accepted: 'SAME', 'SAME_LOWER', 'VALID' or {rank} pairs (low, high)")
+    return tuple((int(lo), int(hi)) for lo, hi in pairs)
+
+
+def conv_wgrad(
+    lhs: jax.Array,
+    g: jax.Array,
+    rhs_shape: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Padding,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    lhs_dilation: Sequence[int] | None = None,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    config: Any = None,
+    implementation: str | None = None,
+    deterministic: bool = True,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """Gradient of a convolution with respect to its weight (its "rhs"), with a split reduction.
+
+    For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
+    `rhs`: `dW[r, s, c, k] = sum over n, p, q of lhs[n, p*stride - pad + r*dilation, ..., c] * g[n, p, q, k]`,
+    accumulated in float32 at least. Works under jit, grad (of any order), vmap, scan, remat and shard_map.
+
+    Args:
+      lhs: the convolution's input, e.g. [N, H, W, C], of any floating dtype. The H200 kernels take bfloat16 and
+        float16; what they do not take runs as XLA's convolution.
+      g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
+      rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
+      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
+        precision: the forward convolution's, as in `jax.lax.conv_general_dilated`. As there, dimension_numbers=None
+        means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
+      preferred_element_type: dtype of the result; None for lhs's. float32 from 16-bit inputs keeps the full sums.
+      config: a kernel family's `Config`, to bypass selection.
+      implementation: None (the best available; always works), "cutlass" (H200/H100 kernels), "host" (the CPU
+        kernel) or "xla".
+      deterministic: True for a fixed order of summation: the same bits on every run. All kernels here are
+        deterministic at present; False allows others to be chosen.
+      workspace_limit_bytes: the most scratch memory a kernel may ask of XLA; None for 256 MiB.
+
+    Returns:
+      The weight gradient, of shape `rhs_shape`.
+
+    Raises:
+      ValueError: shapes that do not belong together, an argument outside its range, a config that is not legal.
+      TypeError: dtypes that differ or are not floating; a config of no known family.
+      NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
+    """
+    options = Options(config, implementation, deterministic, workspace_limit_bytes)
+    check_options("conv_wgrad", options)
+    if lhs.dtype != g.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        raise TypeError(f"lhs is {lhs.dtype} and g is {g.dtype}; accepted: one floating dtype for both")
+    rhs_shape = tuple(int(n) for n in rhs_shape)
+    if len(rhs_shape) != lhs.ndim or g.ndim != lhs.ndim or lhs.ndim < 2:
+        raise ValueError(f"lhs {lhs.shape}, g {g.shape} and rhs_shape={rhs_shape}; accepted: one rank of at least 2")
+    specs = lax.conv_dimension_numbers(lhs.shape, rhs_shape, dimension_numbers)
+    rank = lhs.ndim - 2
+    window_strides = _positive_ints("window_strides", window_strides, rank)
+    lhs_dilation = _positive_ints("lhs_dilation", lhs_dilation, rank)
+    rhs_dilation = _positive_ints("rhs_dilation", rhs_dilation, rank)
+    batch, in_channels, *input_spatial = (lhs.shape[i] for i in specs.lhs_spec)
+    out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)
+    if feature_group_count < 1 or batch_group_count < 1 or (feature_group_count > 1 and batch_group_count > 1):
+        groups = f"feature_group_count={feature_group_count}, batch_group_count={batch_group_count}"
+        raise ValueError(f"{groups}; accepted: at least 1, and only one of them above 1")
+    if group_channels * feature_group_count != in_channels:
+        raise ValueError(
+            f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs.shape} has {in_channels} "
+            f"in feature_group_count={feature_group_count} groups; accepted: a product that agrees"
+        )
+    groups = feature_group_count * batch_group_count
+    if out_channels % groups or batch % batch_group_count:
+        raise ValueError(
+            f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups"
+        )
+    pairs = _padding_pairs(
+        padding, tuple(input_spatial), tuple(kernel_spatial), window_strides, lhs_dilation, rhs_dilation
+    )
+    output_spatial = conv_output_spatial(
+        tuple(input_spatial), tuple(kernel_spatial), window_strides, pairs, lhs_dilation, rhs_dilation
+    )
+    expected = np.empty(lhs.ndim, dtype=np.int64)
+    expected[list(specs.out_spec)] = (batch // batch_group_count, out_channels, *output_spatial)
+    if tuple(g.shape) != tuple(expected):
+        raise ValueError(f"g has shape {tuple(g.shape)}; the convolution's output has {tuple(map(int, expected))}")
+    out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(f"preferred_element_type={preferred_element_type!r}; accepted: a floating dtype")
+    return conv_wgrad_p.bind(
+        _compat.vary_like(lhs, g),
+        _compat.vary_like(g, lhs),
+        rhs_shape=rhs_shape,
+        window_strides=window_strides,
+        padding=pairs,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=specs,
+        feature_group_count=int(feature_group_count),
+        batch_group_count=int(batch_group_count),
+        precision=precision_name(precision),
+        out_dtype=out_dtype.name,
+        config=config,
+        implementation=implementation,
+        deterministic=deterministic,
+        workspace_limit_bytes=workspace_limit_bytes,
+    )
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: Padding,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+    deterministic: bool = True,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
+
+    The forward convolution and the input gradient are lax's. Reverse-mode differentiation only, as with every
+    `jax.custom_vjp`. The first eleven parameters are lax's, in lax's order.
+
+    Args:
+      compute_dtype: dtype to which lhs and rhs are converted before the convolution; None for their own. With a
+        float32 `rhs` (a master weight) and compute_dtype=bfloat16, the weight gradient is float32 and holds the
+        kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent of the output is
+        converted to compute_dtype.
+      config, implementation, deterministic, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient.
+
+    Returns:
+      The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as lax's function and `conv_wgrad` do.
+    """
+    check_options("conv_wgrad", Options(config, implementation, deterministic, workspace_limit_bytes))
+    if compute_dtype is None:
+        if lhs.dtype != rhs.dtype:
+            raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: one dtype, or compute_dtype=")
+        compute_dtype = lhs.dtype
+    compute = jnp.dtype(compute_dtype)
+    if not jnp.issubdtype(compute, jnp.floating):
+        raise TypeError(f"compute_dtype={compute.name}; accepted: a floating dtype")
+    specs = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    pairs = padding if isinstance(padding, str) else tuple((int(lo), int(hi)) for lo, hi in padding)
+    forward = _Forward(
+        window_strides=_positive_ints("window_strides", window_strides, lhs.ndim - 2),
+        padding=pairs,
+        lhs_dilation=_positive_ints("lhs_dilation", lhs_dilation, lhs.ndim - 2),
+        rhs_dilation=_positive_ints("rhs_dilation", rhs_dilation, lhs.ndim - 2),
+        dimension_numbers=specs,
+        feature_group_count=int(feature_group_count),
+        batch_group_count=int(batch_group_count),
+        precision=precision_name(precision),
+    )
+    options = Options(config, implementation, deterministic, workspace_limit_bytes)
+    out = None if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
+    # The backward pass may hold neither operand, so their types go along.
+    types = (jax.typeof(lhs), jax.typeof(rhs))
+    return _conv(_Conv(forward, compute, out, types, options), lhs, rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The forward convolution's parameters, hashable."""
+
+    window_strides: tuple[int, ...]
+    padding: str | Pairs
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+    precision: str
+
+    def lax_arguments(self) -> dict[str, Any]:
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**arguments, "precision": lax_precision(self.precision)}
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, out: np.dtype | None = None) -> jax.Array:
+        return lax.conv_general_dilated(lhs, rhs, **self.lax_arguments(), preferred_element_type=out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conv:
+    """Everything static about one call of `conv_general_dilated`."""
+
+    forward: _Forward
+    compute_dtype: np.dtype
+    out_dtype: np.dtype | None
+    types: tuple[Any, Any]
+    options: Options
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _conv(conv: _Conv, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return conv.forward(lhs.astype(conv.compute_dtype), rhs.astype(conv.compute_dtype), conv.out_dtype)
+
+
+def _conv_fwd(conv: _Conv, lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
+    small_lhs, small_rhs = lhs.value.astype(conv.compute_dtype), rhs.value.astype(conv.compute_dtype)
+    out = conv.forward(small_lhs, small_rhs, conv.out_dtype)
+    # An operand is kept only where somebody differentiates with respect to the other one.
+    return out, (small_lhs if rhs.perturbed else None, small_rhs if lhs.perturbed else None)
+
+
+def _conv_bwd(conv: _Conv, residuals: Any, g: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    lhs, rhs = residuals
+    lhs_type, rhs_type = conv.types
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return None, None
+    g = g.astype(conv.compute_dtype)
+    d_lhs = d_rhs = None
+    if rhs is not None:
+        transpose = jax.linear_transpose(lambda x: conv.forward(x, rhs), lhs_type.update(dtype=conv.compute_dtype))
+        d_lhs = transpose(g)[0].astype(lhs_type.dtype)
+    if lhs is not None:
+        options = {field.name: getattr(conv.options, field.name) for field in dataclasses.fields(conv.options)}
+        d_rhs = conv_wgrad(
+            lhs, g, rhs_type.shape, preferred_element_type=rhs_type.dtype, **conv.forward.lax_arguments(), **options
+        )
+    return d_lhs, d_rhs
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)

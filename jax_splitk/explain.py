@@ -1,0 +1,109 @@
+"""What would run, and why: reads the operations out of a function's trace and asks the selection code."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jax_splitk.primitive import choose, conv_wgrad_p, options_of, problem_of
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import target_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One operation of a traced function.
+
+    Attributes:
+      problem: what is computed.
+      implementation: "cutlass", "host" or "xla"; "none" where an explicit choice cannot serve.
+      config: the family's config, None for XLA.
+      splits: parts into which the reduction is cut, None for XLA.
+      workspace_bytes: scratch memory asked of XLA.
+      why: one sentence.
+      count: how many operations of the function are this one.
+    """
+
+    problem: ConvWgradProblem
+    implementation: str
+    config: Any
+    splits: int | None
+    workspace_bytes: int
+    why: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The decisions for a function, in the order of its trace; `str()` of it is a table."""
+
+    platform: str
+    decisions: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        if not self.decisions:
+            return f"no jax_splitk operations (platform {self.platform})"
+        header = ("operation", "x", "implementation", "config", "splits", "workspace", "why")
+        rows = [header]
+        for d in self.decisions:
+            config = "" if d.config is None else str(d.config)
+            splits = "" if d.splits is None else str(d.splits)
+            size = f"{d.workspace_bytes / 2**20:.2f} MiB"
+            rows.append((str(d.problem), str(d.count), d.implementation, config, splits, size, d.why))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"platform {self.platform}", *lines])
+
+
+def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why.
+
+    Nothing is run, measured or compiled. Shapes are those of the trace: inside shard_map a device's part, under vmap
+    the batched ones.
+
+    Args:
+      fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
+      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      platform: "cpu", "cuda" (also without a GPU: then for an H200); None for the default backend's.
+    """
+    if platform is None:
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    target = target_for(platform)
+    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+    found: dict[tuple[Any, ...], Decision] = {}
+    for eqn in _equations(jaxpr.jaxpr):
+        problem = problem_of(*(var.aval for var in eqn.invars), eqn.params)
+        options = options_of(eqn.params)
+        key = (problem, options)
+        if key in found:
+            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+            continue
+        try:
+            choice = choose(problem, target, options, partitioned=False)
+        except (NotImplementedError, ValueError) as error:
+            found[key] = Decision(problem, "none", options.config, None, 0, str(error))
+            continue
+        splits = getattr(choice.config, "splits", None)
+        found[key] = Decision(
+            problem, choice.implementation, choice.config, splits, choice.workspace_bytes, choice.why
+        )
+    return Explanation(platform, tuple(found.values()))
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Our equations, also those inside other equations' functions."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is conv_wgrad_p:
+            yield eqn
+        for value in eqn.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=_is_jaxpr):
+                if isinstance(inner, core.ClosedJaxpr):
+                    yield from _equations(inner.jaxpr)
+                elif isinstance(inner, core.Jaxpr):
+                    yield from _equations(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)

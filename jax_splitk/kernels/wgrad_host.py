@@ -1,0 +1,227 @@
+"""The `host` weight gradient: split-k over XLA's CPU threads, on SciPy's sgemm (see ffi/host_wgrad.cc).
+
+The method is the usual one of im2col and GEMM (Chellapilla, Puri, Simard 2006, "High performance
+convolutional neural networks for document processing"), a block of output pixels at a time, with the long
+reduction over output pixels cut into splits whose f32 partial sums a second pass adds in a fixed order, as in
+CUTLASS's parallel split-k.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from jax_splitk.plan import CustomCall, HostPlan
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import Target
+
+name = "wgrad_host"
+implementation = "host"
+platform = "cpu"
+
+TARGET = "jax_splitk_host_conv_wgrad_v1"
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_LARGEST = 2**31 - 1
+
+# The constants of the workspace formula; ffi/host_wgrad.cc has the same.
+_TILE = 64
+_CHUNK = 512
+_TASKS = 32
+_HALF_TASKS = 8
+_MAX_SLOTS = 64
+_ALIGN = 64
+_MAX_SPLITS = 256
+_MIN_BLOCK, _MAX_BLOCK = 8, 4096
+_MIN_GEMM_OUT, _MIN_GEMM_IN = 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut: `splits` partial sums of the reduction, `block` of its rows packed at a time.
+
+    The result is bitwise determined by the two, whatever the number of threads.
+    """
+
+    splits: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Twin of `Layout` in ffi/host_wgrad.cc, which explains the fields and refuses any other size."""
+
+    direct: bool
+    slices: int
+    slots: int
+    partial_bytes: int
+    slot_bytes: int
+    total_bytes: int
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _align_up(size: int) -> int:
+    return _ceil_div(size, _ALIGN) * _ALIGN
+
+
+def _layout(problem: ConvWgradProblem, config: Config) -> _Layout:
+    m, n, _ = problem.gemm_shape
+    groups = problem.feature_group_count
+    direct = groups > 1 and n < _MIN_GEMM_OUT and problem.in_channels // groups < _MIN_GEMM_IN
+    pieces = _ceil_div(problem.out_channels if direct else m, _TILE)
+    cuts = pieces if direct else pieces * groups
+    tasks = _TASKS if problem.dtype == "float32" else _HALF_TASKS
+    slices = max(1, min(cuts, _ceil_div(tasks, config.splits)))
+    slots = min(config.splits * slices, _MAX_SLOTS)
+    in_place = config.splits == 1 and problem.out_dtype == "float32"
+    partial_bytes = 0 if in_place else _align_up(4 * m * problem.out_channels)
+    slot_bytes = _align_up(16 * config.block if direct else 4 * config.block * min(m, _TILE))
+    if not direct and problem.dtype != "float32":
+        slot_bytes += _align_up(4 * config.block * min(n, _CHUNK))
+    total_bytes = _ALIGN + config.splits * partial_bytes + slots * slot_bytes
+    return _Layout(direct, slices, slots, partial_bytes, slot_bytes, total_bytes)
+
+
+def _unsupported_problem(problem: ConvWgradProblem) -> str | None:
+    for argument in ("dtype", "out_dtype"):
+        value = getattr(problem, argument)
+        if value not in _DTYPES:
+            return f"{argument}={value} is not one of {', '.join(_DTYPES)}."
+    if problem.batch_group_count != 1:
+        return f"batch_group_count={problem.batch_group_count}; only 1 is supported."
+    if not 1 <= problem.rank <= 3:
+        return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported."
+    largest = max(*problem.lhs_shape, *problem.g_shape, *problem.out_shape)
+    attributes = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation, *problem.padding)
+    largest = max(largest, *(abs(value) for values in attributes for value in values))
+    if largest > _LARGEST:
+        return f"A size, stride, dilation or padding is {largest}; BLAS's 32-bit integers allow {_LARGEST}."
+    return None
+
+
+def supports(
+    problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None
+) -> str | None:
+    """None if `problem` (with `config`) can run here, else one sentence that names the value and the range.
+
+    `problem.precision` is not looked at: products and sums are always f32. Nor is `target`: any CPU will do.
+    """
+    del target
+    reason = _unsupported_problem(problem)
+    if reason is not None or config is None:
+        return reason
+    most = min(max(problem.reduction_size, 1), _MAX_SPLITS)
+    if not 1 <= config.splits <= most:
+        return f"splits={config.splits} is outside 1..{most} (the reduction size, at most {_MAX_SPLITS})."
+    if not _MIN_BLOCK <= config.block <= _MAX_BLOCK or config.block % _MIN_BLOCK:
+        return f"block={config.block} is not a multiple of {_MIN_BLOCK} in {_MIN_BLOCK}..{_MAX_BLOCK}."
+    return None
+
+
+def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """Bytes of workspace: the splits' partial sums, each thread's packing buffers, alignment slack."""
+    return _layout(problem, config).total_bytes
+
+
+def make_plan(problem: ConvWgradProblem, config: Config) -> HostPlan:
+    """The custom call for a legal (problem, config)."""
+
+    def ints(*values: int) -> np.ndarray:
+        return np.array(values, dtype=np.int64)
+
+    attributes = {
+        "window_strides": ints(*problem.window_strides),
+        "padding": ints(*(value for pair in problem.padding for value in pair)),
+        "lhs_dilation": ints(*problem.lhs_dilation),
+        "rhs_dilation": ints(*problem.rhs_dilation),
+        "feature_group_count": np.int64(problem.feature_group_count),
+        "splits": np.int64(config.splits),
+        "block": np.int64(config.block),
+    }
+    return HostPlan(CustomCall(TARGET, attributes, workspace_bytes(problem, config)))
+
+
+def _threads(target: Target | None) -> int:
+    return (target.cores if target else os.cpu_count()) or 1
+
+
+def candidates(problem: ConvWgradProblem, target: Target | None = None) -> list[Config]:
+    """The legal configs worth trying: powers of two and multiples of the thread count for `splits`."""
+    threads = _threads(target)
+    splits = {2**i for i in range(9)} | {threads, 2 * threads, 4 * threads}
+    # The direct loop wants its rows in the first-level cache, sgemm wants long sums.
+    blocks = (64, 128) if _layout(problem, Config(1, 128)).direct else (128, 256, 512)
+    # A split shorter than its block would only waste workspace.
+    rows = problem.reduction_size
+    configs = [Config(s, b) for s in sorted(splits) for b in blocks if s == 1 or s * b <= rows]
+    return [config for config in configs if supports(problem, config) is None]
+
+
+# What one core of an AMD EPYC (Zen 4, 2.6 GHz base) did, in flops and bytes per second. Only the proportions
+# matter: they rank the configs of one problem.
+_GEMM_RATE = 1.1e11
+_DEPTHWISE_RATE = 1.5e10
+_GATHER_RATE = 4e9
+_PACK_RATE = 1.5e10
+_PARTIAL_RATE = 2e10
+_TASK_SECONDS = 1e-6
+_CALL_SECONDS = 1e-5
+
+
+def _work_seconds(problem: ConvWgradProblem, config: Config, layout: _Layout) -> float:
+    """What the first phase would take on one thread: products, packing, partial sums through caches."""
+    m, n, rows = problem.gemm_shape
+    groups = problem.feature_group_count
+    blocks = config.splits * max(_ceil_div(rows, config.splits * config.block), 1)
+    seconds = blocks * 8 * m * problem.out_channels / _PARTIAL_RATE
+    if layout.direct:
+        depthwise = n == 1 and problem.in_channels == groups
+        return seconds + problem.flops / (_DEPTHWISE_RATE if depthwise else _GATHER_RATE)
+    packed = 4 * rows * m * groups * _ceil_div(n, _CHUNK)
+    if problem.dtype != "float32":
+        # Every slice of a group converts the group's g for itself.
+        packed += 4 * rows * n * max(groups, layout.slices)
+    return seconds + problem.flops / _GEMM_RATE + packed / _PACK_RATE
+
+
+def estimate(problem: ConvWgradProblem, config: Config, target: Target | None = None) -> float:
+    """Seconds that `config` should take on the target's hardware threads (default: this machine's).
+
+    The first phase's work, stretched by how unevenly its tasks fall on the threads, then the partials' sum.
+    """
+    threads = _threads(target)
+    layout = _layout(problem, config)
+    m = problem.gemm_shape[0]
+    cuts = (
+        _ceil_div(problem.out_channels, _TILE)
+        if layout.direct
+        else (_ceil_div(m, _TILE) * problem.feature_group_count)
+    )
+    share = _ceil_div(max(cuts, 1), layout.slices) / max(cuts, 1)
+    if layout.direct:
+        share = min(1.0, share * max(cuts, 1) * _TILE / max(problem.out_channels, 1))
+    rounds = _ceil_div(config.splits * layout.slices, min(threads, layout.slots))
+    task = _TASK_SECONDS + _work_seconds(problem, config, layout) * share / config.splits
+    seconds = _CALL_SECONDS + rounds * task
+    if layout.partial_bytes:
+        moved = (config.splits + 1) * layout.partial_bytes
+        seconds += _TASK_SECONDS + moved / (_PARTIAL_RATE * min(threads, 4))
+    return seconds
+
+
+def preferred(problem: ConvWgradProblem, target: Target | None = None) -> str | None:
+    """None if this should beat XLA:CPU, else why it should not.
+
+    Measured on 2 cores over 26 shapes: faster on nearly all, but XLA converts float16, which is dear on a
+    CPU, only once for all filter taps, and its own products of wide layers are as fast as ours.
+    """
+    del target
+    m, _, rows = problem.gemm_shape
+    if problem.feature_group_count == 1 and problem.dtype == "float16" and m >= 2048:
+        return f"float16 with taps * channels = {m} is faster on XLA:CPU; preferred below 2048"
+    if rows * m * problem.out_channels < 256:
+        return "the problem is so small that the call itself is what takes time"
+    return None

@@ -1,0 +1,86 @@
+"""The same operations in plain lax: what the fallback runs and what kernels are checked against."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_splitk.problem import ConvWgradProblem
+
+NHWC_SPECS = {
+    rank: lax.ConvDimensionNumbers(
+        lhs_spec=(0, rank + 1, *range(1, rank + 1)),
+        rhs_spec=(rank + 1, rank, *range(rank)),
+        out_spec=(0, rank + 1, *range(1, rank + 1)),
+    )
+    for rank in range(4)
+}
+
+
+def _dilate(size: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
+    return (np.array(size, dtype=np.int64) - 1) * np.array(dilation, dtype=np.int64) + 1
+
+
+def _swap_first_two(spec: Sequence[int]) -> tuple[int, ...]:
+    return (spec[1], spec[0], *spec[2:])
+
+
+def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
+    """Padding of the convolution of lhs with g whose result is the weight gradient."""
+    low = np.array([lo for lo, _ in problem.padding], dtype=np.int64)
+    lhs = _dilate(problem.input_spatial, problem.lhs_dilation)
+    g = _dilate(problem.output_spatial, problem.window_strides)
+    kernel = _dilate(problem.kernel_spatial, problem.rhs_dilation)
+    # What the result's size must be decides the high side; it also drops input that no window reaches.
+    high = kernel + g - lhs - low - 1
+    return [(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+
+
+def conv_wgrad(
+    lhs: jax.Array,
+    g: jax.Array,
+    problem: ConvWgradProblem,
+    specs: lax.ConvDimensionNumbers | None = None,
+    out_sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+    """The weight gradient as one lax convolution, as lax's own transpose rule builds it.
+
+    The batch dimension of lhs and g is contracted, so it plays the feature dimension; channels play batch and output
+    features. Strides and kernel dilation change places. Unlike through `jax.vjp`, the result's dtype can be chosen.
+    `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
+    """
+    specs = specs or NHWC_SPECS[problem.rank]
+    feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
+    return lax.conv_general_dilated(
+        lhs,
+        g,
+        window_strides=problem.rhs_dilation,
+        padding=wgrad_padding(problem),
+        lhs_dilation=problem.lhs_dilation,
+        rhs_dilation=problem.window_strides,
+        dimension_numbers=lax.ConvDimensionNumbers(
+            _swap_first_two(specs.lhs_spec), _swap_first_two(specs.out_spec), _swap_first_two(specs.rhs_spec)
+        ),
+        feature_group_count=feature_groups,
+        batch_group_count=batch_groups,
+        precision=lax_precision(problem.precision),
+        preferred_element_type=problem.out_dtype,
+        out_sharding=out_sharding,
+    )
+
+
+def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precision]:
+    """Inverse of `precision_name`."""
+    parts = [lax.Precision[part.upper()] for part in name.split(",")]
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+def precision_name(precision: lax.PrecisionLike) -> str:
+    """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs"."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if isinstance(precision, tuple | list):
+        names = [precision_name(p) for p in precision]
+        return names[0] if names[0] == names[1] else ",".join(names)
+    return lax.Precision(precision).name.lower() if precision is not None else "default"

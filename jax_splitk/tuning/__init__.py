@@ -1,0 +1,1 @@
+"""Deciding which implementation and config computes a problem."""
