@@ -1,0 +1,20 @@
+"""Shared set-up: an isolated cache for every test run, and the GPU marker."""
+
+import os
+import tempfile
+
+# Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
+os.environ.setdefault("JAX_SPLITK_CACHE_DIR", tempfile.mkdtemp(prefix="jax_splitk-test-"))
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason="no GPU here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
