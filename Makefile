@@ -1,0 +1,31 @@
+# `make demo` and `make test` do all set-up: a virtual environment, the package with what it needs, then the run.
+# They need python3 (3.11 or later), make and g++. PYTHON chooses another interpreter; each gets its own environment.
+PYTHON ?= python3
+VENV ?= .venv/$(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+BIN = $(VENV)/bin
+SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet "ruff>=0.9" "pyright>=1.1.400" "clang-format>=19"
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.wgrad
+
+$(VENV)/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[test,bench]"
+	touch $@
+
+clean:
+	rm -rf .venv build
