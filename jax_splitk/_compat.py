@@ -40,9 +40,7 @@ def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     if not missing:
         return x
     axes = tuple(sorted(missing))
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)
+    return jax.lax.pcast(x, axes, to="varying")
 
 
 def is_automatically_partitioned(ctx: Any) -> bool:

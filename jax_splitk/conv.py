@@ -123,9 +123,7 @@ def conv_wgrad(
         )
     groups = feature_group_count * batch_group_count
     if out_channels % groups or batch % batch_group_count:
-        raise ValueError(
-            f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups"
-        )
+        raise ValueError(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
     pairs = _padding_pairs(
         padding, tuple(input_spatial), tuple(kernel_spatial), window_strides, lhs_dilation, rhs_dilation
     )
@@ -281,7 +279,12 @@ def _conv_bwd(conv: _Conv, residuals: Any, g: Any) -> tuple[jax.Array | None, ja
     if lhs is not None:
         options = {field.name: getattr(conv.options, field.name) for field in dataclasses.fields(conv.options)}
         d_rhs = conv_wgrad(
-            lhs, g, rhs_type.shape, preferred_element_type=rhs_type.dtype, **conv.forward.lax_arguments(), **options
+            lhs,
+            g,
+            rhs_type.shape,
+            preferred_element_type=rhs_type.dtype,
+            **conv.forward.lax_arguments(),
+            **options,
         )
     return d_lhs, d_rhs
 

@@ -46,7 +46,7 @@ class Explanation:
         if not self.decisions:
             return f"no jax_splitk operations (platform {self.platform})"
         header = ("operation", "x", "implementation", "config", "splits", "workspace", "why")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for d in self.decisions:
             config = "" if d.config is None else str(d.config)
             splits = "" if d.splits is None else str(d.splits)
@@ -74,7 +74,7 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
     found: dict[tuple[Any, ...], Decision] = {}
     for eqn in _equations(jaxpr.jaxpr):
-        problem = problem_of(*(var.aval for var in eqn.invars), eqn.params)
+        problem = problem_of([var.aval for var in eqn.invars], eqn.params)
         options = options_of(eqn.params)
         key = (problem, options)
         if key in found:
@@ -86,9 +86,7 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
             found[key] = Decision(problem, "none", options.config, None, 0, str(error))
             continue
         splits = getattr(choice.config, "splits", None)
-        found[key] = Decision(
-            problem, choice.implementation, choice.config, splits, choice.workspace_bytes, choice.why
-        )
+        found[key] = Decision(problem, choice.implementation, choice.config, splits, choice.workspace_bytes, choice.why)
     return Explanation(platform, tuple(found.values()))
 
 

@@ -27,8 +27,9 @@ PLATFORMS = ("cpu", "cuda")
 conv_wgrad_p = core.Primitive("conv_wgrad")
 
 
-def problem_of(lhs: Any, g: Any, params: dict[str, Any]) -> ConvWgradProblem:
-    """The canonical problem of an equation, from its operands' shapes and its parameters."""
+def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
+    """The canonical problem of an equation, from the types of its operands (lhs, g) and its parameters."""
+    lhs, g = avals
     specs, rhs_shape = params["dimension_numbers"], params["rhs_shape"]
     take = lambda shape, spec: tuple(int(shape[i]) for i in spec)  # noqa: E731
     batch, in_channels, *input_spatial = take(lhs.shape, specs.lhs_spec)
@@ -138,7 +139,7 @@ def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any)
         folded = _fold_into(lhs, lhs_dim, specs.lhs_spec[1], groups)
         params["rhs_shape"] = tuple(n * size if i == in_dim else n for i, n in enumerate(rhs_shape))
         return _unfold_from(conv_wgrad_p.bind(folded, g, **params), in_dim, size, 1), 0
-    size = lhs.shape[lhs_dim] if lhs_dim is not None else g.shape[g_dim]
+    size = lhs.shape[lhs_dim] if lhs_dim is not None else g.shape[g_dim or 0]
     lhs = batching.bdim_at_front(lhs, lhs_dim, size)
     g = batching.bdim_at_front(g, g_dim, size)
     return lax.map(lambda pair: conv_wgrad_p.bind(*pair, **params), (lhs, g)), 0
@@ -151,9 +152,7 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 
 
 def options_of(params: dict[str, Any]) -> Options:
-    return Options(
-        params["config"], params["implementation"], params["deterministic"], params["workspace_limit_bytes"]
-    )
+    return Options(params["config"], params["implementation"], params["deterministic"], params["workspace_limit_bytes"])
 
 
 def choose(problem: ConvWgradProblem, target: Target, options: Options, partitioned: bool) -> Choice:
@@ -195,7 +194,7 @@ def call(custom_call: CustomCall, problem: ConvWgradProblem, lhs: jax.Array, g: 
 
 
 def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, g: Any, *, platform: str, **params: Any) -> Any:
-    problem = problem_of(*ctx.avals_in, params)
+    problem = problem_of(ctx.avals_in, params)
     target = target_for(platform)
     choice = choose(problem, target, options_of(params), _compat.is_automatically_partitioned(ctx))
     announce(choice)

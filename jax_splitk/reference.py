@@ -1,6 +1,7 @@
 """The same operations in plain lax: what the fallback runs and what kernels are checked against."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import numpy as np
@@ -77,10 +78,33 @@ def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precisi
 
 
 def precision_name(precision: lax.PrecisionLike) -> str:
-    """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs"."""
+    """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs".
+
+    None means jax's `jax_default_matmul_precision`, as in lax. Raises ValueError for what no convolution accepts.
+    """
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        # Also "default" for the algorithms that only matrix products have.
+        return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")
     if isinstance(precision, tuple | list):
-        names = [precision_name(p) for p in precision]
-        return names[0] if names[0] == names[1] else ",".join(names)
-    return lax.Precision(precision).name.lower() if precision is not None else "default"
+        lhs, rhs = (precision_name(side) for side in cast(tuple[lax.PrecisionLike, ...], precision))
+        return lhs if lhs == rhs else f"{lhs},{rhs}"
+    if isinstance(precision, str):
+        if precision not in _PRECISION_NAMES:
+            raise ValueError(f"precision={precision!r}; accepted: {', '.join(map(repr, _PRECISION_NAMES))}")
+        return _PRECISION_NAMES[precision]
+    if not isinstance(precision, lax.Precision):
+        raise ValueError(f"precision={precision!r}; accepted: None, a jax.lax.Precision, its name, or a pair of them")
+    return precision.name.lower()
+
+
+# lax's names and their aliases.
+_PRECISION_NAMES = {
+    "default": "default",
+    "fastest": "default",
+    "bfloat16": "default",
+    "high": "high",
+    "bfloat16_3x": "high",
+    "tensorfloat32": "high",
+    "highest": "highest",
+    "float32": "highest",
+}

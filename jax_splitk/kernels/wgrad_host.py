@@ -102,9 +102,7 @@ def _unsupported_problem(problem: ConvWgradProblem) -> str | None:
     return None
 
 
-def supports(
-    problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None
-) -> str | None:
+def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None if `problem` (with `config`) can run here, else one sentence that names the value and the range.
 
     `problem.precision` is not looked at: products and sums are always f32. Nor is `target`: any CPU will do.
@@ -196,9 +194,7 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target | None = 
     layout = _layout(problem, config)
     m = problem.gemm_shape[0]
     cuts = (
-        _ceil_div(problem.out_channels, _TILE)
-        if layout.direct
-        else (_ceil_div(m, _TILE) * problem.feature_group_count)
+        _ceil_div(problem.out_channels, _TILE) if layout.direct else (_ceil_div(m, _TILE) * problem.feature_group_count)
     )
     share = _ceil_div(max(cuts, 1), layout.slices) / max(cuts, 1)
     if layout.direct:

@@ -131,7 +131,13 @@ def _with_family(family: kernels.Family, problem: ConvWgradProblem, target: Targ
             )
         seconds = family.estimate(problem, options.config, target)
         return Choice(
-            problem, family.implementation, family, options.config, size, seconds, "the config was given explicitly"
+            problem,
+            family.implementation,
+            family,
+            options.config,
+            size,
+            seconds,
+            "the config was given explicitly",
         )
     configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= limit]
     if not configs:
