@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -255,6 +256,7 @@ def geometric_means(results: Sequence[Result]) -> dict[str, float]:
     }
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
     device = jax.devices()[0]
@@ -334,6 +336,19 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
+    report = {
+        "environment": environment(),
+        "quick": options.quick,
+        "implementation": options.implementation,
+        "geometric_means": geometric_means(results),
+        "results": [result.as_json() for result in results],
+        "failures": failures,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
@@ -357,23 +372,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # one case must not cost the others
             failures[case.name] = traceback.format_exc()
             say(f" > {case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        if options.json:  # after every case, so that a run that is cut short loses nothing
+            write_report(options, results, failures)
     if results:
         say("\n" + table(results) + "\n")
     means = geometric_means(results)
     for group, mean in means.items():
         count = sum(group == "all" or r.implementation != "xla" for r in results)
         say(f"geometric mean of XLA/ours, {group} ({count} cases): {mean:.3f}")
-    if options.json:
-        report = {
-            "environment": environment(),
-            "quick": options.quick,
-            "implementation": options.implementation,
-            "geometric_means": means,
-            "results": [result.as_json() for result in results],
-            "failures": failures,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     if failures:
         say(f"failed: {', '.join(failures)}")
     return 1 if failures else 0
