@@ -109,7 +109,7 @@ class Case:
         return case
 
 
-def _case(  # noqa: PLR0917
+def _case(
     batch: int,
     size: int,
     in_channels: int,
