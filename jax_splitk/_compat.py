@@ -58,3 +58,15 @@ def is_automatically_partitioned(ctx: Any) -> bool:
         manual = getattr(axis_context, "manual_axes", frozenset())
         return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
     return False
+
+
+def distributed() -> tuple[Any, int, int]:
+    """(client of the job's key-value store or None, this process's index, number of processes).
+
+    jax.distributed has no public access to its client, which offers wait_at_barrier, key_value_set and
+    blocking_key_value_get; nor can processes be counted publicly without starting a backend.
+    """
+    from jax._src import distributed as jax_distributed  # noqa: PLC0415
+
+    state = jax_distributed.global_state
+    return state.client, state.process_id or 0, state.num_processes or 1

@@ -26,7 +26,7 @@ from jax_splitk.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 logger = logging.getLogger("jax_splitk")
 
 ARCH = "sm_90a"
-_FILE_MAGIC = b"jax_splitk cubin 1\n"
+_FILE_MAGIC = b"jax_splitk cubin 2\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
 
@@ -150,18 +150,19 @@ def content_key(source: Source) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _pack(compiled: Compiled) -> bytes:
-    body = zlib.compress(json.dumps({"log": compiled.log}).encode() + b"\0" + compiled.image, 6)
+def _pack(key: str, compiled: Compiled) -> bytes:
+    body = zlib.compress(json.dumps({"key": key, "log": compiled.log}).encode() + b"\0" + compiled.image, 6)
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes) -> Compiled | None:
-    """None for anything that `_pack` did not write whole."""
+def _unpack(key: str, data: bytes) -> Compiled | None:
+    """None for anything that `_pack` did not write whole, for this key."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
-    header, image = zlib.decompress(rest[32:]).split(b"\0", 1)
-    return Compiled(image, json.loads(header)["log"])
+    text, image = zlib.decompress(rest[32:]).split(b"\0", 1)
+    header = json.loads(text)
+    return Compiled(image, header["log"]) if header["key"] == key else None
 
 
 _memory: dict[str, Compiled] = {}
@@ -211,9 +212,9 @@ def _load(key: str) -> Compiled | None:
     data = storage.read(path)
     if data is None:
         return None
-    compiled = _unpack(data)
+    compiled = _unpack(key, data)
     if compiled is None:
-        logger.warning("jax_splitk: %s is damaged; compiling again", path)
+        logger.warning("jax_splitk: %s is damaged or another compilation's; compiling again", path)
     return compiled
 
 
@@ -228,5 +229,5 @@ def _compile(source: Source, key: str, in_worker: bool) -> Compiled:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
     compiled = Compiled(image, log)
-    storage.write(_cubin_path(key), _pack(compiled))
+    storage.write(_cubin_path(key), _pack(key, compiled))
     return compiled

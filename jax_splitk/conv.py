@@ -1,7 +1,9 @@
 """Public convolution operations."""
 
+import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,31 +25,46 @@ Padding = str | Sequence[tuple[int, int]]
 def _positive_ints(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     if value is None:
         return (1,) * rank
-    values = tuple(int(v) for v in value)
+    try:
+        values = tuple(operator.index(v) for v in value)
+    except TypeError:
+        values = ()
     if len(values) != rank or any(v < 1 for v in values):
-        raise ValueError(f"{name}={tuple(value)}; accepted: {rank} integers of at least 1")
+        raise ValueError(f"{name}={value!r}; accepted: {rank} integers of at least 1")
     return values
 
 
+def _padding(padding: Padding, rank: int) -> str | Pairs:
+    """A known word, or pairs of integers."""
+    words = ("SAME", "SAME_LOWER", "VALID")
+    if isinstance(padding, str):
+        if padding.upper() in words:
+            return padding.upper()
+    else:
+        with contextlib.suppress(TypeError, ValueError):
+            pairs = tuple((operator.index(low), operator.index(high)) for low, high in padding)
+            if len(pairs) == rank:
+                return pairs
+    raise ValueError(
+        f"padding={padding!r}; accepted: {', '.join(map(repr, words[:2]))}, 'VALID' or {rank} pairs (low, high)"
+    )
+
+
 def _padding_pairs(
-    padding: Padding,
+    padding: str | Pairs,
     input_spatial: tuple[int, ...],
     kernel_spatial: tuple[int, ...],
     window_strides: tuple[int, ...],
     lhs_dilation: tuple[int, ...],
     rhs_dilation: tuple[int, ...],
 ) -> Pairs:
-    rank = len(input_spatial)
-    if isinstance(padding, str):
-        if any(d != 1 for d in lhs_dilation):
-            raise ValueError(f"padding={padding!r} with lhs_dilation={lhs_dilation}; accepted: explicit pairs")
-        window = [(k - 1) * d + 1 for k, d in zip(kernel_spatial, rhs_dilation, strict=True)]
-        pairs = lax.padtype_to_pads(input_spatial, window, window_strides, padding)
-    else:
-        pairs = list(padding)
-    if len(pairs) != rank or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"padding={padding!r}; accepted: 'SAME', 'SAME_LOWER', 'VALID' or {rank} pairs (low, high)")
-    return tuple((int(lo), int(hi)) for lo, hi in pairs)
+    if not isinstance(padding, str):
+        return padding
+    if any(d != 1 for d in lhs_dilation):
+        raise ValueError(f"padding={padding!r} with lhs_dilation={lhs_dilation}; accepted: explicit pairs")
+    window = [(k - 1) * d + 1 for k, d in zip(kernel_spatial, rhs_dilation, strict=True)]
+    pairs = lax.padtype_to_pads(input_spatial, window, window_strides, padding)
+    return tuple((int(low), int(high)) for low, high in pairs)
 
 
 def conv_wgrad(
@@ -101,6 +118,7 @@ def conv_wgrad(
     """
     options = Options(config, implementation, deterministic, workspace_limit_bytes)
     check_options("conv_wgrad", options)
+    lhs, g = jnp.asarray(lhs), jnp.asarray(g)
     if lhs.dtype != g.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
         raise TypeError(f"lhs is {lhs.dtype} and g is {g.dtype}; accepted: one floating dtype for both")
     rhs_shape = tuple(int(n) for n in rhs_shape)
@@ -125,7 +143,7 @@ def conv_wgrad(
     if out_channels % groups or batch % batch_group_count:
         raise ValueError(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
     pairs = _padding_pairs(
-        padding, tuple(input_spatial), tuple(kernel_spatial), window_strides, lhs_dilation, rhs_dilation
+        _padding(padding, rank), tuple(input_spatial), tuple(kernel_spatial), window_strides, lhs_dilation, rhs_dilation
     )
     output_spatial = conv_output_spatial(
         tuple(input_spatial), tuple(kernel_spatial), window_strides, pairs, lhs_dilation, rhs_dilation
@@ -195,6 +213,7 @@ def conv_general_dilated(
       ValueError, TypeError, NotImplementedError: as lax's function and `conv_wgrad` do.
     """
     check_options("conv_wgrad", Options(config, implementation, deterministic, workspace_limit_bytes))
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if compute_dtype is None:
         if lhs.dtype != rhs.dtype:
             raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: one dtype, or compute_dtype=")
@@ -203,10 +222,9 @@ def conv_general_dilated(
     if not jnp.issubdtype(compute, jnp.floating):
         raise TypeError(f"compute_dtype={compute.name}; accepted: a floating dtype")
     specs = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    pairs = padding if isinstance(padding, str) else tuple((int(lo), int(hi)) for lo, hi in padding)
     forward = _Forward(
         window_strides=_positive_ints("window_strides", window_strides, lhs.ndim - 2),
-        padding=pairs,
+        padding=_padding(padding, lhs.ndim - 2),
         lhs_dilation=_positive_ints("lhs_dilation", lhs_dilation, lhs.ndim - 2),
         rhs_dilation=_positive_ints("rhs_dilation", rhs_dilation, lhs.ndim - 2),
         dimension_numbers=specs,

@@ -6,7 +6,9 @@ from typing import cast
 import jax
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 
+from jax_splitk import _compat
 from jax_splitk.problem import ConvWgradProblem
 
 NHWC_SPECS = {
@@ -52,6 +54,9 @@ def conv_wgrad(
     `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
     """
     specs = specs or NHWC_SPECS[problem.rank]
+    if problem.reduction_size == 0:  # XLA refuses a convolution whose window has no pixels
+        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
+        return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
     return lax.conv_general_dilated(
         lhs,
@@ -69,6 +74,13 @@ def conv_wgrad(
         preferred_element_type=problem.out_dtype,
         out_sharding=out_sharding,
     )
+
+
+def rhs_shape(problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:
+    """The weight's shape in the order of `specs`."""
+    *kernel, in_channels, out_channels = problem.out_shape
+    sizes = dict(zip(specs.rhs_spec, (out_channels, in_channels, *kernel), strict=True))
+    return tuple(sizes[axis] for axis in range(len(sizes)))
 
 
 def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precision]:

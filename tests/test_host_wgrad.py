@@ -153,9 +153,7 @@ def call_xla(problem: ConvWgradProblem, lhs: Any, g: Any) -> jax.Array:
             problem.feature_group_count,
         )
 
-    return jax.jit(lambda g: jax.vjp(conv, jnp.zeros(problem.out_shape, problem.dtype))[1](g)[0])(
-        jnp.asarray(g)
-    )
+    return jax.jit(lambda g: jax.vjp(conv, jnp.zeros(problem.out_shape, problem.dtype))[1](g)[0])(jnp.asarray(g))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -189,9 +187,7 @@ def test_error_is_no_larger_than_xlas(problem: ConvWgradProblem, dtype: str) -> 
         return float(np.abs(np.asarray(result).astype(np.float64) - expected).max())
 
     scale = float(np.abs(expected).max())
-    assert error(call_host(problem, Config(4, 128), lhs, g)) <= max(
-        2 * error(call_xla(problem, lhs, g)), 1e-6 * scale
-    )
+    assert error(call_host(problem, Config(4, 128), lhs, g)) <= max(2 * error(call_xla(problem, lhs, g)), 1e-6 * scale)
 
 
 @pytest.mark.parametrize("problem", LARGER, ids=str)
@@ -204,9 +200,7 @@ def test_results_repeat_bitwise(problem: ConvWgradProblem) -> None:
 
 def assert_same_floats(got: Any, expected: np.ndarray) -> None:
     with np.errstate(invalid="ignore"):  # float16's signalling NaNs
-        np.testing.assert_array_equal(
-            np.asarray(got).reshape(-1).astype(np.float32), expected.astype(np.float32)
-        )
+        np.testing.assert_array_equal(np.asarray(got).reshape(-1).astype(np.float32), expected.astype(np.float32))
 
 
 def test_special_values_and_rounding() -> None:
@@ -285,9 +279,7 @@ def ints(*values: int) -> np.ndarray:
     ],
 )
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*jax_splitk host wgrad: .*{message}"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*jax_splitk host wgrad: .*{message}"):
         small_call(**changes)
 
 

@@ -157,6 +157,8 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
         return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
     if any(d != 1 for d in p.lhs_dilation):
         return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
+    if 0 in p.input_spatial:
+        return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
     if not 0 < p.reduction_size <= INT32_MAX - BLOCK_K:
         return f"{p.reduction_size} output pixels; accepted: 1 to {INT32_MAX - BLOCK_K}"
     if not 0 < output_size(p) <= INT32_MAX:

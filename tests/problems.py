@@ -1,0 +1,54 @@
+"""Fresh random problems and the seed that names them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.cases import Case
+
+SEED = int(np.random.SeedSequence().generate_state(1)[0])
+
+
+def generator(salt: int) -> np.random.Generator:
+    """Another generator for each salt and each run of the tests."""
+    return np.random.default_rng([SEED, salt])
+
+
+@contextlib.contextmanager
+def seeded(salt: int) -> Iterator[np.random.Generator]:
+    """A fresh generator; a failure in the body gets a note with what draws the same numbers again."""
+    try:
+        yield generator(salt)
+    except BaseException as error:
+        error.add_note(f"drawn by numpy.random.default_rng([{SEED}, {salt}])")
+        raise
+
+
+def random_case(rng: np.random.Generator, dtype: str = "bfloat16") -> Case:
+    """A 2D convolution within the limits of the Hopper family, of any geometry, with at least one output pixel."""
+
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return int(rng.integers(low, high)), int(rng.integers(low, high))
+
+    while True:
+        height, width = pair(1, 40)
+        case = Case(
+            name="random",
+            batch=int(rng.integers(1, 9)),
+            height=height,
+            width=width,
+            in_channels=8 * int(rng.integers(1, 40)),
+            out_channels=8 * int(rng.integers(1, 40)),
+            kernel=pair(1, 8),
+            stride=pair(1, 9),
+            padding=(pair(-3, 8), pair(-3, 8)),
+            dilation=pair(1, 4),
+            dtype=dtype,
+        )
+        # One in five is a plain matrix product.
+        if rng.random() < 0.2:
+            case = dataclasses.replace(case, kernel=(1, 1), stride=(1, 1), padding=((0, 0), (0, 0)))
+        if case.problem().reduction_size > 0:
+            return case

@@ -1,0 +1,599 @@
+"""The public convolutions on the CPU: equal to lax's under every transformation, with clear errors."""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import export, lax
+from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_splitk
+from benchmarks import cases
+from jax_splitk import _ffi, primitive
+from jax_splitk.kernels import wgrad_host
+from jax_splitk.kernels.wgrad_host import TARGET as HOST
+from jax_splitk.plan import LAUNCH_TARGET
+from tests import cubin, float64
+from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
+from tests.problems import generator, seeded
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
+
+
+def serves(conv: Conv, implementation: str | None) -> bool:
+    return not (implementation == "host" and conv.batch_groups > 1)
+
+
+@pytest.mark.parametrize("implementation", [None, "host", "xla"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None) -> None:
+    conv = GEOMETRIES[name]
+    if not serves(conv, implementation):
+        pytest.skip("the host kernel has no batch groups")
+    with seeded(1) as rng:
+        lhs, _, g = conv.integers(rng)
+        out = jax.jit(functools.partial(conv.wgrad, implementation=implementation))(lhs, g)
+        assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
+        np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_output_pixels_give_zeros(implementation: str | None) -> None:
+    lhs, rhs, g = EMPTY_OUTPUT.integers(generator(9))
+    assert 0 in g.shape
+    out = EMPTY_OUTPUT.wgrad(lhs, g, implementation=implementation)
+    np.testing.assert_array_equal(out, np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32))
+    d_rhs = jax.vjp(functools.partial(EMPTY_OUTPUT.ours, implementation=implementation), lhs, rhs)[1](g)[1]
+    np.testing.assert_array_equal(d_rhs, EMPTY_OUTPUT.lax_wgrad(lhs, g))
+
+
+def test_no_output_pixels_give_zeros_on_the_host_kernel() -> None:
+    lhs, _, g = EMPTY_OUTPUT.integers(generator(9))
+    np.testing.assert_array_equal(
+        EMPTY_OUTPUT.wgrad(lhs, g, implementation="host"), np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32)
+    )
+
+
+def test_numpy_operands() -> None:
+    lhs, rhs, g = (np.asarray(x) for x in PLAIN.integers(generator(9)))
+    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
+    np.testing.assert_array_equal(PLAIN.ours(lhs, rhs), PLAIN.lax(lhs, rhs))
+
+
+def test_numpy_float64_operands_are_float32_without_x64() -> None:
+    lhs, _, g = (np.asarray(x, np.float64) for x in PLAIN.integers(generator(9)))
+    out = PLAIN.wgrad(lhs, g)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
+
+
+@pytest.mark.parametrize("implementation", [None, "host", "xla"])
+def test_wgrad_is_laxs_on_normals(implementation: str | None) -> None:
+    conv = Conv((20, 20), (3, 3), 4, (32, 48))
+    with seeded(2) as rng:
+        lhs, _, g = conv.normals(rng)
+        out, expected = conv.wgrad(lhs, g, implementation=implementation), conv.lax_wgrad(lhs, g)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_implementation_that_was_asked_for_is_the_one_lowered() -> None:
+    lhs, _, g = PLAIN.integers(generator(3))
+    text = {
+        name: jax.jit(functools.partial(PLAIN.wgrad, implementation=name)).lower(lhs, g).as_text()
+        for name in (None, "host", "xla")
+    }
+    assert HOST in text[None]
+    assert HOST in text["host"]
+    assert HOST not in text["xla"]
+    assert "stablehlo.convolution" in text["xla"]
+    assert "stablehlo.convolution" not in text["host"]
+
+
+def test_works_without_jit() -> None:
+    lhs, _, g = PLAIN.integers(generator(4))
+    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g))
+
+
+def test_dimension_numbers_object() -> None:
+    lhs, _, g = PLAIN.integers(generator(5))
+    numbers = lax.conv_dimension_numbers(PLAIN.lhs_shape, PLAIN.rhs_shape, NHWC)
+    conv = dataclasses.replace(PLAIN, dimension_numbers=numbers)
+    out = jax_splitk.conv_wgrad(lhs, g, PLAIN.rhs_shape, **conv.arguments)
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(lhs, g))
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str) -> None:
+    conv = Conv((6, 5), (3, 3), 2)
+    with seeded(6) as rng:
+        lhs, _, g = conv.integers(rng, dtype)
+        out = conv.wgrad(lhs, g, preferred_element_type=out_dtype)
+        expected = conv.lax_wgrad(lhs.astype(jnp.float32), g.astype(jnp.float32))
+        assert out.dtype == out_dtype
+        # bfloat16 holds integers up to 256 exactly.
+        np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(out_dtype).astype(jnp.float32))
+
+
+def test_default_dtype_is_the_inputs() -> None:
+    lhs, _, g = PLAIN.integers(generator(7), jnp.bfloat16)
+    assert PLAIN.wgrad(lhs, g).dtype == jnp.bfloat16
+
+
+def test_float64_is_xlas() -> None:
+    with jax.enable_x64(True), seeded(8) as rng:
+        lhs, rhs, g = PLAIN.normals(rng, jnp.float64)
+        np.testing.assert_allclose(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g), rtol=1e-12, atol=1e-12)
+        d_rhs = jax.vjp(lambda w: PLAIN.ours(lhs, w), rhs)[1](g)[0]
+        assert d_rhs.dtype == jnp.float64
+        np.testing.assert_allclose(d_rhs, PLAIN.lax_wgrad(lhs, g), rtol=1e-12, atol=1e-12)
+
+
+# ---- conv_general_dilated and differentiation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_convolution_and_its_gradients_are_laxs(name: str) -> None:
+    conv = GEOMETRIES[name]
+    with seeded(10) as rng:
+        lhs, rhs, g = conv.integers(rng)
+        out, vjp = jax.vjp(conv.ours, lhs, rhs)
+        expected, lax_vjp = jax.vjp(conv.lax, lhs, rhs)
+        np.testing.assert_array_equal(out, expected)
+        for ours, theirs in zip(vjp(g), lax_vjp(g), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_weight_gradient_goes_through_the_kernel_and_the_rest_through_lax() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(11))
+    loss = lambda lhs, rhs: (PLAIN.ours(lhs, rhs, implementation="host") * g).sum()  # noqa: E731
+    text = {i: jax.jit(jax.grad(loss, i)).lower(lhs, rhs).as_text() for i in (0, 1, (0, 1))}
+    assert HOST not in text[0]
+    assert HOST in text[1]
+    assert text[(0, 1)].count(f"@{HOST}") == 1
+    assert HOST not in jax.jit(loss).lower(lhs, rhs).as_text()
+
+
+def residual_shapes(fn: Callable[..., jax.Array], *primals: jax.Array) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that a vjp keeps for the backward pass."""
+    return [np.shape(leaf) for leaf in jax.tree.leaves(jax.vjp(fn, *primals)[1]) if np.ndim(leaf)]
+
+
+def test_an_operand_is_kept_only_for_the_others_gradient() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(12))
+    assert residual_shapes(lambda w: PLAIN.ours(lhs, w), rhs) == [PLAIN.lhs_shape]
+    assert residual_shapes(lambda x: PLAIN.ours(x, rhs), lhs) == [PLAIN.rhs_shape]
+    assert sorted(residual_shapes(PLAIN.ours, lhs, rhs)) == sorted([PLAIN.lhs_shape, PLAIN.rhs_shape])
+
+
+def test_kept_operands_are_in_the_compute_dtype() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(12))
+    conv = functools.partial(PLAIN.ours, compute_dtype=jnp.bfloat16)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.vjp(conv, lhs, rhs)[1]) if np.ndim(leaf)}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["plain", "groups", "lhs_dilation", "nchw_hwio_nhwc", "batch_groups", "strides"])
+def test_second_derivatives_are_laxs(name: str) -> None:
+    conv = GEOMETRIES[name]
+
+    def squared_gradients(conv_fn: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        grads = jax.grad(lambda x, w: (conv_fn(x, w) ** 2).sum(), (0, 1))(lhs, rhs)
+        return sum((d**2).sum() for d in grads) / 1000
+
+    with seeded(13) as rng:
+        lhs, rhs, _ = conv.integers(rng)
+        ours, theirs = (
+            jax.jit(jax.grad(functools.partial(squared_gradients, f), (0, 1)))(lhs, rhs) for f in (conv.ours, conv.lax)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+        tangents = conv.integers(rng)[:2]
+        over = [
+            jax.jvp(jax.grad(lambda x, w, f=f: (f(x, w) ** 3).sum(), 1), (lhs, rhs), tangents)[1]
+            for f in (conv.ours, conv.lax)
+        ]
+        np.testing.assert_allclose(over[0], over[1], rtol=1e-4, atol=1e-5 * float(jnp.abs(over[1]).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "groups", "batch_groups", "lhs_dilation", "nhwc_oihw_nchw"])
+def test_wgrads_own_derivatives_are_laxs(name: str, dtype: str) -> None:
+    conv = GEOMETRIES[name]
+    with seeded(14) as rng:
+        lhs, ct, g = conv.integers(rng, dtype)
+        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+        ct = ct.astype(jnp.float32)
+        ours = jax.vjp(wgrad, lhs, g)[1](ct)
+        wide = [x.astype(jnp.float32) for x in (lhs, g)]
+        theirs = jax.vjp(conv.lax_wgrad, *wide)[1](ct)
+        for a, b, x in zip(ours, theirs, (lhs, g), strict=True):
+            assert a.dtype == x.dtype
+            np.testing.assert_array_equal(a, b.astype(x.dtype))
+        tangents = conv.integers(rng, dtype)
+        out = jax.jvp(wgrad, (lhs, g), (tangents[0], tangents[2]))[1]
+        expected = jax.jvp(conv.lax_wgrad, wide, [tangents[i].astype(jnp.float32) for i in (0, 2)])[1]
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_forward_mode_is_refused() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(15))
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(PLAIN.ours, (lhs, rhs), (lhs, rhs))
+
+
+# ---- transformations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "default_numbers", "batch_groups", "one_dimension"])
+def test_vmap_is_a_loop(name: str, axes: tuple[int | None, int | None]) -> None:
+    conv, dtype = GEOMETRIES[name], "bfloat16" if name == "plain" else "float32"
+    ranks = len(conv.lhs_shape) + 1
+    axes = tuple(None if a is None else min(a, ranks - 1) for a in axes)
+    with seeded(20) as rng:
+        draws = [conv.integers(rng, dtype) for _ in range(3)]
+        stacked = [
+            draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
+            for i, axis in zip((0, 2), axes, strict=True)
+        ]
+        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+        out = jax.jit(jax.vmap(wgrad, in_axes=axes, out_axes=1))(*stacked)
+        pairs = [
+            tuple((draws[0] if a is None else draw)[i] for i, a in zip((0, 2), axes, strict=True)) for draw in draws
+        ]
+        expected = jnp.stack([conv.lax_wgrad(*(x.astype(jnp.float32) for x in pair)) for pair in pairs], 1)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_vmap_of_one_side_is_one_kernel_and_of_both_a_loop() -> None:
+    lhs, _, g = PLAIN.integers(generator(21))
+    wgrad = functools.partial(PLAIN.wgrad, implementation="host")
+    many = lambda x: jnp.stack([x, x + 1])  # noqa: E731
+    for axes, arguments in (((None, 0), (lhs, many(g))), ((0, None), (many(lhs), g))):
+        text = jax.jit(jax.vmap(wgrad, axes)).lower(*arguments).as_text()
+        assert (text.count(f"@{HOST}"), "stablehlo.while" in text) == (1, False)
+    text = jax.jit(jax.vmap(wgrad)).lower(many(lhs), many(g)).as_text()
+    assert (text.count(f"@{HOST}"), "stablehlo.while" in text) == (1, True)
+
+
+def test_vmap_with_a_config_keeps_the_config() -> None:
+    lhs, _, g = PLAIN.integers(generator(22))
+    wgrad = functools.partial(PLAIN.wgrad, config=wgrad_host.Config(3, 64))
+    many = jnp.stack([g, 2 * g])
+    out = jax.vmap(wgrad, (None, 0))(lhs, many)
+    # It is for the problem as written, so that is what runs, in a loop.
+    text = jax.jit(jax.vmap(wgrad, (None, 0))).lower(lhs, many).as_text()
+    assert "splits = 3 : i64" in text
+    assert "stablehlo.while" in text
+    expected = PLAIN.lax_wgrad(lhs, g)
+    np.testing.assert_array_equal(out, jnp.stack([expected, 2 * expected]))
+
+
+def test_nested_vmap() -> None:
+    with seeded(23) as rng:
+        lhs = jnp.asarray(rng.integers(-2, 3, (2, *PLAIN.lhs_shape)), jnp.float32)
+        g = jnp.asarray(rng.integers(-2, 3, (3, *PLAIN.g_shape)), jnp.float32)
+        out = jax.vmap(lambda x: jax.vmap(lambda y: PLAIN.wgrad(x, y))(g))(lhs)
+        expected = [[PLAIN.lax_wgrad(x, y) for y in g] for x in lhs]
+        np.testing.assert_array_equal(out, jnp.array(expected))
+
+
+def test_per_example_gradients() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(24))
+
+    def gradient(conv: Callable[..., jax.Array]) -> jax.Array:
+        loss = lambda w, x, y: (conv(x[None], w) * y[None]).sum()  # noqa: E731
+        return jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(rhs, lhs, g)
+
+    np.testing.assert_array_equal(gradient(PLAIN.ours), gradient(PLAIN.lax))
+
+
+def test_scan() -> None:
+    with seeded(25) as rng:
+        draws = [PLAIN.integers(rng) for _ in range(4)]
+        lhs, g = (jnp.stack([draw[i] for draw in draws]) for i in (0, 2))
+        step = lambda total, xs: (total + PLAIN.wgrad(*xs), None)  # noqa: E731
+        run = jax.jit(lambda *xs: lax.scan(step, jnp.zeros(PLAIN.rhs_shape), xs)[0])
+        np.testing.assert_array_equal(run(lhs, g), sum(PLAIN.lax_wgrad(x, y) for x, _, y in draws))
+        assert HOST in run.lower(lhs, g).as_text()
+
+
+def test_gradient_through_a_scan_over_layers() -> None:
+    conv = Conv(channels=(4, 4), kernel=(3, 3))
+    with seeded(26) as rng:
+        lhs = conv.normals(rng)[0]
+        weights = jnp.stack([conv.normals(rng)[1] / 6 for _ in range(3)])
+
+        def gradient(layer: Callable[..., jax.Array]) -> jax.Array:
+            body = lambda x, w: (jnp.tanh(layer(x, w)), None)  # noqa: E731
+            return jax.jit(jax.grad(lambda w: (lax.scan(body, lhs, w)[0] ** 2).sum()))(weights)
+
+        np.testing.assert_allclose(gradient(conv.ours), gradient(conv.lax), rtol=1e-3, atol=1e-4)
+
+
+def test_remat() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(27))
+
+    def gradients(conv: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
+        loss = lambda x, w: (jax.checkpoint(lambda x, w: jnp.sin(conv(x, w) * 0) + conv(x, w))(x, w) * g).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
+
+    for ours, theirs in zip(gradients(PLAIN.ours), gradients(PLAIN.lax), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(primitive, "select", fail)
+    conv = Conv((7, 5), (2, 2), 3)
+    lhs, rhs, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (conv.lhs_shape, conv.rhs_shape, conv.g_shape))
+    wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+    out = jax.eval_shape(wgrad, lhs, g)
+    assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
+    jax.make_jaxpr(jax.vmap(wgrad))(*(jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in (lhs, g)))
+    d_rhs = jax.eval_shape(jax.grad(lambda x, w: conv.ours(x, w).sum(), 1), lhs, rhs)
+    assert (d_rhs.shape, d_rhs.dtype) == (conv.rhs_shape, jnp.bfloat16)
+    jax.jit(wgrad).trace(lhs, g)
+    with pytest.raises(AssertionError, match="selected"):
+        jax.jit(wgrad).lower(lhs, g)
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def relative_error(out: jax.Array, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
+def test_master_weights_get_a_float32_gradient_that_lax_cannot_give(compute_dtype: str) -> None:
+    case = cases.Case("master", 4, 12, 12, 16, 24, (3, 3))
+    conv = Conv((12, 12), (3, 3), 4, (16, 24), padding=case.pads)
+    with seeded(30) as rng:
+        lhs, rhs, g = conv.normals(rng)
+        lhs, g = (x.astype(compute_dtype).astype(jnp.float32) for x in (lhs, g))
+        problem = dataclasses.replace(case, dtype=compute_dtype).problem("float32")
+        exact = float64.conv_wgrad(problem, lhs, g)
+        out, vjp = jax.vjp(functools.partial(conv.ours, compute_dtype=compute_dtype), lhs, rhs)
+        assert out.dtype == compute_dtype
+        d_lhs, d_rhs = vjp(g.astype(compute_dtype))
+        assert (d_lhs.dtype, d_rhs.dtype) == (jnp.float32, jnp.float32)
+        cast = lambda x, w: conv.lax(x.astype(compute_dtype), w.astype(compute_dtype))  # noqa: E731
+        d_lhs_lax, d_rhs_lax = jax.vjp(cast, lhs, rhs)[1](g.astype(compute_dtype))
+        mine, theirs = relative_error(d_rhs, exact), relative_error(d_rhs_lax, exact)
+        assert mine < 1e-6
+        assert 50 * mine < theirs
+        np.testing.assert_array_equal(out, cast(lhs, rhs))
+        np.testing.assert_array_equal(d_lhs, d_lhs_lax)
+
+
+def test_preferred_element_type_of_the_convolution() -> None:
+    with seeded(31) as rng:
+        lhs, rhs, g = PLAIN.integers(rng, jnp.bfloat16)
+        out, vjp = jax.vjp(functools.partial(PLAIN.ours, preferred_element_type=jnp.float32), lhs, rhs)
+        expected = PLAIN.lax(lhs, rhs, preferred_element_type=jnp.float32)
+        assert out.dtype == jnp.float32
+        np.testing.assert_array_equal(out, expected)
+        d_lhs, d_rhs = vjp(g.astype(jnp.float32))
+        assert (d_lhs.dtype, d_rhs.dtype) == (jnp.bfloat16, jnp.bfloat16)
+        np.testing.assert_array_equal(
+            d_rhs, PLAIN.lax_wgrad(*(x.astype(jnp.float32) for x in (lhs, g))).astype(jnp.bfloat16)
+        )
+
+
+@pytest.mark.parametrize("precision", ["highest", lax.Precision.HIGH, ("default", "highest"), None])
+def test_precision_is_passed_on(precision: Any) -> None:
+    lhs, rhs, g = PLAIN.integers(generator(32))
+    conv = functools.partial(PLAIN.ours, precision=precision, implementation="xla")
+    np.testing.assert_array_equal(jax.vjp(conv, lhs, rhs)[1](g)[1], PLAIN.lax_wgrad(lhs, g))
+    text = jax.jit(functools.partial(PLAIN.wgrad, precision=precision, implementation="xla")).lower(lhs, g).as_text()
+    expected = {"highest": ("HIGHEST", "HIGHEST"), lax.Precision.HIGH: ("HIGH", "HIGH"), None: ("DEFAULT", "DEFAULT")}
+    names = expected.get(precision, ("DEFAULT", "HIGHEST"))
+    assert [*re.findall(r"precision (\w+)", text)][:2] == list(names)
+
+
+# ---- several devices -----------------------------------------------------------------------------------------------
+
+
+def mesh(axis_type: AxisType, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+
+
+@pytest.mark.parametrize("implementation", [None, "host"])
+def test_shard_map_runs_the_kernel_on_each_device(implementation: str | None) -> None:
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, _, g = conv.integers(generator(40))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh(AxisType.Auto), in_specs=(P("data"), P("data")), out_specs=P())
+    def wgrad(lhs: jax.Array, g: jax.Array) -> jax.Array:
+        return lax.psum(conv.wgrad(lhs, g, implementation=implementation), "data")
+
+    assert HOST in wgrad.lower(lhs, g).as_text()
+    np.testing.assert_array_equal(wgrad(lhs, g), conv.lax_wgrad(lhs, g))
+
+
+def test_data_parallel_training_step_in_shard_map() -> None:
+    """The weight is the same on every device, so its gradient is summed over them by differentiation itself."""
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, rhs, g = conv.integers(generator(41))
+    in_specs = (P(), P("data"), P("data"))
+
+    def gradient(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def loss(rhs: jax.Array, lhs: jax.Array, g: jax.Array) -> jax.Array:
+            return lax.psum((layer(lhs, rhs) * g).sum(), "data")
+
+        inside = jax.shard_map(jax.grad(loss), mesh=mesh(AxisType.Auto), in_specs=in_specs, out_specs=P())
+        return jax.jit(inside)
+
+    ours = gradient(conv.ours)
+    np.testing.assert_array_equal(ours(rhs, lhs, g), conv.lax_wgrad(lhs, g))
+    np.testing.assert_array_equal(ours(rhs, lhs, g), gradient(conv.lax)(rhs, lhs, g))
+    assert HOST in ours.lower(rhs, lhs, g).as_text()
+
+
+def test_gradient_of_a_shard_map() -> None:
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, rhs, g = conv.integers(generator(42))
+    forward = jax.shard_map(conv.ours, mesh=mesh(AxisType.Auto), in_specs=(P("data"), P()), out_specs=P("data"))
+    d_lhs, d_rhs = jax.jit(jax.grad(lambda x, w: (forward(x, w) * g).sum(), (0, 1)))(lhs, rhs)
+    expected = jax.vjp(conv.lax, lhs, rhs)[1](g)
+    np.testing.assert_array_equal(d_lhs, expected[0])
+    np.testing.assert_array_equal(d_rhs, expected[1])
+
+
+def test_automatic_partitioning_is_left_to_xla() -> None:
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, rhs, g = conv.integers(generator(43))
+    sharded = NamedSharding(mesh(AxisType.Auto), P("data"))
+    lhs_parts, g_parts = (jax.device_put(x, sharded) for x in (lhs, g))
+    wgrad = jax.jit(conv.wgrad)
+    compiled = wgrad.lower(lhs_parts, g_parts).compile()
+    assert HOST not in compiled.as_text()
+    assert "all-reduce" in compiled.as_text()
+    np.testing.assert_array_equal(wgrad(lhs_parts, g_parts), conv.lax_wgrad(lhs, g))
+    loss = lambda w, x: (conv.ours(x, w) * g_parts).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(rhs, lhs_parts), conv.lax_wgrad(lhs, g))
+    for options in ({"implementation": "host"}, {"config": wgrad_host.Config(2, 64)}):
+        with pytest.raises(NotImplementedError, match=r"under automatic partitioning .*Use jax\.shard_map"):
+            jax.jit(functools.partial(conv.wgrad, **options)).lower(lhs_parts, g_parts)
+    explicit = jax.jit(functools.partial(conv.wgrad, implementation="xla"))
+    np.testing.assert_array_equal(explicit(lhs_parts, g_parts), conv.lax_wgrad(lhs, g))
+
+
+def test_partly_manual_shard_map_is_left_to_xla() -> None:
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, _, g = conv.integers(generator(44))
+    grid = mesh(AxisType.Auto, (2, 2), ("data", "model"))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=grid, in_specs=(P("data"), P("data")), out_specs=P(), axis_names={"data"})
+    def wgrad(lhs: jax.Array, g: jax.Array) -> jax.Array:
+        return lax.psum(conv.wgrad(lhs, g), "data")
+
+    assert HOST not in wgrad.lower(lhs, g).as_text()
+    np.testing.assert_array_equal(wgrad(lhs, g), conv.lax_wgrad(lhs, g))
+
+
+def test_explicit_mesh_axes() -> None:
+    conv = dataclasses.replace(PLAIN, batch=8)
+    lhs, rhs, g = conv.integers(generator(45))
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        lhs_parts, g_parts = (jax.device_put(x, P("data")) for x in (lhs, g))
+        out = jax.jit(conv.wgrad)(lhs_parts, g_parts)
+        np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+        assert jax.typeof(out).sharding.spec == P(None, None, None, None)
+        rhs_parts = jax.device_put(rhs, P())
+        loss = lambda w, x: (conv.ours(x, w) * g_parts).sum()  # noqa: E731
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(rhs_parts, lhs_parts), conv.lax_wgrad(lhs, g))
+
+
+# ---- lowering, export, memory --------------------------------------------------------------------------------------
+
+
+def test_export_for_the_cpu_runs_after_a_round_trip() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(50))
+    step = jax.jit(jax.grad(lambda w, x: (PLAIN.ours(x, w, implementation="host") * g).sum()))
+    check = export.DisabledSafetyCheck.custom_call(HOST)
+    exported = export.export(step, platforms=["cpu"], disabled_checks=[check])(rhs, lhs)
+    again = round_trip(exported)
+    assert HOST in again.mlir_module()
+    np.testing.assert_array_equal(again.call(rhs, lhs), PLAIN.lax_wgrad(lhs, g))
+    with pytest.raises(ValueError, match=HOST):
+        export.export(step, platforms=["cpu"])(rhs, lhs)
+
+
+def round_trip(exported: export.Exported) -> export.Exported:
+    pytest.importorskip("flatbuffers", reason="jax serialises with flatbuffers")
+    return export.deserialize(exported.serialize())
+
+
+HOPPER = Conv((6, 10), (3, 3), 2, (16, 24))
+
+
+def hopper_lowered(platforms: tuple[str, ...] = ("cuda",), **options: Any) -> str:
+    lhs, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (HOPPER.lhs_shape, HOPPER.g_shape))
+    wgrad = jax.jit(functools.partial(HOPPER.wgrad, preferred_element_type="float32", **options))
+    return wgrad.trace(lhs, g).lower(lowering_platforms=platforms).as_text()
+
+
+def test_lowering_for_cuda_needs_no_gpu() -> None:
+    text = hopper_lowered()
+    assert text.count(f"@{LAUNCH_TARGET}") == 1
+    assert "stablehlo.convolution" not in text
+    fields = r"tile_m=\d+, tile_n=\d+, stages=\d+, swap=(True|False), splits=\d+"
+    assert re.search(rf'config = "wgrad_sm90 Config\({fields}\)"', text)
+    # What is carried is a whole cubin with the kernels that are named.
+    words = [int(n) for n in re.search(r"plan = dense<\[(.*?)\]>", text)[1].split(",")]
+    kernels = re.search(r'kernels = "([\w,]+)"', text)[1]
+    assert _ffi.check_plan(words, kernels)[0] == 4
+    image = _ffi.decode_image(re.search(r'code = "([\w+/=]+)"', text)[1], words[5])
+    assert set(kernels.split(",")) <= set(cubin.kernels(image))
+
+
+def test_lowering_for_several_platforms_has_each_ones_call() -> None:
+    text = hopper_lowered(("cpu", "cuda"))
+    assert f"@{LAUNCH_TARGET}" in text
+    assert f"@{HOST}" in text
+
+
+def test_export_for_cuda_needs_no_gpu() -> None:
+    lhs, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (HOPPER.lhs_shape, HOPPER.g_shape))
+    wgrad = jax.jit(functools.partial(HOPPER.wgrad, preferred_element_type="float32"))
+    check = export.DisabledSafetyCheck.custom_call(LAUNCH_TARGET)
+    exported = export.export(wgrad, platforms=["cuda"], disabled_checks=[check])(lhs, g)
+    assert exported.platforms == ("cuda",)
+    assert f"@{LAUNCH_TARGET}" in exported.mlir_module()
+    assert round_trip(exported).mlir_module() == exported.mlir_module()
+
+
+def test_what_hopper_cannot_do_is_xlas_for_cuda() -> None:
+    conv = dataclasses.replace(HOPPER, channels=(3, 24))
+    lhs, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (conv.lhs_shape, conv.g_shape))
+    text = jax.jit(conv.wgrad).trace(lhs, g).lower(lowering_platforms=("cuda",)).as_text()
+    assert LAUNCH_TARGET not in text
+    assert "stablehlo.convolution" in text
+
+
+def test_other_platforms_get_xla() -> None:
+    text = hopper_lowered(("tpu",))
+    assert "jax_splitk" not in text
+    assert "stablehlo.convolution" in text
+
+
+def test_workspace_is_in_memory_analysis() -> None:
+    lhs, _, g = PLAIN.integers(generator(51))
+    for splits in (8, 64):
+        config = wgrad_host.Config(splits, 64)
+        compiled = jax.jit(functools.partial(PLAIN.wgrad, config=config)).lower(lhs, g).compile()
+        (decision,) = jax_splitk.explain(functools.partial(PLAIN.wgrad, config=config), lhs, g).decisions
+        assert decision.workspace_bytes > splits * PLAIN.rhs_shape[-1] * 4
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        assert decision.workspace_bytes <= temporary < 2 * decision.workspace_bytes + 2**16
+
+
+def test_first_parameters_are_laxs_in_laxs_order() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(60))
+    positional = (lhs, rhs, (2, 1), "VALID", None, (1, 2), NHWC, 1, 1, None, jnp.float32)
+    np.testing.assert_array_equal(jax_splitk.conv_general_dilated(*positional), lax.conv_general_dilated(*positional))
+
+
+def test_equal_calls_are_traced_to_one_compilation() -> None:
+    lhs, _, g = Conv((4, 4), (2, 2), 1).integers(generator(61))
+    conv = Conv((4, 4), (2, 2), 1)
+    before = primitive._jitted.cache_info()
+    for _, _ in itertools.product(range(2), range(2)):
+        conv.wgrad(lhs, g)
+    after = primitive._jitted.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)

@@ -1,0 +1,166 @@
+"""Every error of the public convolutions: its type, the argument, its value and what is accepted."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk.kernels import wgrad_host, wgrad_sm90
+from tests.convolutions import PLAIN
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
+
+LHS, G, RHS_SHAPE = jnp.ones(PLAIN.lhs_shape), jnp.ones(PLAIN.g_shape), PLAIN.rhs_shape
+HOPPER_CONFIG, HOST_CONFIG = wgrad_sm90.Config(128, 128, 6, False, 1), wgrad_host.Config(1, 64)
+
+# What is wrong with any call of either function.
+COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window_strides": (1,)}, ValueError, "window_strides=(1,); accepted: 2 integers of at least 1"),
+    ({"window_strides": (0, 1)}, ValueError, "window_strides=(0, 1); accepted: 2 integers of at least 1"),
+    ({"rhs_dilation": (1, 0)}, ValueError, "rhs_dilation=(1, 0); accepted: 2 integers of at least 1"),
+    ({"lhs_dilation": (1, 1, 1)}, ValueError, "lhs_dilation=(1, 1, 1); accepted: 2 integers of at least 1"),
+    ({"implementation": "cuda"}, ValueError, "implementation='cuda'; accepted: None, 'cutlass', 'host', 'xla'"),
+    ({"workspace_limit_bytes": -1}, ValueError, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
+    ({"workspace_limit_bytes": 1.5}, ValueError, "workspace_limit_bytes=1.5; accepted: None or an integer"),
+    ({"workspace_limit_bytes": True}, ValueError, "workspace_limit_bytes=True; accepted: None or an integer"),
+    ({"deterministic": 1}, TypeError, "deterministic=1; accepted: True or False"),
+    (
+        {"config": (1, 64)},
+        TypeError,
+        "config=(1, 64) of type tuple; accepted: jax_splitk.kernels.wgrad_sm90.Config, "
+        "jax_splitk.kernels.wgrad_host.Config",
+    ),
+    (
+        {"config": HOST_CONFIG, "implementation": "cutlass"},
+        ValueError,
+        "config=Config(splits=1, block=64) belongs to implementation='host', not 'cutlass'",
+    ),
+    (
+        {"config": HOPPER_CONFIG, "implementation": "xla"},
+        ValueError,
+        "belongs to implementation='cutlass', not 'xla'",
+    ),
+]
+
+WGRAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"g": G.astype(jnp.bfloat16)},
+        TypeError,
+        "lhs is float32 and g is bfloat16; accepted: one floating dtype for both",
+    ),
+    (
+        {"lhs": LHS.astype(jnp.int32), "g": G.astype(jnp.int32)},
+        TypeError,
+        "lhs is int32 and g is int32; accepted: one floating dtype for both",
+    ),
+    ({"rhs_shape": (3, 2, 6)}, ValueError, "rhs_shape=(3, 2, 6); accepted: one rank of at least 2"),
+    ({"g": G[0]}, ValueError, f"g {PLAIN.g_shape[1:]} and rhs_shape={RHS_SHAPE}; accepted: one rank of at least 2"),
+    (
+        {"rhs_shape": (3, 2, 5, 10)},
+        ValueError,
+        "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: a product",
+    ),
+    ({"feature_group_count": 0}, ValueError, "feature_group_count=0, batch_group_count=1; accepted: at least 1"),
+    ({"batch_group_count": 0}, ValueError, "feature_group_count=1, batch_group_count=0; accepted: at least 1"),
+    (
+        {"feature_group_count": 2, "batch_group_count": 2},
+        ValueError,
+        "feature_group_count=2, batch_group_count=2; accepted: at least 1, and only one of them above 1",
+    ),
+    (
+        {"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)},
+        ValueError,
+        "10 output channels and batch 4 in 3 groups; accepted: whole groups",
+    ),
+    ({"batch_group_count": 5}, ValueError, "10 output channels and batch 4 in 5 groups; accepted: whole groups"),
+    ({"padding": ((1, 1),)}, ValueError, "padding=((1, 1),); accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
+    ({"padding": ((1, 1), (1, 1, 1))}, ValueError, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
+    (
+        {"lhs_dilation": (2, 1), "padding": "SAME"},
+        ValueError,
+        "padding='SAME' with lhs_dilation=(2, 1); accepted: explicit pairs",
+    ),
+    ({"g": G[:, 1:]}, ValueError, "g has shape (4, 8, 8, 10); the convolution's output has (4, 9, 8, 10)"),
+    ({"g": G[..., 1:]}, ValueError, "g has shape (4, 9, 8, 9); the convolution's output has (4, 9, 8, 10)"),
+    ({"preferred_element_type": jnp.int32}, TypeError, "int32'>; accepted: a floating dtype"),
+]
+
+CONV_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"rhs": jnp.ones(RHS_SHAPE, jnp.bfloat16)},
+        TypeError,
+        "lhs is float32 and rhs is bfloat16; accepted: one dtype, or compute_dtype=",
+    ),
+    ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype=int8; accepted: a floating dtype"),
+]
+
+
+def wgrad_call(**changes: Any) -> Any:
+    arguments = {"lhs": LHS, "g": G, "rhs_shape": RHS_SHAPE, **PLAIN.arguments, **changes}
+    return jax_splitk.conv_wgrad(arguments.pop("lhs"), arguments.pop("g"), arguments.pop("rhs_shape"), **arguments)
+
+
+def conv_call(**changes: Any) -> Any:
+    arguments = {"lhs": LHS, "rhs": jnp.ones(RHS_SHAPE), **PLAIN.arguments, **changes}
+    return jax_splitk.conv_general_dilated(arguments.pop("lhs"), arguments.pop("rhs"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "kind", "message"),
+    [
+        *((wgrad_call, *error) for error in (*COMMON_ERRORS, *WGRAD_ERRORS)),
+        *((conv_call, *error) for error in (*COMMON_ERRORS, *CONV_ERRORS)),
+    ],
+)
+def test_wrong_argument_is_named_with_its_value_and_range(
+    call: Callable[..., Any], changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    call()  # right without the changes
+    with pytest.raises(kind, match=re.escape(message)):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "message"),
+    [
+        (wgrad_call, {"padding": "SOME"}, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
+        (conv_call, {"padding": "SOME"}, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
+        (conv_call, {"padding": ((1, 1), (1, 1, 1))}, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
+        (wgrad_call, {"padding": (1, 1)}, "padding=(1, 1); accepted: 'SAME', "),
+        (wgrad_call, {"window_strides": (1.5, 1)}, "window_strides=(1.5, 1); accepted: 2 integers of at least 1"),
+        (conv_call, {"rhs_dilation": (1, 1.5)}, "rhs_dilation=(1, 1.5); accepted: 2 integers of at least 1"),
+    ],
+)
+def test_wrong_geometry_is_named_with_its_value_and_range(
+    call: Callable[..., Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**changes)
+
+
+def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -> None:
+    ways = r"Use implementation=None \(falls back to XLA\) or implementation='xla'\."
+    for changes, reason in [
+        ({"implementation": "cutlass"}, r"wgrad_sm90: runs on cuda, not cpu"),
+        ({"config": HOPPER_CONFIG}, r"wgrad_sm90: runs on cuda, not cpu"),
+        (
+            {"implementation": "host", "batch_group_count": 2, "g": G[:2]},
+            r"wgrad_host: batch_group_count=2; only 1 is supported\.",
+        ),
+        (
+            {"implementation": "host", "workspace_limit_bytes": 0},
+            r"wgrad_host: no config fits in workspace_limit_bytes=0",
+        ),
+    ]:
+        with pytest.raises(NotImplementedError, match=rf"conv_wgrad float32->float32 lhs .*{reason}.*{ways}"):
+            wgrad_call(**changes)
+    with pytest.raises(
+        ValueError, match=r"config=Config\(splits=999, block=64\) is not legal for conv_wgrad .*splits=999"
+    ):
+        wgrad_call(config=wgrad_host.Config(999, 64))
+    with pytest.raises(ValueError, match=r"needs \d+ bytes of workspace for conv_wgrad .*workspace_limit_bytes=100\b"):
+        wgrad_call(config=HOST_CONFIG, workspace_limit_bytes=100)

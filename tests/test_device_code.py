@@ -1,0 +1,167 @@
+"""Every variant of the Hopper family compiles to sm_90a without what would make it slow. Needs no GPU."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import cases
+from jax_splitk import compiler
+from jax_splitk.kernels import wgrad_sm90
+from jax_splitk.kernels.wgrad_sm90 import Config
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import DEFAULT_CUDA
+from tests import cubin
+
+REGISTERS_PER_SM = 65536
+SHARED_PER_SM = 228 * 1024
+MAIN_KERNELS = ("wgrad_partial", "wgrad_direct")
+
+Variant = tuple[int, int, int, bool]
+
+
+def small(name: str, dtype: str = "bfloat16", out_dtype: str = "float32") -> ConvWgradProblem:
+    case = next(case for case in cases.SMALL_CASES if case.name == name)
+    return dataclasses.replace(case, dtype=dtype).problem(out_dtype)
+
+
+def compilations() -> Iterator[tuple[ConvWgradProblem, Variant]]:
+    for variant in wgrad_sm90.variants():
+        yield small("plain"), variant
+        yield small("1x1"), variant
+    # A wide tile and a narrow one of each width and orientation; two-byte results are stored in other instructions.
+    widest = {tile_n: max(m for m, n in wgrad_sm90.TILES if n == tile_n) for _, tile_n in wgrad_sm90.TILES}
+    outputs = itertools.cycle(("float16", "bfloat16", "float32"))
+    for tile_n, tile_m in sorted(widest.items()):
+        stages = wgrad_sm90.max_stages(tile_m, tile_n)
+        for swap in (False, True):
+            yield small("plain", "float16", next(outputs)), (tile_m, tile_n, stages, swap)
+            yield small("plain", "bfloat16", next(outputs)), (tile_m, tile_n, stages, swap)
+
+
+COMPILATIONS = list(dict.fromkeys(compilations()))
+IDS = [
+    f"{m}x{n}_{stages}{'_swap' if swap else ''}_{p.dtype}_{p.out_dtype}{'_tiled' if p.taps == 1 else ''}"
+    for p, (m, n, stages, swap) in COMPILATIONS
+]
+
+
+def single(variant: Variant) -> Config:
+    return Config(*variant, splits=1)
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[compiler.Source, compiler.Compiled]:
+    """All of them, compiled in parallel."""
+    assert compiler.unavailable() is None, compiler.unavailable()
+    sources = list(dict.fromkeys(wgrad_sm90.source(p, single(variant)) for p, variant in COMPILATIONS))
+    start = time.perf_counter()
+    compiled = compiler.compile_sources(sources)
+    print(f"\n{len(sources)} compilations in {time.perf_counter() - start:.1f} s")
+    return dict(zip(sources, compiled, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "variant"), COMPILATIONS, ids=IDS)
+def test_variant_is_good_machine_code(
+    problem: ConvWgradProblem, variant: Variant, machine_code: dict[compiler.Source, compiler.Compiled]
+) -> None:
+    source = wgrad_sm90.source(problem, single(variant))
+    compiled = machine_code[source]
+    assert not cubin.warnings(compiled.log, source.file)
+    assert not compiled.serialized_wgmma, compiled.log
+    assert compiled.spill_bytes == 0, compiled.log
+
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    blocks = wgrad_sm90.k_tiles(problem)
+    for splits in (1, blocks):
+        config = dataclasses.replace(single(variant), splits=wgrad_sm90.whole_splits(problem, splits))
+        plan = wgrad_sm90.make_plan(problem, config)
+        assert plan.source == source, "the code must not depend on the splits"
+        for launch in plan.launches:
+            kernel, report = found[launch.kernel], reports[launch.kernel]
+            assert (report.stack_bytes, report.spill_bytes) == (0, 0), launch.kernel
+            threads, is_main = launch.block[0], launch.kernel in MAIN_KERNELS
+            together = config.ctas_per_sm if is_main else 1
+            # Registers are allocated by the eight.
+            registers = -(-report.registers // 8) * 8
+            assert registers * threads * together <= REGISTERS_PER_SM, launch.kernel
+            assert (launch.shared_bytes + kernel.shared_bytes) * together <= SHARED_PER_SM, launch.kernel
+            products = kernel.opcodes[cubin.HGMMA]
+            if not is_main:
+                assert products == 0
+                continue
+            # Each is 16 pixels deep; the loop over a stage is unrolled, and so are a warpgroup's 64-row blocks.
+            depth, rows = wgrad_sm90.BLOCK_K // 16, config.tile_m // 64 // config.consumers
+            assert products >= depth * rows
+            assert products % (depth * rows) == 0
+            # What the roles take of the register file may not exceed what the block was given: it would wait for ever.
+            roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))
+            assert len(roles) == 2, roles
+            assert 128 * (roles[0] + config.consumers * roles[1]) <= registers * threads
+            assert threads == 128 * (1 + config.consumers)
+            accumulators = config.tile_n // 2 * rows
+            assert roles[1] > accumulators
+    assert set(found) == {*MAIN_KERNELS, "wgrad_reduce"}
+
+
+def test_every_config_that_can_be_chosen_is_compiled() -> None:
+    compiled = {wgrad_sm90.source(p, single(variant)) for p, variant in COMPILATIONS}
+    for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES):
+        problem = dataclasses.replace(case, dtype="bfloat16").problem("float32")
+        if wgrad_sm90.supports(problem) is None:
+            for config in wgrad_sm90.candidates(problem, DEFAULT_CUDA):
+                assert wgrad_sm90.source(problem, config) in compiled, (case.name, config)
+
+
+def test_choice_of_compilations_covers_dtypes_widths_and_orientations() -> None:
+    seen = {(p.dtype, variant[1], variant[3]) for p, variant in COMPILATIONS}
+    widths = {tile_n for _, tile_n in wgrad_sm90.TILES}
+    assert seen == set(itertools.product(("bfloat16", "float16"), widths, (False, True)))
+    assert {p.out_dtype for p, _ in COMPILATIONS} == {"float32", "bfloat16", "float16"}
+    tiles = {variant[:2] for _, variant in COMPILATIONS}
+    assert tiles == set(wgrad_sm90.TILES)
+    assert {(128, 256), (256, 128), (128, 128), (192, 128)} <= tiles
+
+
+def compile_text(text: str, monkeypatch: pytest.MonkeyPatch) -> compiler.Compiled:
+    monkeypatch.setattr(compiler.Source, "text", lambda self: text)
+    return compiler.compile_source(compiler.Source("probe.cu", ()))
+
+
+def test_a_warning_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_text('extern "C" __global__ void probe(int* x) { int unused; *x = 1; }', monkeypatch)
+    assert cubin.warnings(compiled.log, "probe.cu")
+
+
+def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    extern "C" __global__ void __launch_bounds__(1024) probe(float* x) {
+      float v[200];
+      #pragma unroll
+      for (int i = 0; i < 200; ++i) v[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+      #pragma unroll
+      for (int i = 0; i < 200; ++i) x[(199 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 77) % 200];
+    }"""
+    compiled = compile_text(text, monkeypatch)
+    assert compiled.spill_bytes > 0
+    assert cubin.reports(compiled.log)["probe"].spill_bytes == compiled.spill_bytes
+    assert cubin.kernels(compiled.image)["probe"].opcodes[cubin.HGMMA] == 0
+
+
+def test_serialised_wgmma_would_be_seen() -> None:
+    line = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in function 'wgrad_direct'"
+    )
+    assert compiler.Compiled(b"", line).serialized_wgmma
+    assert cubin.warnings(line, "wgrad_sm90.cu") == [line]
+    assert not compiler.Compiled(b"", "ptxas info    : Used 168 registers").serialized_wgmma
+
+
+def test_only_cubins_are_read_as_cubins() -> None:
+    with pytest.raises(ValueError, match="not a little-endian ELF64 file"):
+        cubin.kernels(b"\x7fELF\x01\x01" + bytes(100))

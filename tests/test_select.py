@@ -1,0 +1,284 @@
+"""Which implementation and config computes a problem, and what is said of it."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import cases
+from jax_splitk import compiler, kernels
+from jax_splitk.kernels import wgrad_host, wgrad_sm90
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import DEFAULT_CUDA, Target, target_for
+from jax_splitk.tuning import select as selection
+from jax_splitk.tuning.select import Choice, Options, announce, check_options, select
+
+CPU = Target("cpu", "cpu", "", 4)
+TPU = Target("tpu", "TPU v5", "", 1)
+A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", "8.0", 108)
+
+PROBLEM = next(case for case in cases.WGRAD_CASES if case.batch == 8 and case.in_channels == 64).problem()
+GROUPED = next(case for case in cases.WGRAD_CASES if case.groups == 32).problem()
+BATCH_GROUPED = dataclasses.replace(PROBLEM, batch_group_count=2)
+
+
+def choose(problem: ConvWgradProblem, target: Target, **options: Any) -> Choice:
+    return select(problem, target, Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "implementation"),
+    [
+        (PROBLEM, DEFAULT_CUDA, "cutlass"),
+        (PROBLEM, CPU, "host"),
+        (PROBLEM, A100, "xla"),
+        (PROBLEM, TPU, "xla"),
+        (GROUPED, DEFAULT_CUDA, "xla"),
+        (GROUPED, CPU, "host"),
+        (BATCH_GROUPED, DEFAULT_CUDA, "xla"),
+        (BATCH_GROUPED, CPU, "xla"),
+        (dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float64"), CPU, "xla"),
+        (dataclasses.replace(PROBLEM, dtype="float32"), DEFAULT_CUDA, "xla"),
+    ],
+)
+def test_each_target_gets_what_it_can_run(problem: ConvWgradProblem, target: Target, implementation: str) -> None:
+    choice = choose(problem, target)
+    assert (choice.problem, choice.implementation) == (problem, implementation)
+    if implementation == "xla":
+        assert (choice.family, choice.config, choice.workspace_bytes, choice.estimated_seconds) == (None, None, 0, None)
+    else:
+        assert choice.family.implementation == implementation
+        assert choice.family.platform == target.platform
+        assert choice.family.supports(problem, choice.config, target) is None
+        assert choice.workspace_bytes == choice.family.workspace_bytes(problem, choice.config)
+        assert choice.estimated_seconds == choice.family.estimate(problem, choice.config, target)
+
+
+def test_falling_back_says_why() -> None:
+    assert choose(PROBLEM, A100).why == (
+        "wgrad_sm90: needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100-SXM4-80GB (8.0)"
+    )
+    assert choose(PROBLEM, TPU).why == "no kernel for platform tpu"
+    assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count=2; only 1 is supported."
+    assert "feature_group_count 32" in choose(GROUPED, DEFAULT_CUDA).why
+    assert choose(PROBLEM, CPU, implementation="xla").why == "implementation='xla' was asked for"
+
+
+def test_an_explicit_implementation_comes_before_preference() -> None:
+    half = dataclasses.replace(PROBLEM, in_channels=256, dtype="float16")
+    assert wgrad_host.preferred(half) is not None
+    assert choose(half, CPU).implementation == "xla"
+    assert choose(half, CPU).why == f"wgrad_host: {wgrad_host.preferred(half)}"
+    assert choose(half, CPU, implementation="host").implementation == "host"
+    assert choose(half, CPU, config=wgrad_host.Config(2, 128)).implementation == "host"
+
+
+def test_an_explicit_config_comes_before_the_cost_model() -> None:
+    best = choose(PROBLEM, DEFAULT_CUDA).config
+    other = dataclasses.replace(best, swap=not best.swap)
+    choice = choose(PROBLEM, DEFAULT_CUDA, config=other)
+    assert (choice.config, choice.why) == (other, "the config was given explicitly")
+    assert choice.workspace_bytes == wgrad_sm90.workspace_bytes(PROBLEM, other)
+    assert choose(PROBLEM, DEFAULT_CUDA, config=other, implementation="cutlass") == choice
+
+
+def test_the_best_of_the_candidates_is_taken() -> None:
+    choice = choose(PROBLEM, DEFAULT_CUDA)
+    configs = wgrad_sm90.candidates(PROBLEM, DEFAULT_CUDA)
+    seconds = min(wgrad_sm90.estimate(PROBLEM, c, DEFAULT_CUDA) for c in configs)
+    assert choice.estimated_seconds == seconds
+    assert choice.why == f"the cost model's best of {len(configs)} configs ({seconds * 1e6:.1f} us predicted)"
+
+
+@pytest.mark.parametrize("case", cases.SMALL_CASES[:6], ids=lambda case: case.name)
+def test_no_workspace_means_no_splits_on_hopper(case: cases.Case) -> None:
+    choice = choose(case.problem("float32"), DEFAULT_CUDA, workspace_limit_bytes=0)
+    assert (choice.config.splits, choice.workspace_bytes) == (1, 0)
+
+
+def test_the_workspace_limit_is_the_limit() -> None:
+    size = choose(PROBLEM, DEFAULT_CUDA).workspace_bytes
+    assert 0 < size <= 256 * 2**20
+    assert choose(PROBLEM, DEFAULT_CUDA, workspace_limit_bytes=size).workspace_bytes == size
+    assert choose(PROBLEM, DEFAULT_CUDA, workspace_limit_bytes=size - 1).workspace_bytes < size
+    config = choose(PROBLEM, DEFAULT_CUDA).config
+    assert choose(PROBLEM, DEFAULT_CUDA, config=config, workspace_limit_bytes=size).config == config
+    with pytest.raises(ValueError, match=rf"needs {size} bytes of workspace .*; workspace_limit_bytes={size - 1}$"):
+        choose(PROBLEM, DEFAULT_CUDA, config=config, workspace_limit_bytes=size - 1)
+    # The host kernel always packs into its workspace.
+    assert choose(PROBLEM, CPU, workspace_limit_bytes=0).why == "wgrad_host: no config fits in workspace_limit_bytes=0"
+
+
+def test_default_workspace_limit_is_256_mib() -> None:
+    assert Options().workspace_limit == 256 * 2**20
+    assert Options(workspace_limit_bytes=0).workspace_limit == 0
+    for case in cases.WGRAD_CASES:
+        for target in (DEFAULT_CUDA, CPU):
+            assert choose(case.problem(), target).workspace_bytes <= 256 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "options", "reason"),
+    [
+        (PROBLEM, CPU, {"implementation": "cutlass"}, "wgrad_sm90: runs on cuda, not cpu"),
+        (PROBLEM, DEFAULT_CUDA, {"implementation": "host"}, "wgrad_host: runs on cpu, not cuda"),
+        (PROBLEM, DEFAULT_CUDA, {"config": wgrad_host.Config(1, 64)}, "wgrad_host: runs on cpu, not cuda"),
+        (PROBLEM, TPU, {"implementation": "host"}, "wgrad_host: runs on cpu, not tpu"),
+        (PROBLEM, A100, {"implementation": "cutlass"}, "wgrad_sm90: needs a GPU of compute capability 9.0"),
+        (GROUPED, DEFAULT_CUDA, {"implementation": "cutlass"}, "wgrad_sm90: feature_group_count 32"),
+        (BATCH_GROUPED, CPU, {"implementation": "host"}, "wgrad_host: batch_group_count=2"),
+    ],
+)
+def test_an_explicit_choice_that_cannot_serve_is_an_error(
+    problem: ConvWgradProblem, target: Target, options: dict[str, Any], reason: str
+) -> None:
+    way_out = "Use implementation=None (falls back to XLA) or implementation='xla'."
+    pattern = f"^{re.escape(str(problem))}: {re.escape(reason)}.*{re.escape(way_out)}$"
+    with pytest.raises(NotImplementedError, match=pattern):
+        choose(problem, target, **options)
+    assert choose(problem, target, implementation="xla").implementation == "xla"
+
+
+def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
+    config = dataclasses.replace(choose(PROBLEM, DEFAULT_CUDA).config, stages=99)
+    reason = re.escape(str(wgrad_sm90.supports(PROBLEM, config)))
+    with pytest.raises(ValueError, match=rf"config=Config\(.*stages=99.*\) is not legal for conv_wgrad .*: {reason}$"):
+        choose(PROBLEM, DEFAULT_CUDA, config=config)
+
+
+def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    fresh = select.__wrapped__  # select remembers
+    assert fresh(PROBLEM, DEFAULT_CUDA, Options()).why == "wgrad_sm90: no compiler in this test"
+    with pytest.raises(NotImplementedError, match="no compiler in this test"):
+        fresh(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"))
+    assert fresh(PROBLEM, CPU, Options()).implementation == "host"
+
+
+def test_options_are_checked() -> None:
+    check_options("conv_wgrad", Options())
+    check_options("conv_wgrad", Options(wgrad_host.Config(1, 64), "host", False, 0))
+    check_options("conv_wgrad", Options(wgrad_sm90.Config(1, 2, 3, False, 4), "cutlass"))
+    assert {family.implementation for family in kernels.families("conv_wgrad")} | {"xla"} == set(
+        selection.IMPLEMENTATIONS
+    )
+    assert [f.name for f in kernels.families("conv_wgrad", "cuda")] == ["wgrad_sm90"]
+
+
+# ---- the log -------------------------------------------------------------------------------------------------------
+
+
+def test_each_outcome_is_announced_once_per_problem(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(selection, "_announced", set())
+    ours, fallback = choose(PROBLEM, DEFAULT_CUDA), choose(PROBLEM, A100)
+    other = choose(dataclasses.replace(PROBLEM, batch=16), DEFAULT_CUDA)
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        for choice in (ours, fallback, ours, other, fallback, other, ours):
+            announce(choice)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{PROBLEM}: cutlass {ours.config} ({ours.why})",
+        f"{PROBLEM}: XLA ({fallback.why})",
+        f"{other.problem}: cutlass {other.config} ({other.why})",
+    ]
+    assert {record.name for record in caplog.records} == {"jax_splitk"}
+
+
+def test_problems_that_differ_read_differently() -> None:
+    changes: list[dict[str, Any]] = [
+        {"batch": 9},
+        {"input_spatial": (57, 56)},
+        {"output_spatial": (57, 56)},
+        {"kernel_spatial": (3, 1)},
+        {"in_channels": 72},
+        {"out_channels": 72},
+        {"window_strides": (2, 1)},
+        {"lhs_dilation": (1, 2)},
+        {"rhs_dilation": (1, 2)},
+        {"feature_group_count": 2},
+        {"batch_group_count": 2},
+        {"dtype": "float16"},
+        {"out_dtype": "float32"},
+    ]
+    texts = [str(PROBLEM), *(str(dataclasses.replace(PROBLEM, **change)) for change in changes)]
+    assert len(set(texts)) == len(texts)
+
+
+# ---- determinism ---------------------------------------------------------------------------------------------------
+
+
+def test_every_process_chooses_the_same() -> None:
+    script = """
+import json
+from benchmarks import cases
+from jax_splitk.target import DEFAULT_CUDA, Target
+from jax_splitk.tuning.select import Options, select
+out = []
+for case in cases.WGRAD_CASES:
+    for target in (DEFAULT_CUDA, Target("cpu", "cpu", "", 4)):
+        for limit in (None, 10**6):
+            choice = select(case.problem(), target, Options(workspace_limit_bytes=limit))
+            what = [choice.implementation, repr(choice.config), choice.workspace_bytes, choice.why]
+            out.append([str(choice.problem), *what])
+print(json.dumps(out))
+"""
+    results = []
+    for hash_seed in ("1", "2"):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "JAX_PLATFORMS": "cpu",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        results.append(json.loads(done.stdout))
+    assert results[0] == results[1]
+    here = [
+        [str(c.problem), c.implementation, repr(c.config), c.workspace_bytes, c.why]
+        for case in cases.WGRAD_CASES
+        for target in (DEFAULT_CUDA, CPU)
+        for limit in (None, 10**6)
+        for c in [choose(case.problem(), target, workspace_limit_bytes=limit)]
+    ]
+    assert here == results[0]
+
+
+def test_the_number_of_cores_matters_and_the_name_does_not() -> None:
+    renamed = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA GH200 480GB")
+    assert choose(PROBLEM, renamed).config == choose(PROBLEM, DEFAULT_CUDA).config
+    small = choose(PROBLEM, dataclasses.replace(DEFAULT_CUDA, cores=20))
+    assert small.config != choose(PROBLEM, DEFAULT_CUDA).config
+    assert small.estimated_seconds > choose(PROBLEM, DEFAULT_CUDA).estimated_seconds
+
+
+def test_targets_of_this_machine() -> None:
+    assert DEFAULT_CUDA.is_hopper
+    assert not A100.is_hopper
+    assert not dataclasses.replace(DEFAULT_CUDA, platform="rocm").is_hopper
+    cpu = target_for("cpu")
+    assert (cpu.platform, cpu.is_hopper, cpu.cores) == ("cpu", False, os.cpu_count())
+    assert target_for("tpu").platform == "tpu"
+
+
+def test_without_a_gpu_cuda_means_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert target_for.__wrapped__("cuda") == DEFAULT_CUDA == Target("cuda", "NVIDIA H200", "9.0", 132)
+
+
+def test_a_gpu_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        device_kind, compute_capability, core_count = "NVIDIA A100-SXM4-80GB", "8.0", 108
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [Device()])
+    assert target_for.__wrapped__("cuda") == A100
