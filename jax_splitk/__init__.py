@@ -4,5 +4,9 @@ from jax_splitk import registration as registration
 from jax_splitk.conv import conv_general_dilated as conv_general_dilated
 from jax_splitk.conv import conv_wgrad as conv_wgrad
 from jax_splitk.explain import explain as explain
+from jax_splitk.tuning.ahead import tune as tune
+from jax_splitk.tuning.ahead import tune_problems as tune_problems
+from jax_splitk.tuning.options import options as options
+from jax_splitk.tuning.result import TuningResult as TuningResult
 
 registration.register()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 
@@ -58,6 +59,17 @@ def is_automatically_partitioned(ctx: Any) -> bool:
         manual = getattr(axis_context, "manual_axes", frozenset())
         return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
     return False
+
+
+def static_or_symbolic(size: Any) -> Any:
+    """A plain int, or a symbolic dimension as it is."""
+    return int(size) if isinstance(size, int | np.integer) else size
+
+
+def is_export(ctx: Any) -> bool:
+    """Whether code is lowered to be exported: it may run on other devices than this process's."""
+    parameters = getattr(ctx.module_context, "lowering_parameters", None)
+    return bool(getattr(parameters, "for_export", False)) or len(ctx.module_context.platforms) > 1
 
 
 def distributed() -> tuple[Any, int, int]:

@@ -17,7 +17,7 @@ from jax_splitk import _compat
 from jax_splitk.primitive import conv_wgrad_p
 from jax_splitk.problem import Pairs, conv_output_spatial
 from jax_splitk.reference import lax_precision, precision_name
-from jax_splitk.tuning.select import Options, check_options
+from jax_splitk.tuning.options import Options, check_options, merged
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -116,7 +116,41 @@ def conv_wgrad(
       TypeError: dtypes that differ or are not floating; a config of no known family.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
     """
-    options = Options(config, implementation, deterministic, workspace_limit_bytes)
+    options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
+    return _conv_wgrad(
+        lhs,
+        g,
+        rhs_shape,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        options=options,
+    )
+
+
+def _conv_wgrad(
+    lhs: jax.Array,
+    g: jax.Array,
+    rhs_shape: Sequence[int],
+    *,
+    window_strides: Sequence[int],
+    padding: Padding,
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    options: Options,
+) -> jax.Array:
+    """`conv_wgrad` with its options settled."""
     check_options("conv_wgrad", options)
     lhs, g = jnp.asarray(lhs), jnp.asarray(g)
     if lhs.dtype != g.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
@@ -148,10 +182,11 @@ def conv_wgrad(
     output_spatial = conv_output_spatial(
         tuple(input_spatial), tuple(kernel_spatial), window_strides, pairs, lhs_dilation, rhs_dilation
     )
-    expected = np.empty(lhs.ndim, dtype=np.int64)
-    expected[list(specs.out_spec)] = (batch // batch_group_count, out_channels, *output_spatial)
-    if tuple(g.shape) != tuple(expected):
-        raise ValueError(f"g has shape {tuple(g.shape)}; the convolution's output has {tuple(map(int, expected))}")
+    # By dictionary, not by array: a batch may be symbolic (jax.export).
+    sizes = dict(zip(specs.out_spec, (batch // batch_group_count, out_channels, *output_spatial), strict=True))
+    expected = tuple(sizes[axis] for axis in range(lhs.ndim))
+    if tuple(g.shape) != expected:
+        raise ValueError(f"g has shape {tuple(g.shape)}; the convolution's output has {expected}")
     out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(f"preferred_element_type={preferred_element_type!r}; accepted: a floating dtype")
@@ -168,10 +203,7 @@ def conv_wgrad(
         batch_group_count=int(batch_group_count),
         precision=precision_name(precision),
         out_dtype=out_dtype.name,
-        config=config,
-        implementation=implementation,
-        deterministic=deterministic,
-        workspace_limit_bytes=workspace_limit_bytes,
+        options=options,
     )
 
 
@@ -212,7 +244,8 @@ def conv_general_dilated(
     Raises:
       ValueError, TypeError, NotImplementedError: as lax's function and `conv_wgrad` do.
     """
-    check_options("conv_wgrad", Options(config, implementation, deterministic, workspace_limit_bytes))
+    options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
+    check_options("conv_wgrad", options)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if compute_dtype is None:
         if lhs.dtype != rhs.dtype:
@@ -232,7 +265,6 @@ def conv_general_dilated(
         batch_group_count=int(batch_group_count),
         precision=precision_name(precision),
     )
-    options = Options(config, implementation, deterministic, workspace_limit_bytes)
     out = None if preferred_element_type is None else jnp.dtype(preferred_element_type)
     lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
     # The backward pass may hold neither operand, so their types go along.
@@ -295,14 +327,13 @@ def _conv_bwd(conv: _Conv, residuals: Any, g: Any) -> tuple[jax.Array | None, ja
         transpose = jax.linear_transpose(lambda x: conv.forward(x, rhs), lhs_type.update(dtype=conv.compute_dtype))
         d_lhs = transpose(g)[0].astype(lhs_type.dtype)
     if lhs is not None:
-        options = {field.name: getattr(conv.options, field.name) for field in dataclasses.fields(conv.options)}
-        d_rhs = conv_wgrad(
+        d_rhs = _conv_wgrad(
             lhs,
             g,
             rhs_type.shape,
             preferred_element_type=rhs_type.dtype,
+            options=conv.options,
             **conv.forward.lax_arguments(),
-            **options,
         )
     return d_lhs, d_rhs
 

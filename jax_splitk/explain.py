@@ -1,13 +1,13 @@
 """What would run, and why: reads the operations out of a function's trace and asks the selection code."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from jax_splitk.primitive import choose, conv_wgrad_p, options_of, problem_of
+from jax_splitk import trace
+from jax_splitk.primitive import choose
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import target_for
 
@@ -73,9 +73,9 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     target = target_for(platform)
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
     found: dict[tuple[Any, ...], Decision] = {}
-    for eqn in _equations(jaxpr.jaxpr):
-        problem = problem_of([var.aval for var in eqn.invars], eqn.params)
-        options = options_of(eqn.params)
+    for eqn in trace.operations(jaxpr.jaxpr):
+        problem = trace.problem_of(eqn)
+        options = eqn.params["options"]
         key = (problem, options)
         if key in found:
             found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
@@ -88,20 +88,3 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
         splits = getattr(choice.config, "splits", None)
         found[key] = Decision(problem, choice.implementation, choice.config, splits, choice.workspace_bytes, choice.why)
     return Explanation(platform, tuple(found.values()))
-
-
-def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Our equations, also those inside other equations' functions."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is conv_wgrad_p:
-            yield eqn
-        for value in eqn.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=_is_jaxpr):
-                if isinstance(inner, core.ClosedJaxpr):
-                    yield from _equations(inner.jaxpr)
-                elif isinstance(inner, core.Jaxpr):
-                    yield from _equations(inner)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)

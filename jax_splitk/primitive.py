@@ -16,11 +16,11 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jax_splitk import _compat, reference
-from jax_splitk.plan import CustomCall
+from jax_splitk import _compat, execute, reference
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, target_for
-from jax_splitk.tuning.select import Choice, Options, announce, select
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import Choice, announce, select, xla
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -31,7 +31,8 @@ def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem
     """The canonical problem of an equation, from the types of its operands (lhs, g) and its parameters."""
     lhs, g = avals
     specs, rhs_shape = params["dimension_numbers"], params["rhs_shape"]
-    take = lambda shape, spec: tuple(int(shape[i]) for i in spec)  # noqa: E731
+    # A symbolic dimension (jax.export) stays what it is.
+    take = lambda shape, spec: tuple(_compat.static_or_symbolic(shape[i]) for i in spec)  # noqa: E731
     batch, in_channels, *input_spatial = take(lhs.shape, specs.lhs_spec)
     _, out_channels, *output_spatial = take(g.shape, specs.out_spec)
     _, _, *kernel_spatial = take(rhs_shape, specs.rhs_spec)
@@ -128,7 +129,7 @@ def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any)
     (lhs, g), (lhs_dim, g_dim) = args, dims
     specs, rhs_shape = params["dimension_numbers"], params["rhs_shape"]
     groups = params["feature_group_count"]
-    one_sided = params["batch_group_count"] == 1 and params["config"] is None
+    one_sided = params["batch_group_count"] == 1 and params["options"].config is None
     if one_sided and lhs_dim is None and g_dim is not None:
         size, out_dim = g.shape[g_dim], specs.rhs_spec[0]
         folded = _fold_into(g, g_dim, specs.out_spec[1], groups)
@@ -151,26 +152,24 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
-def options_of(params: dict[str, Any]) -> Options:
-    return Options(params["config"], params["implementation"], params["deterministic"], params["workspace_limit_bytes"])
-
-
-def choose(problem: ConvWgradProblem, target: Target, options: Options, partitioned: bool) -> Choice:
+def choose(
+    problem: ConvWgradProblem, target: Target, options: Options, *, partitioned: bool, measure: bool = False
+) -> Choice:
     """`select`, except that code which XLA will partition by itself is left to XLA.
 
     A custom call is opaque to XLA's partitioner, which would gather its operands onto every device; inside shard_map
     each device's part is a problem of its own and this does not apply.
     """
+    if not isinstance(problem.reduction_size, int):
+        return xla(problem, "symbolic shapes")
     if partitioned and options.implementation != "xla":
         if options.implementation is not None or options.config is not None:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
                 "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
             )
-        choice = select(problem, target, Options(implementation="xla"))
-        why = "automatic partitioning over several devices; use jax.shard_map for a kernel on each"
-        return Choice(choice.problem, "xla", None, None, 0, None, why)
-    return select(problem, target, options)
+        return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
+    return select(problem, target, options, measure=measure)
 
 
 def canonicalize(lhs: jax.Array, g: jax.Array, specs: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
@@ -185,18 +184,13 @@ def from_hwio(out: jax.Array, specs: lax.ConvDimensionNumbers) -> jax.Array:
     return out.transpose(tuple(int(i) for i in np.argsort(hwio)))
 
 
-def call(custom_call: CustomCall, problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> jax.Array:
-    """The custom call on canonical operands. Its workspace is a second result: XLA allocates and reuses it."""
-    out_type = _compat.like(jax.typeof(lhs), problem.out_shape, problem.out_dtype)
-    workspace = _compat.like(out_type, (custom_call.workspace_bytes,), np.uint8)
-    run = jax.ffi.ffi_call(custom_call.target, (out_type, workspace))
-    return run(lhs, g, **custom_call.attributes)[0]
-
-
 def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, g: Any, *, platform: str, **params: Any) -> Any:
     problem = problem_of(ctx.avals_in, params)
     target = target_for(platform)
-    choice = choose(problem, target, options_of(params), _compat.is_automatically_partitioned(ctx))
+    partitioned = _compat.is_automatically_partitioned(ctx)
+    # Only what will run here can be measured here.
+    measure = not partitioned and not _compat.is_export(ctx) and target.is_local
+    choice = choose(problem, target, params["options"], partitioned=partitioned, measure=measure)
     announce(choice)
     specs = params["dimension_numbers"]
     if choice.family is None:
@@ -205,7 +199,7 @@ def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, g: Any, *, platform: str, **
     custom_call = choice.family.make_plan(problem, choice.config).custom_call()
 
     def with_kernel(lhs: jax.Array, g: jax.Array) -> jax.Array:
-        return from_hwio(call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
+        return from_hwio(execute.call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
 
     return mlir.lower_fun(with_kernel, False)(ctx, lhs, g)
 

@@ -40,6 +40,47 @@ class ConvWgradProblem:
 
     op = "conv_wgrad"
 
+    def validate(self) -> None:
+        """Raises ValueError unless the fields have the right types and describe one convolution.
+
+        For problems that come from files or command lines; those that come from arrays are right by construction.
+        """
+        rank = len(self.input_spatial) if isinstance(self.input_spatial, tuple) else 0
+        vectors = ("output_spatial", "kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
+        counts = ("batch", "in_channels", "out_channels", "feature_group_count", "batch_group_count")
+        for name in ("input_spatial", *vectors):
+            value = getattr(self, name)
+            least = 0 if name in ("input_spatial", "output_spatial") else 1
+            if not _integers(value, least) or len(value) != rank:
+                raise ValueError(f"{name}={value!r}; accepted: {rank or 'one to three'} integers of at least {least}")
+        for name in counts:
+            if not _integers((getattr(self, name),), 0 if name == "batch" else 1):
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: an integer of at least 1")
+        if (
+            not isinstance(self.padding, tuple)
+            or len(self.padding) != rank
+            or not all(isinstance(pair, tuple) and len(pair) == 2 and _integers(pair, None) for pair in self.padding)
+        ):
+            raise ValueError(f"padding={self.padding!r}; accepted: {rank} pairs of integers")
+        for name in ("dtype", "out_dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in ("bfloat16", "float16", "float32", "float64"):
+                raise ValueError(f"{name}={value!r}; accepted: 'bfloat16', 'float16', 'float32', 'float64'")
+        if not isinstance(self.precision, str):
+            raise ValueError(f"precision={self.precision!r}; accepted: a name")
+        if self.in_channels % self.feature_group_count or self.out_channels % self.feature_group_count:
+            raise ValueError(f"feature_group_count={self.feature_group_count}; accepted: a divisor of the channels")
+        expected = conv_output_spatial(
+            self.input_spatial,
+            self.kernel_spatial,
+            self.window_strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+        )
+        if self.output_spatial != expected:
+            raise ValueError(f"output_spatial={self.output_spatial}; the convolution gives {expected}")
+
     @property
     def rank(self) -> int:
         """Number of spatial dimensions."""
@@ -102,6 +143,12 @@ class ConvWgradProblem:
         if self.batch_group_count != 1:
             text += f" batch_groups {self.batch_group_count}"
         return text
+
+
+def _integers(values: object, least: int | None) -> bool:
+    return isinstance(values, tuple) and all(
+        type(value) is int and (least is None or value >= least) and abs(value) < 2**40 for value in values
+    )
 
 
 def conv_output_spatial(

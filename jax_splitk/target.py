@@ -17,6 +17,11 @@ class Target:
     cores: int  # streaming multiprocessors of a GPU, hardware threads of a CPU
 
     @property
+    def is_local(self) -> bool:
+        """Whether JAX's default device is of this platform, so that code for it can be run here."""
+        return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()) == self.platform
+
+    @property
     def is_hopper(self) -> bool:
         return self.platform == "cuda" and self.compute_capability == "9.0"
 

@@ -332,7 +332,7 @@ def test_remat() -> None:
 
 
 def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("selected")
 
     monkeypatch.setattr(primitive, "select", fail)

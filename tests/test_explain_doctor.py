@@ -19,7 +19,8 @@ import jax_splitk
 from jax_splitk import __main__, compiler, doctor, explain
 from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning.select import Options, select
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 LHS = jax.ShapeDtypeStruct((8, 14, 14, 64), jnp.bfloat16)

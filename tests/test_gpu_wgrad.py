@@ -14,7 +14,8 @@ from benchmarks import cases
 from jax_splitk import _ffi, compiler, reference
 from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.target import target_for
-from jax_splitk.tuning.select import Options, select
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 from tests import float64, poison
 
 pytestmark = pytest.mark.gpu

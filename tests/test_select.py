@@ -18,7 +18,8 @@ from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, target_for
 from jax_splitk.tuning import select as selection
-from jax_splitk.tuning.select import Choice, Options, announce, check_options, select
+from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
+from jax_splitk.tuning.select import Choice, announce, select
 
 CPU = Target("cpu", "cpu", "", 4)
 TPU = Target("tpu", "TPU v5", "", 1)
@@ -155,20 +156,17 @@ def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
 
 def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
-    fresh = select.__wrapped__  # select remembers
-    assert fresh(PROBLEM, DEFAULT_CUDA, Options()).why == "wgrad_sm90: no compiler in this test"
+    assert select(PROBLEM, DEFAULT_CUDA, Options()).why == "wgrad_sm90: no compiler in this test"
     with pytest.raises(NotImplementedError, match="no compiler in this test"):
-        fresh(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"))
-    assert fresh(PROBLEM, CPU, Options()).implementation == "host"
+        select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"))
+    assert select(PROBLEM, CPU, Options()).implementation == "host"
 
 
 def test_options_are_checked() -> None:
     check_options("conv_wgrad", Options())
     check_options("conv_wgrad", Options(wgrad_host.Config(1, 64), "host", False, 0))
     check_options("conv_wgrad", Options(wgrad_sm90.Config(1, 2, 3, False, 4), "cutlass"))
-    assert {family.implementation for family in kernels.families("conv_wgrad")} | {"xla"} == set(
-        selection.IMPLEMENTATIONS
-    )
+    assert {family.implementation for family in kernels.families("conv_wgrad")} | {"xla"} == set(IMPLEMENTATIONS)
     assert [f.name for f in kernels.families("conv_wgrad", "cuda")] == ["wgrad_sm90"]
 
 
@@ -220,7 +218,8 @@ def test_every_process_chooses_the_same() -> None:
 import json
 from benchmarks import cases
 from jax_splitk.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning.select import Options, select
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 out = []
 for case in cases.WGRAD_CASES:
     for target in (DEFAULT_CUDA, Target("cpu", "cpu", "", 4)):

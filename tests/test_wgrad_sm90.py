@@ -12,7 +12,8 @@ from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.kernels.wgrad_sm90 import Config, supports
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning.select import Options, select
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 from tests.problems import random_case, seeded
 
 LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]

@@ -1,8 +1,8 @@
 """Kernel families and their registry: which family may compute what, on which platform.
 
-A family is a module with `name`, `implementation`, `platform`, a frozen `Config`, one legality predicate `supports`,
-`candidates`, `estimate`, `workspace_bytes` and `make_plan`; see `Family`. Adding one takes its module, its device
-source and a line in `FAMILIES`.
+A family is a module with `name`, `implementation`, `platform`, `ABI`, a frozen `Config`, one legality predicate
+`supports`, `candidates`, `neighbours`, `estimate`, `workspace_bytes` and `make_plan`; see `Family`. Adding one takes
+its module, its device source and a line in `FAMILIES`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ class Family(Protocol):
     name: str
     implementation: str  # the word users choose it by: "cutlass" or "host"
     platform: str  # JAX's lowering platform
+    ABI: int  # raised when earlier tuning decisions no longer hold for the family's kernels
     Config: type
 
     def supports(
@@ -34,6 +35,10 @@ class Family(Protocol):
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Any]:
         """Legal configs worth considering."""
+        ...
+
+    def neighbours(self, problem: ConvWgradProblem, config: Any, target: Target) -> Sequence[Any]:
+        """Configs one step from `config`, for refining a search; they need not be legal."""
         ...
 
     def estimate(self, problem: ConvWgradProblem, config: Any, target: Target) -> float:

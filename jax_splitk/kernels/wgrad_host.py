@@ -18,6 +18,7 @@ from jax_splitk.target import Target
 name = "wgrad_host"
 implementation = "host"
 platform = "cpu"
+ABI = 1
 
 TARGET = "jax_splitk_host_conv_wgrad_v1"
 
@@ -183,6 +184,16 @@ def _work_seconds(problem: ConvWgradProblem, config: Config, layout: _Layout) ->
         # Every slice of a group converts the group's g for itself.
         packed += 4 * rows * n * max(groups, layout.slices)
     return seconds + problem.flops / _GEMM_RATE + packed / _PACK_RATE
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target | None = None) -> list[Config]:
+    """Splits and block doubled and halved."""
+    del target
+    most = min(_MAX_SPLITS, max(1, problem.reduction_size))
+    splits = {min(most, config.splits * 2), max(1, config.splits // 2)} - {config.splits}
+    blocks = {min(_MAX_BLOCK, config.block * 2), max(_MIN_BLOCK, config.block // 2 // 8 * 8)} - {config.block}
+    found = [dataclasses.replace(config, splits=s) for s in sorted(splits)]
+    return found + [dataclasses.replace(config, block=b) for b in sorted(blocks)]
 
 
 def estimate(problem: ConvWgradProblem, config: Config, target: Target | None = None) -> float:

@@ -21,6 +21,7 @@ from jax_splitk.target import Target
 name = "wgrad_sm90"
 implementation = "cutlass"
 platform = "cuda"
+ABI = 1
 
 BLOCK_K = 64
 SLOT = 64  # channels of a TMA box
@@ -246,6 +247,21 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
             if _config_limit(problem, config) is None:
                 found[config] = None
     return list(found)
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+    """The other orientation, one stage less, and split counts nearby, in between waves, doubled and halved."""
+    tiles = math.prod(tile_counts(problem, config))
+    wave = target.cores * config.ctas_per_sm / tiles
+    blocks = -(-k_tiles(problem) // config.splits)
+    wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
+    # One block of pixels more or less in each split.
+    wanted |= {-(-k_tiles(problem) // blocks_each) for blocks_each in (blocks - 1, blocks + 1) if blocks_each}
+    splits = {whole_splits(problem, s) for s in wanted if s >= least_splits(problem)}
+    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
+    found.append(dataclasses.replace(config, swap=not config.swap))
+    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
+    return found
 
 
 # Fitted to 2,500 timings of 21 suite shapes on one H200; over these the config that the model puts first is on average

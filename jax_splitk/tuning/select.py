@@ -1,33 +1,25 @@
-"""Problem to choice: an explicit config or implementation, else the cost model's best legal config, else XLA."""
+"""Problem to choice, in the order of the design: an explicit config, the `TuningResult` in force, the caches, the
+shipped table, a measurement where one may be made, the cost model, and XLA where no kernel of ours may or should serve.
+"""
 
 import dataclasses
 import functools
+import json
 import logging
+import os
 from typing import Any
 
 from jax_splitk import compiler, kernels
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
+from jax_splitk.tuning import agreement, store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.options import Options
 
 logger = logging.getLogger("jax_splitk")
 
-IMPLEMENTATIONS = ("cutlass", "host", "xla")
-DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the caller asked for; see `jax_splitk.conv_wgrad` for each field."""
-
-    config: Any = None
-    implementation: str | None = None
-    deterministic: bool = True
-    workspace_limit_bytes: int | None = None
-
-    @property
-    def workspace_limit(self) -> int:
-        limit = self.workspace_limit_bytes
-        return DEFAULT_WORKSPACE_LIMIT if limit is None else limit
+AUTOTUNE = ("off", "on_miss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,40 +40,31 @@ class Choice:
     why: str
 
 
-def check_options(op: str, options: Options) -> None:
-    """Raises ValueError or TypeError for options that no problem could make right."""
-    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
-        accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
-    limit = options.workspace_limit_bytes
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
-        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
-    if not isinstance(options.deterministic, bool):
-        raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
-    if options.config is None:
-        return
-    known = [family for family in kernels.families(op) if isinstance(options.config, family.Config)]
-    if not known:
-        accepted = ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families(op))
-        raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
-    if options.implementation not in (None, known[0].implementation):
-        raise ValueError(
-            f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
-            f"not {options.implementation!r}"
-        )
+def autotune(target: Target) -> bool:
+    """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU.
+
+    Raises ValueError for any other word.
+    """
+    chosen = os.environ.get("JAX_SPLITK_AUTOTUNE") or ("on_miss" if target.platform == "cuda" else "off")
+    if chosen not in AUTOTUNE:
+        raise ValueError(f"JAX_SPLITK_AUTOTUNE={chosen!r}; accepted: {', '.join(map(repr, AUTOTUNE))}")
+    return chosen == "on_miss"
 
 
-@functools.lru_cache(maxsize=4096)
-def select(problem: ConvWgradProblem, target: Target, options: Options) -> Choice:
-    """The choice for `problem` on `target`: deterministic, the same in every process.
+def select(problem: ConvWgradProblem, target: Target, options: Options, *, measure: bool = False) -> Choice:
+    """The choice for `problem` on `target`.
+
+    Args:
+      measure: whether a miss may be measured now (and stored), if tuning is on.
 
     Raises:
       NotImplementedError: an explicit implementation or config cannot serve; the message names the limit.
       ValueError: the config is not legal for the problem, or its workspace is over the limit.
+      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`.
     """
     if options.implementation == "xla":
-        return _xla(problem, "implementation='xla' was asked for")
-    refusals = []
+        return xla(problem, "implementation='xla' was asked for")
+    serving, refusals = [], []
     explicit = options.implementation is not None or options.config is not None
     for family in kernels.families(problem.op):
         if options.implementation not in (None, family.implementation):
@@ -90,66 +73,161 @@ def select(problem: ConvWgradProblem, target: Target, options: Options) -> Choic
             continue
         refusal = _refusal(family, problem, target, explicit)
         if refusal is None:
-            choice = _with_family(family, problem, target, options)
-            if isinstance(choice, Choice):
-                return choice
-            refusal = choice
-        if refusal:
+            serving.append(family)
+        elif refusal:
             refusals.append(f"{family.name}: {refusal}")
+    if serving and options.config is not None:
+        return _explicit(serving[0], problem, target, options)
+    if serving:
+        choice = _decided(problem, target, options, measure) or _predicted(serving, problem, target, options)
+        if isinstance(choice, Choice):
+            return choice
+        refusals.append(choice)
     reason = "; ".join(refusals) or f"no kernel for platform {target.platform}"
     if explicit:
         raise NotImplementedError(
             f"{problem}: {reason}. Use implementation=None (falls back to XLA) or implementation='xla'."
         )
-    return _xla(problem, reason)
+    return xla(problem, reason)
 
 
 def _refusal(family: kernels.Family, problem: ConvWgradProblem, target: Target, explicit: bool) -> str | None:
-    """Why the family cannot serve (or, unless asked for by name, should not); "" for another platform's."""
+    """Why the family cannot serve; "" for another platform's family that nobody asked for."""
     if family.platform != target.platform:
         return f"runs on {family.platform}, not {target.platform}" if explicit else ""
     reason = family.supports(problem, None, target)
     if reason is None and family.platform == "cuda":
         reason = compiler.unavailable()
-    if reason is None and not explicit:
-        reason = family.preferred(problem, target)
     return reason
 
 
-def _with_family(family: kernels.Family, problem: ConvWgradProblem, target: Target, options: Options) -> Choice | str:
-    """The family's choice, or why it has none."""
-    limit = options.workspace_limit
-    if options.config is not None:
-        reason = family.supports(problem, options.config, target)
-        if reason is not None:
-            raise ValueError(f"config={options.config!r} is not legal for {problem}: {reason}")
-        size = family.workspace_bytes(problem, options.config)
-        if size > limit:
-            raise ValueError(
-                f"config={options.config!r} needs {size} bytes of workspace for {problem}; "
-                f"workspace_limit_bytes={limit}"
-            )
-        seconds = family.estimate(problem, options.config, target)
-        return Choice(
-            problem,
-            family.implementation,
-            family,
-            options.config,
-            size,
-            seconds,
-            "the config was given explicitly",
+def _explicit(family: kernels.Family, problem: ConvWgradProblem, target: Target, options: Options) -> Choice:
+    config, limit = options.config, options.workspace_limit
+    reason = family.supports(problem, config, target)
+    if reason is not None:
+        raise ValueError(f"config={config!r} is not legal for {problem}: {reason}")
+    size = family.workspace_bytes(problem, config)
+    if size > limit:
+        raise ValueError(
+            f"config={config!r} needs {size} bytes of workspace for {problem}; workspace_limit_bytes={limit}"
         )
-    configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= limit]
-    if not configs:
-        return f"no config fits in workspace_limit_bytes={limit}"
-    best = min(configs, key=lambda c: family.estimate(problem, c, target))
-    seconds = family.estimate(problem, best, target)
-    why = f"the cost model's best of {len(configs)} configs ({seconds * 1e6:.1f} us predicted)"
-    size = family.workspace_bytes(problem, best)
-    return Choice(problem, family.implementation, family, best, size, seconds, why)
+    return _ours(family, problem, config, target, "the config was given explicitly")
 
 
-def _xla(problem: ConvWgradProblem, why: str) -> Choice:
+# ---- decisions by measurement --------------------------------------------------------------------------------------
+
+
+def _decided(problem: ConvWgradProblem, target: Target, options: Options, measure: bool) -> Choice | None:
+    """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
+    key = key_for(problem, target, options)
+    entry = None if options.tuning is None else options.tuning.get(key)
+    if entry is not None:
+        return _from_entry(entry, "the TuningResult in force", key, target, options)
+    if not measure:
+        found = store.lookup(key, target)
+        return None if found is None else _from_entry(found[0], found[1], key, target, options)
+    entry, where = _agreed(key, target)
+    return None if entry is None else _from_entry(entry, where, key, target, options)
+
+
+def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
+    """The same entry in every process of the job, and where it comes from."""
+    where = "process 0's decision"
+
+    def decide() -> Entry | None:
+        nonlocal where
+        found = store.lookup(key, target)
+        if found is not None:
+            entry, where = found
+            return entry
+        where = "measured now"
+        return measured(key, target)
+
+    agreed, entry = agreement.agree(key, target, decide)
+    return (entry, where) if agreed else (store.shipped(key, target), "shipped table")
+
+
+def measured(key: Key, target: Target) -> Entry | None:
+    """Tunes and stores, if tuning is on; None where it is off or fails (which is logged)."""
+    if store.mode() == "frozen":
+        raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
+    if not autotune(target):
+        logger.info("%s: not tuned; %s", key.problem, _command(key))
+        return None
+    try:
+        entry = tuner.tune(key, target)
+    except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
+        logger.warning("%s: tuning failed (%s: %s); the cost model decides", key.problem, type(error).__name__, error)
+        return None
+    store.save(key, entry)
+    return entry
+
+
+def _command(key: Key) -> str:
+    """How to tune the problem ahead of time."""
+    fields = json.dumps({"op": key.problem.op, **dataclasses.asdict(key.problem)})
+    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'"
+
+
+def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Options) -> Choice | None:
+    """The entry's choice, or its best of the implementation that was asked for."""
+    candidate: Candidate | None = entry.choice
+    if options.implementation is not None:
+        families = kernels.families(key.problem.op, target.platform)
+        names = [f.name for f in families if f.implementation == options.implementation]
+        if candidate is None or candidate.family not in names:
+            bests = [best for name in names if (best := entry.best(name)) is not None]
+            candidate = next((best for best in bests if illegality(best, key, target) is None), None)
+    if candidate is None:
+        return None
+    ours, theirs = entry.us(candidate), entry.us(Candidate(XLA))
+    times = "" if ours is None or theirs is None else f": {ours:.1f} us, XLA {theirs:.1f} us"
+    if candidate.family == XLA:
+        best = min((m.us for m in entry.measurements if m.us and m.candidate.family != XLA), default=None)
+        faster = "" if best is None or theirs is None else f": XLA {theirs:.1f} us, ours {best:.1f} us"
+        return xla(key.problem, f"{where}{faster}")
+    family = family_named(key.problem.op, candidate.family)
+    return _ours(family, key.problem, candidate.config, target, f"{where}{times}")
+
+
+# ---- decisions by the cost model -----------------------------------------------------------------------------------
+
+
+def _predicted(
+    serving: list[kernels.Family], problem: ConvWgradProblem, target: Target, options: Options
+) -> Choice | str:
+    """The cost model's best legal config, or why there is none."""
+    explicit, limit = options.implementation is not None, options.workspace_limit
+    refusals = []
+    for family in serving:
+        reason = None if explicit else family.preferred(problem, target)
+        best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
+        if best is not None:
+            seconds = family.estimate(problem, best, target)
+            why = f"the cost model's best of {count} configs ({seconds * 1e6:.1f} us predicted)"
+            return _ours(family, problem, best, target, why)
+        refusals.append(f"{family.name}: {reason or f'no config fits in workspace_limit_bytes={limit}'}")
+    return "; ".join(refusals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_by_model(
+    family: kernels.Family, problem: ConvWgradProblem, target: Target, workspace_limit: int
+) -> tuple[Any, int]:
+    """(config or None, number of configs that fit in the workspace)."""
+    configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
+    best = min(configs, key=lambda config: family.estimate(problem, config, target), default=None)
+    return best, len(configs)
+
+
+def _ours(family: kernels.Family, problem: ConvWgradProblem, config: Any, target: Target, why: str) -> Choice:
+    size = family.workspace_bytes(problem, config)
+    seconds = family.estimate(problem, config, target)
+    return Choice(problem, family.implementation, family, config, size, seconds, why)
+
+
+def xla(problem: ConvWgradProblem, why: str) -> Choice:
+    """XLA's own convolution, and why."""
     return Choice(problem, "xla", None, None, 0, None, why)
 
 

@@ -1,0 +1,67 @@
+"""Several processes of one job must lower the same program: process 0 decides and tells the others.
+
+Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
+problem; then process 0 publishes its decision in the key-value store of `jax.distributed`. When the barrier does not
+hold everybody falls back to the deterministic choice, so that two processes never lower different configs.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+
+from jax_splitk import _compat
+from jax_splitk.target import Target
+from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning.entry import Entry, InvalidEntry
+from jax_splitk.tuning.key import Key
+
+logger = logging.getLogger("jax_splitk")
+
+_MISS = "miss"
+
+
+def timeout_seconds() -> float:
+    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`: how long a process waits for the others; 60 by default."""
+    text = os.environ.get("JAX_SPLITK_AGREEMENT_TIMEOUT_S") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"JAX_SPLITK_AGREEMENT_TIMEOUT_S={text!r}; accepted: a number of seconds above 0")
+    return seconds
+
+
+def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
+    """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
+
+    In a job of a single process that is simply `decide()`.
+    """
+    client, process, processes = _compat.distributed()
+    if client is None or processes == 1:
+        return True, decide()
+    name = f"jax_splitk/{key.digest}"
+    wait_ms = int(timeout_seconds() * 1000)
+    try:
+        client.wait_at_barrier(f"{name}/barrier", wait_ms)
+    except Exception as error:
+        logger.warning("%s: the processes did not agree (%s); the deterministic choice is used", key.problem, error)
+        return False, None
+    if process == 0:
+        entry = None
+        try:
+            entry = decide()
+        finally:  # the others wait: whatever happens here, they get an answer
+            client.key_value_set(f"{name}/entry", _MISS if entry is None else entry.dumps())
+        return True, entry
+    # Process 0 may be measuring; it answers in any case, and its death ends the job.
+    text = client.blocking_key_value_get(f"{name}/entry", max(wait_ms, 3_600_000))
+    if text == _MISS:
+        return True, None
+    try:
+        return True, entries.loads(text, key, target)
+    except InvalidEntry as error:
+        raise RuntimeError(
+            f"{key.problem}: process 0's decision is not valid in process {process} ({error}); "
+            "the processes run different versions of jax_splitk, or on different devices"
+        ) from error

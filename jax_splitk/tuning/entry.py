@@ -1,0 +1,179 @@
+"""A tuning decision with what it rests on, and its JSON form. Reading checks everything: a file is never trusted."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from jax_splitk import kernels
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import Target
+from jax_splitk.tuning.key import SCHEMA, Key
+
+XLA = "xla"
+
+
+class InvalidEntry(ValueError):
+    """The text is not an entry for the key it was looked up by; the message says what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Something that can compute a problem: a family's config, or XLA (family "xla", config None)."""
+
+    family: str
+    config: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        config = None if self.config is None else dataclasses.asdict(self.config)
+        return {"family": self.family, "config": config}
+
+    def __str__(self) -> str:
+        return self.family if self.config is None else f"{self.family} {self.config}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Microseconds of one call of a candidate; None, with the reason in `error`, where it cannot be used."""
+
+    candidate: Candidate
+    us: float | None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.candidate.as_dict(), "us": self.us, "error": self.error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The decision for a key.
+
+    Attributes:
+      choice: what computes the problem.
+      measurements: of all candidates ever timed for the key, XLA's among them; the newest of each.
+      predicted: the candidate that the cost model put first.
+      metadata: versions, driver, date, seconds spent: for people, not compared.
+    """
+
+    key: dict[str, Any]
+    choice: Candidate
+    measurements: tuple[Measurement, ...]
+    predicted: Candidate | None
+    metadata: dict[str, Any]
+
+    def us(self, candidate: Candidate | None) -> float | None:
+        """The measured microseconds of a candidate."""
+        return next((m.us for m in self.measurements if m.candidate == candidate), None)
+
+    @property
+    def regret(self) -> float | None:
+        """How much slower the cost model's first choice is than the fastest of our candidates: 0.05 for 5%."""
+        times = [m.us for m in self.measurements if m.us and m.candidate.family != XLA]
+        first = self.us(self.predicted)
+        return first / min(times) - 1 if times and first else None
+
+    def best(self, family: str) -> Candidate | None:
+        """The fastest measured candidate of a family."""
+        times = [(m.us, i) for i, m in enumerate(self.measurements) if m.us and m.candidate.family == family]
+        return self.measurements[min(times)[1]].candidate if times else None
+
+    def dumps(self) -> str:
+        fields = {
+            "schema": SCHEMA,
+            "key": self.key,
+            "choice": self.choice.as_dict(),
+            "predicted": None if self.predicted is None else self.predicted.as_dict(),
+            "measurements": [m.as_dict() for m in self.measurements],
+            "metadata": self.metadata,
+        }
+        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+
+def merge(old: Entry | None, new: Entry) -> Entry:
+    """The new decision, with the old measurements of candidates that were not timed again."""
+    if old is None:
+        return new
+    timed = {m.candidate for m in new.measurements}
+    kept = tuple(m for m in old.measurements if m.candidate not in timed)
+    return dataclasses.replace(new, measurements=new.measurements + kept)
+
+
+def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
+    """Reads an entry for `key` and checks it, down to the legality of its choice.
+
+    Raises:
+      InvalidEntry: not JSON, another schema, another key, or a choice that is not legal for the problem.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidEntry(f"not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InvalidEntry(f"schema {schema!r}; accepted: {SCHEMA}")
+    if data.get("key") != key.as_dict():
+        raise InvalidEntry("its key is another problem's or another machine's")
+    choice = _candidate(data.get("choice"), key.problem)
+    reason = illegality(choice, key, target)
+    if reason is not None:
+        raise InvalidEntry(f"its choice {choice} is not legal: {reason}")
+    predicted = data.get("predicted")
+    measurements = data.get("measurements")
+    metadata = data.get("metadata")
+    if not isinstance(measurements, list) or not isinstance(metadata, dict):
+        raise InvalidEntry("measurements must be a list and metadata an object")
+    return Entry(
+        key=data["key"],
+        choice=choice,
+        measurements=tuple(_measurement(m, key.problem) for m in measurements),
+        predicted=None if predicted is None else _candidate(predicted, key.problem),
+        metadata=metadata,
+    )
+
+
+def illegality(candidate: Candidate, key: Key, target: Target | None = None) -> str | None:
+    """None when the candidate may compute the key's problem, else the reason."""
+    if candidate.family == XLA:
+        return None
+    family = family_named(key.problem.op, candidate.family)
+    if family.platform != key.environment.platform:
+        return f"runs on {family.platform}"
+    reason = family.supports(key.problem, candidate.config, target)
+    if reason is None:
+        size = family.workspace_bytes(key.problem, candidate.config)
+        if size > key.workspace_limit_bytes:
+            reason = f"{size} bytes of workspace; accepted: at most {key.workspace_limit_bytes}"
+    return reason
+
+
+def family_named(op: str, name: str) -> kernels.Family:
+    """Raises InvalidEntry for a name that is not registered."""
+    for family in kernels.families(op):
+        if family.name == name:
+            return family
+    raise InvalidEntry(f"family {name!r}; accepted: {', '.join(f.name for f in kernels.families(op))}, {XLA}")
+
+
+def _candidate(data: Any, problem: ConvWgradProblem) -> Candidate:
+    if not isinstance(data, dict) or not isinstance(data.get("family"), str):
+        raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
+    if data["family"] == XLA:
+        return Candidate(XLA)
+    config_type = family_named(problem.op, data["family"]).Config
+    fields = data.get("config")
+    types = {field.name: field.type for field in dataclasses.fields(config_type)}
+    if not isinstance(fields, dict) or set(fields) != set(types):
+        raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(types)}")
+    for name, value in fields.items():
+        if type(value) is not types[name]:  # bool is an int, and 1.0 equals 1: only the exact type will do
+            raise InvalidEntry(f"config field {name}={value!r}; accepted: {types[name]}")
+    return Candidate(data["family"], config_type(**fields))
+
+
+def _measurement(data: Any, problem: ConvWgradProblem) -> Measurement:
+    candidate = _candidate(data, problem)
+    us, error = data.get("us"), data.get("error")
+    number = isinstance(us, int | float) and not isinstance(us, bool) and math.isfinite(us) and us > 0
+    if not (number if error is None else us is None and isinstance(error, str)):
+        raise InvalidEntry(f"measurement us={us!r} error={error!r}; accepted: positive microseconds, or an error")
+    return Measurement(candidate, None if us is None else float(us), error)

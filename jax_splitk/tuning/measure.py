@@ -1,0 +1,147 @@
+"""Timing candidates on the local device: ahead-of-time compiled calls over rotated inputs, candidates in turns."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from jax_splitk import compiler, execute, kernels, reference
+from jax_splitk.plan import DevicePlan
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
+
+# An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
+ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
+MAX_INPUT_SETS = 10
+ROUND_SECONDS = 2e-3
+# Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A candidate that compiled: `run()` executes it once on every input set, without waiting."""
+
+    candidate: Candidate
+    run: Callable[[], Any]
+    times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.times) if self.times else math.inf
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the rounds' quartiles, relative to the median."""
+        if len(self.times) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(self.times, n=4)
+        return (high - low) / 2 / self.us
+
+
+class Bench:
+    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates."""
+
+    def __init__(self, problem: ConvWgradProblem, platform: str):
+        self.problem = problem
+        wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
+        self.sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
+        self._inputs = _random_inputs(problem, self.sets)
+        full = dataclasses.replace(problem, out_dtype="float32")
+        first = (self._inputs[0][0], self._inputs[1][0])
+        self._reference = np.asarray(jax.jit(lambda x, g: reference.conv_wgrad(x, g, full))(*first))
+
+    def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
+        """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
+        with an error."""
+        plans = {c: self._plan(c) for c in candidates if c.family != XLA}
+        sources = {plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}
+        failures = []
+        # An error comes again, and is recorded, for the candidate that it belongs to.
+        with contextlib.suppress(compiler.CompilationError):
+            compiler.compile_sources(sources)
+        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
+        contestants = []
+        for candidate, outcome in zip(candidates, outcomes, strict=True):
+            checked = outcome if isinstance(outcome, str) else _attempt(lambda run=outcome: self._check(run))
+            if checked is None:
+                contestants.append(Contestant(candidate, outcome))
+            else:
+                failures.append(Measurement(candidate, None, checked))
+        return contestants, failures
+
+    def _plan(self, candidate: Candidate) -> Any:
+        family: kernels.Family = family_named(self.problem.op, candidate.family)
+        return family.make_plan(self.problem, candidate.config)
+
+    def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
+        problem = self.problem
+        if candidate.family == XLA:
+            one = lambda x, g: reference.conv_wgrad(x, g, problem)  # noqa: E731
+        else:
+            custom_call = plan.custom_call()
+            one = lambda x, g: execute.call(custom_call, problem, x, g)  # noqa: E731
+
+        def every_set(lhs: Sequence[jax.Array], g: Sequence[jax.Array]) -> list[jax.Array]:
+            return [one(x, dy) for x, dy in zip(lhs, g, strict=True)]
+
+        compiled = jax.jit(every_set).lower(*self._inputs).compile()
+        return lambda: compiled(*self._inputs)
+
+    def _check(self, run: Callable[[], Any]) -> str | None:
+        out = np.asarray(run()[0], dtype=np.float32)
+        scale = np.linalg.norm(self._reference)
+        error = float(np.linalg.norm(out - self._reference) / scale) if scale else float(np.abs(out).max())
+        if error <= TOLERANCE[self.problem.out_dtype]:
+            return None
+        return f"wrong result: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
+
+    def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
+        """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
+        for _ in range(rounds):
+            for contestant in contestants:
+                if contestant.times and time.monotonic() > deadline:
+                    return
+                contestant.times.append(self._round(contestant))
+
+    def _round(self, contestant: Contestant) -> float:
+        expected = contestant.us * 1e-6 * self.sets if contestant.times else 0.0
+        repeats = max(1, min(64, math.ceil(ROUND_SECONDS / expected))) if expected else 2
+        jax.block_until_ready(contestant.run())
+        start = time.perf_counter()
+        result = None
+        for _ in range(repeats):
+            result = contestant.run()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / repeats / self.sets * 1e6
+
+
+def _attempt(what: Callable[[], Any]) -> Any:
+    """The result of `what`, or the message of its exception as a string: one candidate must not end the search."""
+    try:
+        return what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500] or type(error).__name__
+
+
+def _random_inputs(problem: ConvWgradProblem, sets: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """`sets` independent (lhs, g), drawn on the device, normally distributed."""
+
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        one, two = jax.random.split(key)
+        dtype = jnp.dtype(problem.dtype)
+        return jax.random.normal(one, problem.lhs_shape, dtype), jax.random.normal(two, problem.g_shape, dtype)
+
+    pairs = [draw(key) for key in jax.random.split(jax.random.key(0), sets)]
+    return [x for x, _ in pairs], [g for _, g in pairs]

@@ -1,0 +1,113 @@
+"""What callers may ask of the selection: per call, or for a block of code."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_splitk import kernels
+
+IMPLEMENTATIONS = ("cutlass", "host", "xla")
+DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the caller asked for; see `jax_splitk.conv_wgrad` for each field.
+
+    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced.
+    """
+
+    config: Any = None
+    implementation: str | None = None
+    deterministic: bool = True
+    workspace_limit_bytes: int | None = None
+    tuning: Any = None
+
+    @property
+    def workspace_limit(self) -> int:
+        limit = self.workspace_limit_bytes
+        return DEFAULT_WORKSPACE_LIMIT if limit is None else limit
+
+
+def check_options(op: str, options: Options) -> None:
+    """Raises ValueError or TypeError for options that no problem could make right."""
+    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
+        accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
+    limit = options.workspace_limit_bytes
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
+    if options.config is None:
+        return
+    known = [family for family in kernels.families(op) if isinstance(options.config, family.Config)]
+    if not known:
+        accepted = ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families(op))
+        raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
+    if options.implementation not in (None, known[0].implementation):
+        raise ValueError(
+            f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
+            f"not {options.implementation!r}"
+        )
+
+
+# Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
+_context = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def options(
+    *,
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> Iterator[None]:
+    """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
+
+    Args:
+      implementation, deterministic, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer
+        block's.
+
+    Raises:
+      ValueError: a value outside its range.
+    """
+    outer = current()
+    inner = dataclasses.replace(
+        outer,
+        implementation=outer.implementation if implementation is None else implementation,
+        deterministic=outer.deterministic if deterministic is None else deterministic,
+        workspace_limit_bytes=outer.workspace_limit_bytes if workspace_limit_bytes is None else workspace_limit_bytes,
+    )
+    check_options("conv_wgrad", inner)
+    with _context(inner):
+        yield
+
+
+@contextlib.contextmanager
+def using(tuning: Any) -> Iterator[None]:
+    """Makes a `TuningResult`'s decisions the first choice inside the block (see its `__enter__`)."""
+    with _context(dataclasses.replace(current(), tuning=tuning)):
+        yield
+
+
+def current() -> Options:
+    """The options of the enclosing blocks."""
+    return _context.value or Options()
+
+
+def merged(call: Options) -> Options:
+    """A call's options on top of the enclosing blocks'."""
+    outer = current()
+    return dataclasses.replace(
+        call,
+        implementation=outer.implementation if call.implementation is None else call.implementation,
+        deterministic=outer.deterministic and call.deterministic,
+        workspace_limit_bytes=(
+            outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
+        ),
+        tuning=outer.tuning,
+    )

@@ -1,0 +1,116 @@
+"""Decisions as a value: to keep, combine, send, and put in force for a block of code."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from jax_splitk.target import Target
+from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import key as keys
+from jax_splitk.tuning import options
+from jax_splitk.tuning.entry import Entry, InvalidEntry
+from jax_splitk.tuning.key import Environment, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningResult:
+    """Entries by key. `a | b` has both, b's where they meet. As a context manager its decisions come before any
+    cache's, for operations traced inside the block; jit traces a function again where they change."""
+
+    entries: tuple[tuple[Key, Entry], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_contexts", [])
+
+    def __hash__(self) -> int:
+        return hash(tuple((key, entry.choice) for key, entry in self.entries))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TuningResult) and self.entries == other.entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[tuple[Key, Entry]]:
+        return iter(self.entries)
+
+    def __or__(self, other: "TuningResult") -> "TuningResult":
+        return TuningResult(tuple((dict(self.entries) | dict(other.entries)).items()))
+
+    def get(self, key: Key) -> Entry | None:
+        return dict(self.entries).get(key)
+
+    def __enter__(self) -> "TuningResult":
+        context = contextlib.ExitStack()
+        context.enter_context(options.using(self))
+        self._contexts.append(context)  # pyright: ignore[reportAttributeAccessIssue]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.pop().close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __str__(self) -> str:
+        lines = []
+        for key, entry in self.entries:
+            ours, xla = entry.us(entry.choice), entry.us(entries.Candidate(entries.XLA))
+            times = ", ".join(f"{name} {us:.1f} us" for name, us in (("chosen", ours), ("XLA", xla)) if us is not None)
+            lines.append(f"{key.problem}: {entry.choice} ({times})")
+        return "\n".join(lines)
+
+    def dumps(self) -> str:
+        """JSON text."""
+        return json.dumps([json.loads(entry.dumps()) for _, entry in self.entries], indent=1) + "\n"
+
+    @staticmethod
+    def loads(text: str | bytes) -> "TuningResult":
+        """Inverse of `dumps`.
+
+        Raises:
+          ValueError: not the text of a result, or an entry in it that is not valid; says which and why.
+        """
+        try:
+            items = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if not isinstance(items, list):
+            raise ValueError(f"a {type(items).__name__}; accepted: a list of entries")
+        pairs = []
+        for i, item in enumerate(items):
+            try:
+                key = key_from_dict(item.get("key") if isinstance(item, dict) else None)
+                pairs.append((key, entries.loads(json.dumps(item), key)))
+            except ValueError as error:
+                raise ValueError(f"entry {i}: {error}") from None
+        return TuningResult(tuple(pairs))
+
+
+def key_from_dict(data: Any) -> Key:
+    """Inverse of `Key.as_dict`; raises InvalidEntry."""
+    names = {"schema", "op", "problem", "deterministic", "workspace_limit_bytes", "environment"}
+    if not isinstance(data, Mapping) or set(data) != names or data["schema"] != keys.SCHEMA:
+        raise InvalidEntry(f"key {data!r}; accepted: an object of schema {keys.SCHEMA} with {', '.join(sorted(names))}")
+    deterministic, limit, env = data["deterministic"], data["workspace_limit_bytes"], data["environment"]
+    types = {"platform": str, "device_kind": str, "cores": int, "cuda_major": int, "abi": list}
+    if not isinstance(env, Mapping) or {name: type(value) for name, value in env.items()} != types:
+        raise InvalidEntry(f"environment {env!r}; accepted: {', '.join(types)}")
+    if not all(isinstance(name, str) for name in env["abi"]) or type(deterministic) is not bool:
+        raise InvalidEntry(f"abi {env['abi']!r}, deterministic {deterministic!r}; accepted: strings, true or false")
+    if type(limit) is not int or limit < 0 or not isinstance(data["problem"], Mapping):
+        raise InvalidEntry(f"workspace_limit_bytes {limit!r}; accepted: an integer of at least 0")
+    try:
+        problem = keys.problem_from_dict(data["op"], dict(data["problem"]))
+    except (TypeError, ValueError) as error:
+        raise InvalidEntry(str(error)) from None
+    environment = Environment(**{**env, "abi": tuple(env["abi"])})
+    return Key(problem, deterministic, limit, environment)
+
+
+def local_target(key: Key) -> Target:
+    """The target that a key's environment stands for."""
+    capability = "9.0" if key.environment.platform == "cuda" else ""
+    return Target(key.environment.platform, key.environment.device_kind, capability, key.environment.cores)

@@ -1,0 +1,90 @@
+"""Tuning entries on disk: one JSON file for each key, in layers.
+
+The writable layer is `JAX_SPLITK_CACHE_DIR` (storage.cache_dir()), then come the read-only layers of
+`JAX_SPLITK_CACHE_PATH` (separated by colons), then the tables that ship with the package. Writes are atomic and hold no
+lock, so any number of processes may share a layer; the last writer of a key wins, having merged what it found. A file
+that is damaged, foreign or newer is a miss with one warning.
+"""
+
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+
+from jax_splitk import storage
+from jax_splitk.target import Target
+from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning.entry import Entry, InvalidEntry
+from jax_splitk.tuning.key import Key
+
+logger = logging.getLogger("jax_splitk")
+
+MODES = ("off", "read", "update", "frozen")
+SHIPPED = pathlib.Path(__file__).resolve().parent.parent / "tables"
+
+
+class FrozenCacheMiss(RuntimeError):
+    """A problem has no entry and `JAX_SPLITK_CACHE_MODE=frozen` forbids deciding without one."""
+
+
+def mode() -> str:
+    """`JAX_SPLITK_CACHE_MODE`: "update" (the default) reads and writes, "read" never writes, "off" does neither,
+    "frozen" reads, and a miss is an error. Raises ValueError for any other word."""
+    chosen = os.environ.get("JAX_SPLITK_CACHE_MODE") or "update"
+    if chosen not in MODES:
+        raise ValueError(f"JAX_SPLITK_CACHE_MODE={chosen!r}; accepted: {', '.join(map(repr, MODES))}")
+    return chosen
+
+
+def layers() -> list[tuple[str, pathlib.Path]]:
+    """(name, folder) of the layers in the order of their precedence; the first is the writable one."""
+    read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
+    folders = [("user cache", storage.cache_dir())]
+    folders += [("read-only cache", pathlib.Path(p).expanduser()) for p in read_only]
+    return [*folders, ("shipped table", SHIPPED)]
+
+
+def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
+    """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
+    if mode() == "off":
+        return None
+    for name, folder in layers():
+        found = read(folder / key.file, key, target)
+        if found is not None:
+            return found, name
+    return None
+
+
+def shipped(key: Key, target: Target | None = None) -> Entry | None:
+    """The entry that came with the package: the same for every process of a job."""
+    return read(SHIPPED / key.file, key, target)
+
+
+_warned: set[pathlib.Path] = set()
+
+
+def read(path: pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
+    """The entry in a file; None when there is none that can be used, with a warning if there is one that cannot."""
+    data = storage.read(path)
+    if data is None:
+        return None
+    try:
+        return entries.loads(data, key, target)
+    except InvalidEntry as error:
+        if path not in _warned:
+            _warned.add(path)
+            logger.warning("%s is ignored: %s", path, error)
+        return None
+
+
+def save(key: Key, entry: Entry) -> bool:
+    """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
+    if mode() != "update":
+        return False
+    path = storage.cache_dir() / key.file
+    return storage.write(path, entries.merge(read(path, key), entry).dumps().encode())
+
+
+def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The entry files of a layer."""
+    yield from sorted((folder / "tuning").glob("*/*.json"))

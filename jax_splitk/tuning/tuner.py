@@ -1,0 +1,197 @@
+"""The search: rank by the cost model, time the best few, refine around the winner, race XLA.
+
+Successive halving over the ranked candidates, then a local search over the family's neighbouring configs; the order in
+which CUTLASS's maintainers advise to tune weight gradients (tile shapes first, then the split count that fills whole
+waves) is the order of the ranking.
+"""
+
+import concurrent.futures
+import datetime
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jaxlib
+
+from jax_splitk import kernels
+from jax_splitk.target import Target
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.measure import Bench, Contestant
+
+logger = logging.getLogger("jax_splitk")
+
+FIRST_ROUND = 24  # candidates that are timed at first
+FINALISTS = 4
+NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
+
+
+def budget_seconds() -> float:
+    """`JAX_SPLITK_TUNE_BUDGET_S`, seconds for one problem; 10 by default. Raises ValueError unless positive."""
+    text = os.environ.get("JAX_SPLITK_TUNE_BUDGET_S") or "10"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"JAX_SPLITK_TUNE_BUDGET_S={text!r}; accepted: a number of seconds above 0")
+    return seconds
+
+
+# One thread that measures, for the whole process: measurements must not disturb each other, and a thread of its own
+# is free of the trace, mesh and other JAX contexts that the caller may be inside of.
+_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax_splitk-tuner")
+
+
+def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | None = None) -> Entry:
+    """Decides by measurement on the local device; blocks until done.
+
+    Args:
+      key: what to decide.
+      target: the local device's description.
+      old: an earlier entry for the key; its best candidates take part again.
+      seconds: time budget; None for `budget_seconds()`. Compilation of the first candidates may exceed it.
+
+    Raises:
+      RuntimeError: XLA itself fails on the problem (out of memory, for instance), or no candidate worked.
+    """
+    seconds = budget_seconds() if seconds is None else seconds
+    return _worker.submit(_tune, key, target, old, seconds).result()
+
+
+def ranked(key: Key, target: Target) -> list[Candidate]:
+    """Every legal candidate, the one that the cost model predicts to be fastest first."""
+    found: list[tuple[float, int, Candidate]] = []
+    for family in kernels.families(key.problem.op, target.platform):
+        if family.supports(key.problem, None, target) is not None:
+            continue
+        for config in family.candidates(key.problem, target):
+            candidate = Candidate(family.name, config)
+            if illegality(candidate, key, target) is None:
+                found.append((family.estimate(key.problem, config, target), len(found), candidate))
+    return [candidate for _, _, candidate in sorted(found, key=lambda item: item[:2])]
+
+
+def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
+    started = time.monotonic()
+    deadline = started + seconds
+    ranking = ranked(key, target)
+    progress = _Progress(key)
+    with jax.default_device(jax.local_devices()[0]):
+        bench = Bench(key.problem, target.platform)
+        (xla,), failures = bench.prepare([Candidate(XLA)])
+        first = _spread_over_variants(ranking, FIRST_ROUND)
+        if old is not None:
+            again = sorted((m for m in old.measurements if m.us is not None), key=lambda m: m.us or 0.0)
+            first += [m.candidate for m in again[:FINALISTS] if m.candidate.family != XLA and m.candidate not in first]
+        tried = set(first)
+        contestants, failed = bench.prepare(first)
+        failures += failed
+        pool = [*contestants, xla]
+        bench.time(pool, 2, deadline)
+        progress.report(len(tried), _fastest(contestants))
+        while contestants and time.monotonic() < deadline:
+            best = _fastest(contestants)
+            new = [c for c in _neighbours(key, best.candidate, target) if c not in tried]
+            if not new:
+                break
+            tried.update(new)
+            joined, failed = bench.prepare(new)
+            failures += failed
+            bench.time(joined, 2, deadline)
+            contestants += joined
+            progress.report(len(tried), _fastest(contestants))
+            if _fastest(contestants) is best:
+                break
+        finalists = sorted(contestants, key=lambda c: c.us)[:FINALISTS]
+        bench.time([*finalists, xla], 8, max(deadline, time.monotonic() + 0.5))
+    choice = _decide(finalists, xla, ranking[0] if ranking else None)
+    measurements = [Measurement(c.candidate, round(c.us, 3)) for c in [xla, *contestants]] + failures
+    entry = Entry(
+        key=key.as_dict(),
+        choice=choice.candidate,
+        measurements=tuple(measurements),
+        predicted=ranking[0] if ranking else None,
+        metadata=_metadata(time.monotonic() - started, len(tried)),
+    )
+    progress.done(entry)
+    return entry
+
+
+def _spread_over_variants(ranking: list[Candidate], count: int) -> list[Candidate]:
+    """The best by the model, and beyond them the best of each other kernel variant: models err by whole tiles."""
+    first = ranking[: count * 2 // 3]
+    seen = {_variant(c) for c in first}
+    for candidate in ranking[len(first) :]:
+        if len(first) == count:
+            break
+        if _variant(candidate) not in seen:
+            seen.add(_variant(candidate))
+            first.append(candidate)
+    return first
+
+
+def _variant(candidate: Candidate) -> Any:
+    """A candidate up to its split count."""
+    fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
+    return candidate.family, tuple(fields.items())
+
+
+def _neighbours(key: Key, candidate: Candidate, target: Target) -> list[Candidate]:
+    family = family_named(key.problem.op, candidate.family)
+    found = [Candidate(family.name, c) for c in family.neighbours(key.problem, candidate.config, target)]
+    return [c for c in found if illegality(c, key, target) is None]
+
+
+def _fastest(contestants: list[Contestant]) -> Contestant | Any:
+    return min(contestants, key=lambda c: c.us, default=None)
+
+
+def _decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
+    """The fastest of ours, unless the model's own choice is within the noise of it; then against XLA likewise."""
+    best = _fastest(finalists)
+    if best is None:
+        return xla
+    for contestant in finalists:
+        if contestant.candidate == predicted and not _beats(best, contestant):
+            best = contestant
+    return xla if _beats(xla, best) else best
+
+
+def _beats(challenger: Contestant, holder: Contestant) -> bool:
+    margin = max(NOISE, challenger.spread + holder.spread)
+    return challenger.us < holder.us * (1 - margin)
+
+
+def _metadata(seconds: float, tried: int) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform_version": str(getattr(jax.local_devices()[0].client, "platform_version", "")),
+        "seconds": round(seconds, 3),
+        "candidates": tried,
+    }
+
+
+class _Progress:
+    """A line on a terminal while a problem is tuned; a log record at its end everywhere."""
+
+    def __init__(self, key: Key):
+        self._problem = key.problem
+        self._terminal = sys.stderr.isatty()
+
+    def report(self, candidates: int, best: Contestant | None) -> None:
+        if self._terminal:
+            fastest = "none works yet" if best is None else f"best {best.us:.1f} us: {best.candidate}"
+            print(f"\r\x1b[Ktuning {self._problem}: {candidates} candidates, {fastest}", end="", file=sys.stderr)
+
+    def done(self, entry: Entry) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr)
+        ours, xla = entry.us(entry.choice), entry.us(Candidate(XLA))
+        seconds = entry.metadata["seconds"]
+        logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self._problem, seconds, entry.choice, ours, xla)
