@@ -20,8 +20,12 @@ class Family(Protocol):
     name: str
     implementation: str  # the word users choose it by: "cutlass" or "host"
     platform: str  # JAX's lowering platform
-    ABI: int  # raised when earlier tuning decisions no longer hold for the family's kernels
     Config: type
+
+    @property
+    def ABI(self) -> int:
+        """Raised when earlier tuning decisions no longer hold for the family's kernels."""
+        ...
 
     def supports(
         self, problem: ConvWgradProblem, config: Any | None = None, target: Target | None = None

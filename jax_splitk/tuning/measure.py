@@ -73,11 +73,14 @@ class Bench:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
         contestants = []
         for candidate, outcome in zip(candidates, outcomes, strict=True):
-            checked = outcome if isinstance(outcome, str) else _attempt(lambda run=outcome: self._check(run))
-            if checked is None:
+            if isinstance(outcome, str):
+                failures.append(Measurement(candidate, None, outcome))
+                continue
+            wrong = _attempt(lambda run=outcome: self._check(run))
+            if wrong is None:
                 contestants.append(Contestant(candidate, outcome))
             else:
-                failures.append(Measurement(candidate, None, checked))
+                failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
     def _plan(self, candidate: Candidate) -> Any:

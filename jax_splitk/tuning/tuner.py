@@ -7,6 +7,7 @@ waves) is the order of the ranking.
 
 import concurrent.futures
 import datetime
+import importlib.metadata
 import logging
 import os
 import sys
@@ -14,7 +15,6 @@ import time
 from typing import Any
 
 import jax
-import jaxlib
 
 from jax_splitk import kernels
 from jax_splitk.target import Target
@@ -170,7 +170,7 @@ def _metadata(seconds: float, tried: int) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "platform_version": str(getattr(jax.local_devices()[0].client, "platform_version", "")),
         "seconds": round(seconds, 3),
         "candidates": tried,
