@@ -14,8 +14,8 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet "ruff>=0.9" "pyright>=1.1.400" "clang-format>=19"
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h
 
 bench: $(VENV)/installed

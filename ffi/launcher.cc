@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "driver.h"
@@ -18,25 +19,34 @@ namespace {
 
 std::atomic<long> g_instantiated{0}, g_loaded{0}, g_executed{0}, g_captured{0};
 
-// Code images are loaded once per process and content: XLA instantiates every call site separately. A
-// context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
-// their kernels.
+// Code images are loaded once per process and content: XLA instantiates every call site separately, and
+// decoding takes milliseconds. A context-free CUlibrary serves every device. They are never unloaded, since a
+// recorded graph may still hold their kernels.
 class Libraries {
  public:
-  CUresult Load(const Driver& driver, std::string_view key, const std::string& image, CUlibrary* library) {
+  // The library of the encoded image `code`, decoded to `bytes` bytes; null with *error set when that fails.
+  CUlibrary Load(const Driver& driver, std::string_view code, size_t bytes, ffi::Error* error) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = libraries_.find(std::string(key));
-    if (found != libraries_.end()) {
-      *library = found->second;
-      return kCudaSuccess;
+    auto found = libraries_.find(std::string(code));
+    if (found != libraries_.end()) return found->second;
+    std::string compressed, image;
+    if (!DecodeBase64(code, &compressed) || !Inflate(compressed, bytes, &image)) {
+      *error = ffi::Error::InvalidArgument("jax_splitk_launch: the code attribute (" +
+                                           std::to_string(code.size()) + " characters) does not decode to " +
+                                           std::to_string(bytes) + " bytes");
+      return nullptr;
     }
-    CUresult result =
-        driver.library_load_data(library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-    if (result == kCudaSuccess) {
-      libraries_.emplace(std::string(key), *library);
-      ++g_loaded;
+    CUlibrary library = nullptr;
+    if (CUresult r =
+            driver.library_load_data(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
+      *error = ffi::Error::Internal(
+          "jax_splitk_launch: cannot load the code (built for compute capability 9.0, sm_90a): " +
+          driver.ErrorString(r));
+      return nullptr;
     }
-    return result;
+    libraries_.emplace(std::string(code), library);
+    ++g_loaded;
+    return library;
   }
 
  private:
@@ -81,16 +91,9 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   state->driver = Driver::Get(&message);
   if (!state->driver) return ffi::Unexpected(ffi::Error::Internal("jax_splitk_launch: " + message));
 
-  std::string compressed, image;
-  if (!DecodeBase64(*code, &compressed) || !Inflate(compressed, state->plan.image_bytes, &image)) {
-    return Invalid("the code attribute (" + std::to_string(code->size()) +
-                   " characters) does not decode to " + std::to_string(state->plan.image_bytes) + " bytes");
-  }
-  CUlibrary library;
-  if (CUresult r = ProcessLibraries().Load(*state->driver, *code, image, &library)) {
-    return ffi::Unexpected(
-        CudaError(*state->driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r));
-  }
+  ffi::Error error;
+  CUlibrary library = ProcessLibraries().Load(*state->driver, *code, state->plan.image_bytes, &error);
+  if (!library) return ffi::Unexpected(std::move(error));
   for (const LaunchSpec& launch : state->plan.launches) {
     CUkernel kernel;
     const std::string& name = state->plan.kernels[launch.kernel];

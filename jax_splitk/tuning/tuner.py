@@ -91,7 +91,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
         contestants, failed = bench.prepare(first)
         failures += failed
         pool = [*contestants, xla]
-        bench.time(pool, 2, deadline)
+        bench.time(pool, 3, deadline)
         progress.report(len(tried), _fastest(contestants))
         while contestants and time.monotonic() < deadline:
             best = _fastest(contestants)
@@ -101,7 +101,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             tried.update(new)
             joined, failed = bench.prepare(new)
             failures += failed
-            bench.time(joined, 2, deadline)
+            bench.time(joined, 3, deadline)
             contestants += joined
             progress.report(len(tried), _fastest(contestants))
             if _fastest(contestants) is best:
