@@ -6,10 +6,9 @@ hold everybody falls back to the deterministic choice, so that two processes nev
 """
 
 import logging
-import os
 from collections.abc import Callable
 
-from jax_splitk import _compat
+from jax_splitk import _compat, settings
 from jax_splitk.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry, InvalidEntry
@@ -22,14 +21,7 @@ _MISS = "miss"
 
 def timeout_seconds() -> float:
     """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`: how long a process waits for the others; 60 by default."""
-    text = os.environ.get("JAX_SPLITK_AGREEMENT_TIMEOUT_S") or "60"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"JAX_SPLITK_AGREEMENT_TIMEOUT_S={text!r}; accepted: a number of seconds above 0")
-    return seconds
+    return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
 
 
 def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:

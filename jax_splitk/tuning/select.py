@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 from typing import Any
 
-from jax_splitk import compiler, kernels
+from jax_splitk import compiler, kernels, settings
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
 from jax_splitk.tuning import agreement, store, tuner
@@ -45,10 +44,8 @@ def autotune(target: Target) -> bool:
 
     Raises ValueError for any other word.
     """
-    chosen = os.environ.get("JAX_SPLITK_AUTOTUNE") or ("on_miss" if target.platform == "cuda" else "off")
-    if chosen not in AUTOTUNE:
-        raise ValueError(f"JAX_SPLITK_AUTOTUNE={chosen!r}; accepted: {', '.join(map(repr, AUTOTUNE))}")
-    return chosen == "on_miss"
+    default = "on_miss" if target.platform == "cuda" else "off"
+    return settings.word("JAX_SPLITK_AUTOTUNE", AUTOTUNE, default) == "on_miss"
 
 
 def select(problem: ConvWgradProblem, target: Target, options: Options, *, measure: bool = False) -> Choice:

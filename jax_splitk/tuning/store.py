@@ -11,7 +11,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from jax_splitk import storage
+from jax_splitk import settings, storage
 from jax_splitk.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry, InvalidEntry
@@ -30,10 +30,7 @@ class FrozenCacheMiss(RuntimeError):
 def mode() -> str:
     """`JAX_SPLITK_CACHE_MODE`: "update" (the default) reads and writes, "read" never writes, "off" does neither,
     "frozen" reads, and a miss is an error. Raises ValueError for any other word."""
-    chosen = os.environ.get("JAX_SPLITK_CACHE_MODE") or "update"
-    if chosen not in MODES:
-        raise ValueError(f"JAX_SPLITK_CACHE_MODE={chosen!r}; accepted: {', '.join(map(repr, MODES))}")
-    return chosen
+    return settings.word("JAX_SPLITK_CACHE_MODE", MODES, "update")
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:

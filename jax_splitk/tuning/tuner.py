@@ -9,14 +9,13 @@ import concurrent.futures
 import datetime
 import importlib.metadata
 import logging
-import os
 import sys
 import time
 from typing import Any
 
 import jax
 
-from jax_splitk import kernels
+from jax_splitk import kernels, settings
 from jax_splitk.target import Target
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
@@ -31,14 +30,7 @@ NOISE = 0.02  # a challenger must be faster by more than this, and by more than 
 
 def budget_seconds() -> float:
     """`JAX_SPLITK_TUNE_BUDGET_S`, seconds for one problem; 10 by default. Raises ValueError unless positive."""
-    text = os.environ.get("JAX_SPLITK_TUNE_BUDGET_S") or "10"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"JAX_SPLITK_TUNE_BUDGET_S={text!r}; accepted: a number of seconds above 0")
-    return seconds
+    return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S", 10)
 
 
 # One thread that measures, for the whole process: measurements must not disturb each other, and a thread of its own

@@ -1,0 +1,24 @@
+"""Environment variables, read when they are needed and checked as arguments are."""
+
+import os
+from collections.abc import Sequence
+
+
+def word(name: str, accepted: Sequence[str], default: str) -> str:
+    """The variable's value, `default` where it is unset or empty; ValueError unless it is one of `accepted`."""
+    chosen = os.environ.get(name) or default
+    if chosen not in accepted:
+        raise ValueError(f"{name}={chosen!r}; accepted: {', '.join(map(repr, accepted))}")
+    return chosen
+
+
+def seconds(name: str, default: float) -> float:
+    """The variable's value as a number of seconds; ValueError unless it is above 0."""
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{name}={text!r}; accepted: a number of seconds above 0")
+    return value
