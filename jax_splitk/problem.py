@@ -54,8 +54,9 @@ class ConvWgradProblem:
             if not _integers(value, least) or len(value) != rank:
                 raise ValueError(f"{name}={value!r}; accepted: {rank or 'one to three'} integers of at least {least}")
         for name in counts:
-            if not _integers((getattr(self, name),), 0 if name == "batch" else 1):
-                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: an integer of at least 1")
+            least = 0 if name == "batch" else 1
+            if not _integers((getattr(self, name),), least):
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: an integer of at least {least}")
         if (
             not isinstance(self.padding, tuple)
             or len(self.padding) != rank

@@ -58,7 +58,7 @@ def _tune_all(wanted: list[tuple[ConvWgradProblem, Options]], seconds: float | N
         key = key_for(problem, target, options)
         if not tuner.ranked(key, target):
             continue  # only XLA can compute it: nothing to decide
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and len(wanted) > 1:
             print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
         _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, seconds, again))
         if entry is not None:

@@ -75,7 +75,7 @@ class TuningResult:
         """
         try:
             items = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(items, list):
             raise ValueError(f"a {type(items).__name__}; accepted: a list of entries")

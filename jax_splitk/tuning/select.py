@@ -14,7 +14,7 @@ from jax_splitk.target import Target
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 
 logger = logging.getLogger("jax_splitk")
 
@@ -163,7 +163,10 @@ def measured(key: Key, target: Target) -> Entry | None:
 def _command(key: Key) -> str:
     """How to tune the problem ahead of time."""
     fields = json.dumps({"op": key.problem.op, **dataclasses.asdict(key.problem)})
-    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'"
+    constraints = "" if key.deterministic else " --nondeterministic"
+    if key.workspace_limit_bytes != DEFAULT_WORKSPACE_LIMIT:
+        constraints += f" --workspace-limit-bytes {key.workspace_limit_bytes}"
+    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{constraints}"
 
 
 def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Options) -> Choice | None:
