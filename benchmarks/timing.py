@@ -7,10 +7,7 @@ of random inputs that together do not fit in the last-level cache.
 import collections
 import dataclasses
 import math
-import pathlib
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +16,8 @@ import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.tuning import profile
+
 Function = Callable[..., Any]
 InputSets = Sequence[tuple[jax.Array, ...]]
 
@@ -26,7 +25,6 @@ MAX_INPUT_SETS = 16
 MIN_INPUT_BYTES = 256 * 2**20  # an H200's L2 holds 50 MiB
 TARGET_ROUND_SECONDS = 0.02
 LONG_SECONDS = 1.0  # a call that takes longer is not repeated for its own sake
-_HOST_COPIES = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,46 +210,14 @@ def _blocking_round(turn: _Turn) -> _Round:
 
 def _device_round(turn: _Turn) -> _Round | None:
     """Traces the turn's calls and nothing else; None if no kernels were recorded."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
     _queue(turn, min(turn.calls, len(turn.input_sets)))  # the clocks may have dropped between turns
-    with tempfile.TemporaryDirectory(prefix="jax_splitk_trace_") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            _queue(turn, turn.calls)
-        paths = pathlib.Path(folder).rglob("*.xplane.pb")
-        kernels = [event for path in paths for event in device_events(path)]
+    kernels = profile.trace(lambda: _queue(turn, turn.calls))
     if not kernels:
         return None
     totals: dict[str, float] = collections.defaultdict(float)
     for name, start, end in kernels:
         totals[name] += end - start
-    busy = busy_time((start, end) for _, start, end in kernels)
+    busy = profile.busy_time((start, end) for _, start, end in kernels)
     scale = 1e-3 / turn.calls  # nanoseconds in all to microseconds a call
     breakdown = {name: ns * scale for name, ns in totals.items()}
     return _Round(busy * scale, sum(breakdown.values()), breakdown)
-
-
-def device_events(path: pathlib.Path) -> list[tuple[str, float, float]]:
-    """(name, start, end), in nanoseconds, of what the GPUs' streams ran except host copies."""
-    events = []
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if not (plane.name or "").startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            # Other lines ("XLA Ops", "XLA Modules", "Steps") are derived from the streams'.
-            if not (line.name or "").startswith("Stream"):
-                continue
-            for event in line.events:
-                if not _HOST_COPIES.match(event.name):
-                    events.append((event.name, event.start_ns, event.end_ns))
-    return events
-
-
-def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -3,8 +3,10 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +18,10 @@ from jax import numpy as jnp
 from jax_splitk import compiler, execute, kernels, reference
 from jax_splitk.plan import DevicePlan
 from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.tuning import profile
 from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
+
+logger = logging.getLogger("jax_splitk")
 
 # An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
@@ -24,6 +29,7 @@ ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 MAX_INPUT_SETS = 24
 WARM_UP_CALLS = 3  # XLA records its command buffers in the first ones
 ROUND_SECONDS = 3e-3
+DEVICE_ROUNDS = 3
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -36,14 +42,18 @@ class Contestant:
     run: Callable[[], Any]
     times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
 
+    device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
+
     @property
     def us(self) -> float:
-        """The fastest round: what disturbs a wall-clock timing only ever adds to it."""
-        return min(self.times, default=math.inf)
+        """Device time where there is one, else the fastest round: what disturbs a wall clock only ever adds to it."""
+        return statistics.median(self.device_times) if self.device_times else min(self.times, default=math.inf)
 
     @property
     def spread(self) -> float:
-        """How far the second fastest round is from the fastest, relative."""
+        """How far apart the rounds are, relative."""
+        if self.device_times:
+            return (max(self.device_times) - min(self.device_times)) / self.us
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
@@ -52,6 +62,7 @@ class Bench:
 
     def __init__(self, problem: ConvWgradProblem, platform: str):
         self.problem = problem
+        self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
         self._inputs = _random_inputs(problem, self.sets)
@@ -117,6 +128,39 @@ class Bench:
                 if contestant.times and time.monotonic() > deadline:
                     return
                 contestant.times.append(self._round(contestant))
+
+    def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
+        """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
+        is as large as the differences. False, and nothing changed, where there are none (on the CPU, or while the
+        user takes a profile)."""
+        if self.platform != "cuda":
+            return False
+        found: list[list[float]] = [[] for _ in contestants]
+        try:
+            for _ in range(DEVICE_ROUNDS):
+                for contestant, times in zip(contestants, found, strict=True):
+                    times.append(self._device_round(contestant))
+        except Exception as error:
+            logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            return False
+        for contestant, times in zip(contestants, found, strict=True):
+            contestant.device_times = times
+        return True
+
+    def _device_round(self, contestant: Contestant) -> float:
+        repeats = max(2, min(64, math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))))
+
+        def work() -> None:
+            result = None
+            for _ in range(repeats):
+                result = contestant.run()
+            jax.block_until_ready(result)
+
+        jax.block_until_ready(contestant.run())
+        events = profile.trace(work)
+        if not events:
+            raise RuntimeError("the profiler recorded no kernels")
+        return profile.busy_time((start, end) for _, start, end in events) * 1e-3 / repeats / self.sets
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()

@@ -99,7 +99,10 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             if _fastest(contestants) is best:
                 break
         finalists = sorted(contestants, key=lambda c: c.us)[:FINALISTS]
-        bench.time([*finalists, xla], 8, max(deadline, time.monotonic() + 0.5))
+        # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
+        finalists += [c for c in contestants if c.candidate in ranking[:1] and c not in finalists]
+        if not bench.time_on_device([*finalists, xla]):
+            bench.time([*finalists, xla], 8, max(deadline, time.monotonic() + 0.5))
     choice = _decide(finalists, xla, ranking[0] if ranking else None)
     measurements = [Measurement(c.candidate, round(c.us, 3)) for c in [xla, *contestants]] + failures
     entry = Entry(
