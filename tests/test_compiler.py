@@ -346,17 +346,13 @@ def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
         return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
 
     monkeypatch.setattr(compiler, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
-    jax_splitk.tuning.select.select.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, "jax_splitk"):
-            text = lowered()
-        assert "jax_splitk_launch" not in text
-        assert "stablehlo.convolution" in text
-        assert "XLA (wgrad_sm90: nvidia-cuda-nvrtc 13 is not installed: reason of the test)" in caplog.text
-        with pytest.raises(NotImplementedError, match=r"reason of the test.*Use implementation=None"):
-            lowered(implementation="cutlass")
-    finally:
-        jax_splitk.tuning.select.select.cache_clear()
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        text = lowered()
+    assert "jax_splitk_launch" not in text
+    assert "stablehlo.convolution" in text
+    assert "XLA (wgrad_sm90: nvidia-cuda-nvrtc 13 is not installed: reason of the test)" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"reason of the test.*Use implementation=None"):
+        lowered(implementation="cutlass")
 
 
 def test_source_text_is_the_packages_file() -> None:
