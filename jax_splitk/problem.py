@@ -48,6 +48,8 @@ class ConvWgradProblem:
         rank = len(self.input_spatial) if isinstance(self.input_spatial, tuple) else 0
         vectors = ("output_spatial", "kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
         counts = ("batch", "in_channels", "out_channels", "feature_group_count", "batch_group_count")
+        if not 1 <= rank <= 3:
+            raise ValueError(f"input_spatial={self.input_spatial!r}; accepted: one to three integers of at least 0")
         for name in ("input_spatial", *vectors):
             value = getattr(self, name)
             least = 0 if name in ("input_spatial", "output_spatial") else 1

@@ -58,7 +58,8 @@ def conv_wgrad(
         zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
         return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
-    return lax.conv_general_dilated(
+    # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
+    out = lax.conv_general_dilated(
         lhs,
         g,
         window_strides=problem.rhs_dilation,
@@ -71,9 +72,10 @@ def conv_wgrad(
         feature_group_count=feature_groups,
         batch_group_count=batch_groups,
         precision=lax_precision(problem.precision),
-        preferred_element_type=problem.out_dtype,
+        preferred_element_type=jnp.promote_types(problem.dtype, problem.out_dtype),
         out_sharding=out_sharding,
     )
+    return out.astype(problem.out_dtype)
 
 
 def rhs_shape(problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Environment variables, read when they are needed and checked as arguments are."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -19,6 +20,6 @@ def seconds(name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(f"{name}={text!r}; accepted: a number of seconds above 0")
     return value

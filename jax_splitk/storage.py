@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import pathlib
-import tempfile
+import uuid
 
 logger = logging.getLogger("jax_splitk")
 
@@ -13,9 +13,14 @@ def cache_dir() -> pathlib.Path:
     """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder."""
     chosen = os.environ.get("JAX_SPLITK_CACHE_DIR")
     if chosen:
-        return pathlib.Path(chosen).expanduser()
+        return expanded(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser() / "jax_splitk"
+    return expanded(base) / "jax_splitk"
+
+
+def expanded(path: str) -> pathlib.Path:
+    """The path with `~` replaced where there is a home: pathlib's `expanduser` raises where there is none."""
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def read(path: pathlib.Path) -> bytes | None:
@@ -33,7 +38,9 @@ def write(path: pathlib.Path, data: bytes) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        # Not mkstemp, whose files are for their owner alone: a cache may be shared, as the umask says.
+        temporary = path.parent / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)

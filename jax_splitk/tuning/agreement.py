@@ -5,6 +5,7 @@ problem; then process 0 publishes its decision in the key-value store of `jax.di
 hold everybody falls back to the deterministic choice, so that two processes never lower different configs.
 """
 
+import collections
 import logging
 from collections.abc import Callable
 
@@ -24,6 +25,15 @@ def timeout_seconds() -> float:
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
 
 
+def needed() -> bool:
+    """Whether this process is one of several."""
+    client, _, processes = _compat.distributed()
+    return client is not None and processes > 1
+
+
+_rounds: collections.Counter[str] = collections.Counter()
+
+
 def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
     """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
 
@@ -32,7 +42,9 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
     client, process, processes = _compat.distributed()
     if client is None or processes == 1:
         return True, decide()
-    name = f"jax_splitk/{key.digest}"
+    # A name serves once: the key-value store refuses to set a key again.
+    name = f"jax_splitk/{key.digest}/{_rounds[key.digest]}"
+    _rounds[key.digest] += 1
     wait_ms = int(timeout_seconds() * 1000)
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import math
+import sys
 from typing import Any
 
 from jax_splitk import kernels
@@ -173,7 +173,8 @@ def _candidate(data: Any, problem: ConvWgradProblem) -> Candidate:
 def _measurement(data: Any, problem: ConvWgradProblem) -> Measurement:
     candidate = _candidate(data, problem)
     us, error = data.get("us"), data.get("error")
-    number = isinstance(us, int | float) and not isinstance(us, bool) and math.isfinite(us) and us > 0
+    # By comparison: math.isfinite raises for an integer that no float holds.
+    number = type(us) in (int, float) and 0 < us <= sys.float_info.max
     if not (number if error is None else us is None and isinstance(error, str)):
         raise InvalidEntry(f"measurement us={us!r} error={error!r}; accepted: positive microseconds, or an error")
     return Measurement(candidate, None if us is None else float(us), error)

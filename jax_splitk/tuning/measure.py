@@ -41,12 +41,14 @@ class Contestant:
     candidate: Candidate
     run: Callable[[], Any]
     times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
-
     device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
+    error: str | None = None  # why it failed while it was timed
 
     @property
     def us(self) -> float:
         """Device time where there is one, else the fastest round: what disturbs a wall clock only ever adds to it."""
+        if self.error is not None:
+            return math.inf
         return statistics.median(self.device_times) if self.device_times else min(self.times, default=math.inf)
 
     @property
@@ -73,11 +75,11 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        plans = {c: self._plan(c) for c in candidates if c.family != XLA}
+        plans = {c: _attempt(lambda c=c: self._plan(c)) for c in candidates if c.family != XLA}
         sources = {plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}
         failures = []
         # An error comes again, and is recorded, for the candidate that it belongs to.
-        with contextlib.suppress(compiler.CompilationError):
+        with contextlib.suppress(Exception):
             compiler.compile_sources(sources)
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
@@ -99,6 +101,8 @@ class Bench:
 
     def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
         problem = self.problem
+        if isinstance(plan, str):
+            raise RuntimeError(plan)
         if candidate.family == XLA:
             one = lambda x, g: reference.conv_wgrad(x, g, problem)  # noqa: E731
         else:
@@ -127,7 +131,12 @@ class Bench:
             for contestant in contestants:
                 if contestant.times and time.monotonic() > deadline:
                     return
-                contestant.times.append(self._round(contestant))
+                if contestant.error is None:
+                    timed = _attempt(lambda c=contestant: self._round(c))
+                    if isinstance(timed, str):
+                        contestant.error = timed
+                    else:
+                        contestant.times.append(timed)
 
     def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ class TuningResult:
     entries: tuple[tuple[Key, Entry], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_contexts", [])
+        object.__setattr__(self, "_contexts", threading.local())  # a block belongs to its thread
 
     def __hash__(self) -> int:
         return hash(tuple((key, entry.choice) for key, entry in self.entries))
@@ -46,13 +47,14 @@ class TuningResult:
     def __enter__(self) -> "TuningResult":
         context = contextlib.ExitStack()
         context.enter_context(options.using(self))
-        self._contexts.append(context)  # pyright: ignore[reportAttributeAccessIssue]
+        stacks = self._contexts.__dict__.setdefault("stacks", [])  # pyright: ignore[reportAttributeAccessIssue]
+        stacks.append(context)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._contexts.pop().close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._contexts.stacks.pop().close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __str__(self) -> str:
         lines = []
@@ -84,7 +86,7 @@ class TuningResult:
             try:
                 key = key_from_dict(item.get("key") if isinstance(item, dict) else None)
                 pairs.append((key, entries.loads(json.dumps(item), key)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"entry {i}: {error}") from None
         return TuningResult(tuple(pairs))
 

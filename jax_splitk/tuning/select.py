@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import threading
 from typing import Any
 
 from jax_splitk import compiler, kernels, settings
@@ -140,24 +141,48 @@ def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
         where = "measured now"
         return measured(key, target)
 
-    agreed, entry = agreement.agree(key, target, decide)
-    return (entry, where) if agreed else (store.shipped(key, target), "shipped table")
+    if not agreement.needed():
+        entry = decide()
+        return entry, where
+    if key not in _settled:
+        agreed, entry = agreement.agree(key, target, decide)
+        _settled[key] = (entry, where) if agreed else (store.shipped(key, target), "shipped table")
+    return _settled[key]
+
+
+# Threads that miss the same problem at once measure it once.
+_measuring = threading.Lock()
+
+# Measurements that could not be stored: a process measures a problem once in any case.
+_unsaved: dict[Key, Entry] = {}
+
+# What the processes of a job settled on, by key: it holds for the life of the process, so that a problem that is
+# lowered again needs no other agreement and cannot come out otherwise.
+_settled: dict[Key, tuple[Entry | None, str]] = {}
 
 
 def measured(key: Key, target: Target) -> Entry | None:
     """Tunes and stores, if tuning is on; None where it is off or fails (which is logged)."""
     if store.mode() == "frozen":
         raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
+    if key in _unsaved:
+        return _unsaved[key]
     if not autotune(target):
         logger.info("%s: not tuned; %s", key.problem, _command(key))
         return None
+    seconds = tuner.budget_seconds()
     try:
-        entry = tuner.tune(key, target)
+        with _measuring:
+            found = store.lookup(key, target)  # another thread may have decided meanwhile
+            if found is not None:
+                return found[0]
+            entry = tuner.tune(key, target, seconds=seconds)
+            if not store.save(key, entry):
+                _unsaved[key] = entry
+            return entry
     except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
         logger.warning("%s: tuning failed (%s: %s); the cost model decides", key.problem, type(error).__name__, error)
         return None
-    store.save(key, entry)
-    return entry
 
 
 def _command(key: Key) -> str:

@@ -37,7 +37,7 @@ def layers() -> list[tuple[str, pathlib.Path]]:
     """(name, folder) of the layers in the order of their precedence; the first is the writable one."""
     read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
     folders = [("user cache", storage.cache_dir())]
-    folders += [("read-only cache", pathlib.Path(p).expanduser()) for p in read_only]
+    folders += [("read-only cache", storage.expanded(p)) for p in read_only]
     return [*folders, ("shipped table", SHIPPED)]
 
 

@@ -74,11 +74,16 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
     progress = _Progress(key)
     with jax.default_device(jax.local_devices()[0]):
         bench = Bench(key.problem, target.platform)
-        (xla,), failures = bench.prepare([Candidate(XLA)])
+        prepared, failures = bench.prepare([Candidate(XLA)])
+        if not prepared:
+            raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
+        (xla,) = prepared
         first = _spread_over_variants(ranking, FIRST_ROUND)
         if old is not None:
-            again = sorted((m for m in old.measurements if m.us is not None), key=lambda m: m.us or 0.0)
-            first += [m.candidate for m in again[:FINALISTS] if m.candidate.family != XLA and m.candidate not in first]
+            ours = [m for m in old.measurements if m.us is not None and m.candidate.family != XLA]
+            legal = [m for m in ours if illegality(m.candidate, key, target) is None]  # only the choice was checked
+            again = sorted(legal, key=lambda m: m.us or 0.0)[:FINALISTS]
+            first += [m.candidate for m in again if m.candidate not in first]
         tried = set(first)
         contestants, failed = bench.prepare(first)
         failures += failed
@@ -96,15 +101,18 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             bench.time(joined, 3, deadline)
             contestants += joined
             progress.report(len(tried), _fastest(contestants))
-            if _fastest(contestants) is best:
+            if _fastest(contestants) is best and best.error is None:
                 break
-        finalists = sorted(contestants, key=lambda c: c.us)[:FINALISTS]
+        working = sorted((c for c in contestants if c.error is None), key=lambda c: c.us)
         # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
-        finalists += [c for c in contestants if c.candidate in ranking[:1] and c not in finalists]
-        if not bench.time_on_device([*finalists, xla]):
+        finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate in ranking[:1]]
+        if xla.error is not None or not bench.time_on_device([*finalists, xla]):
             bench.time([*finalists, xla], 8, max(deadline, time.monotonic() + 0.5))
+    if xla.error is not None:
+        raise RuntimeError(f"XLA cannot compute it: {xla.error}")
+    finalists = [c for c in finalists if c.error is None]
     choice = _decide(finalists, xla, ranking[0] if ranking else None)
-    measurements = [Measurement(c.candidate, round(c.us, 3)) for c in [xla, *contestants]] + failures
+    measurements = [_measurement(c) for c in [xla, *contestants]] + failures
     entry = Entry(
         key=key.as_dict(),
         choice=choice.candidate,
@@ -114,6 +122,11 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
     )
     progress.done(entry)
     return entry
+
+
+def _measurement(contestant: Contestant) -> Measurement:
+    us = None if contestant.error is not None else round(contestant.us, 3)
+    return Measurement(contestant.candidate, us, contestant.error)
 
 
 def _spread_over_variants(ranking: list[Candidate], count: int) -> list[Candidate]:

@@ -1,0 +1,707 @@
+"""The search: what it measures, what may win, when it runs, and what a hit costs."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk import execute
+from jax_splitk.kernels import wgrad_host
+from jax_splitk.plan import CustomCall
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import target_for
+from jax_splitk.tuning import ahead, entry, measure, select, store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.measure import Bench, Contestant
+from jax_splitk.tuning.options import Options
+from tests.problems import SEED, generator, seeded
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
+
+CPU = target_for("cpu")
+CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
+ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Empty layers of this test's own; the writable one is returned."""
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    return tmp_path / "user"
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> list[ConvWgradProblem]:
+    """Turns tuning on, in a small search, and collects the problems that are tuned."""
+    problems: list[ConvWgradProblem] = []
+    search = tuner._tune
+
+    def counting(key: Key, *rest: Any) -> Entry:
+        problems.append(key.problem)
+        return search(key, *rest)
+
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    monkeypatch.setattr(tuner, "_tune", counting)
+    return problems
+
+
+def random_tiny(rng: np.random.Generator, **changes: Any) -> Case:
+    """A case that no other test has."""
+    sizes = [int(n) for n in rng.integers(5, 14, 2)]
+    channels = [int(n) for n in rng.integers(4, 20, 2)]
+    kernel = tuple(int(n) for n in rng.integers(1, 4, 2))
+    return dataclasses.replace(
+        Case("random", int(rng.integers(2, 9)), *sizes, *channels, kernel, dtype="float32"), **changes
+    )
+
+
+def operands(rng: np.random.Generator, case: Case) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """(lhs, g, the weight gradient), of small integers, so that every order of summation gives the same."""
+    lhs, g = (jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in (case.lhs_shape, case.g_shape))
+    return lhs, g, lax_wgrad(lhs, g, case)
+
+
+def lax_wgrad(lhs: jax.Array, g: jax.Array, case: Case) -> np.ndarray:
+    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
+    return np.asarray(jax.vjp(forward, jnp.zeros(case.rhs_shape, lhs.dtype))[1](g)[0])
+
+
+def wgrad(lhs: jax.Array, g: jax.Array, case: Case, **options: Any) -> jax.Array:
+    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
+
+
+# ---- the search with scripted times --------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that only the scripted bench moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Script:
+    """What each candidate takes, and what goes wrong with it.
+
+    Attributes:
+      us: microseconds of a candidate.
+      broken: candidates that do not compile, and why.
+      round_seconds: how far a timing moves the clock.
+      late: candidates that raise at this timing (counted from 0).
+    """
+
+    def __init__(self, us: Callable[[Candidate], float]):
+        self.us = us
+        self.broken: dict[Candidate, str] = {}
+        self.late: dict[Candidate, int] = {}
+        self.round_seconds = 1e-3
+        self.clock = Clock()
+        self.prepared: list[Candidate] = []
+        self.rounds: list[Candidate] = []
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate], float]], Script]:
+    """Replaces everything of the bench that compiles or runs; its `time` is the real one."""
+
+    def install(us: Callable[[Candidate], float]) -> Script:
+        script = Script(us)
+
+        class ScriptedBench(Bench):
+            def __init__(self, problem: ConvWgradProblem, platform: str):
+                self.problem, self.platform, self.sets = problem, platform, 1
+
+            def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
+                script.prepared += candidates
+                broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
+                return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
+
+            def _round(self, contestant: Contestant) -> float:
+                script.clock.now += script.round_seconds
+                candidate = contestant.candidate
+                if script.rounds.count(candidate) == script.late.get(candidate, -1):
+                    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: scripted")
+                script.rounds.append(candidate)
+                return script.us(candidate)
+
+        monkeypatch.setattr(tuner, "Bench", ScriptedBench)
+        monkeypatch.setattr(tuner, "time", script.clock)
+        monkeypatch.setattr(measure, "time", script.clock)
+        return script
+
+    return install
+
+
+def key_of(case: Case, **options: Any) -> Key:
+    return key_for(case.problem(), CPU, Options(**options))
+
+
+def wide(rng: np.random.Generator) -> Key:
+    """A key with many candidates."""
+    return key_of(random_tiny(rng, batch=64, height=int(rng.integers(24, 32)), width=31))
+
+
+def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
+    with seeded(1) as rng:
+        for _ in range(20):
+            key = wide(rng)
+            ranking = tuner.ranked(key, CPU)
+            assert len(ranking) > 20
+            times = {c: float(rng.uniform(100, 1000)) for c in ranking}
+            script = scripted(lambda c, times=times: times.get(c, 2000.0))
+            found = tuner.tune(key, CPU)
+            tried = [c for c in script.prepared if c.family != XLA]
+            assert len(tried) == len(set(tried))
+            assert found.choice == min(tried, key=lambda c: times.get(c, 2000.0))
+            assert found.predicted == ranking[0] in tried
+            assert {m.candidate: m.us for m in found.measurements} == {
+                Candidate(XLA): 2000.0,
+                **{c: round(times.get(c, 2000.0), 3) for c in tried},
+            }
+            assert found.metadata["candidates"] == len(tried)
+            fastest = min(times.get(c, 2000.0) for c in tried)
+            assert found.regret == pytest.approx(times[ranking[0]] / fastest - 1, rel=1e-3, abs=1e-6)
+            assert entry.loads(found.dumps(), key, CPU) == found
+
+
+def test_the_search_refines_around_the_best(scripted: Any) -> None:
+    """It walks downhill from the candidates of the family to configs that are none of them."""
+    key = wide(generator(2))
+    listed = {c.config for c in tuner.ranked(key, CPU)}
+    goal = wgrad_host.Config(16, 2048)
+    assert goal not in listed
+    assert wgrad_host.supports(key.problem, goal) is None
+    distance = lambda c: abs(np.log2(c.config.splits / 16)) + abs(np.log2(c.config.block / 2048))  # noqa: E731
+    scripted(lambda c: 9000.0 if c.family == XLA else 100.0 * (1 + distance(c)))
+    found = tuner.tune(key, CPU)
+    assert found.choice.config == goal
+    assert found.regret > 0
+
+
+def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any) -> None:
+    key = wide(generator(3))
+    ranking = tuner.ranked(key, CPU)
+    first, other = ranking[0], ranking[5]
+    for gain, winner in ((0.99, first), (0.985, first), (0.97, other), (0.5, other)):
+        scripted(lambda c, gain=gain: 100.0 if c == first else 100 * gain if c == other else 500.0)
+        assert tuner.tune(key, CPU).choice == winner
+
+
+def test_however_many_are_within_the_noise(scripted: Any) -> None:
+    key = wide(generator(4))
+    first = tuner.ranked(key, CPU)[0]
+    scripted(lambda c: 100.0 if c == first else 900.0 if c.family == XLA else 99.5)
+    assert tuner.tune(key, CPU).choice == first
+
+
+def test_a_noisy_challenger_needs_more(scripted: Any) -> None:
+    """A challenger whose own timings differ by a fifth is not believed to be a tenth faster."""
+    key = wide(generator(5))
+    ranking = tuner.ranked(key, CPU)
+    first, other = ranking[0], ranking[3]
+    times = iter([90.0] + [110.0] * 1000)
+    scripted(lambda c: 100.0 if c == first else next(times) if c == other else 500.0)
+    assert tuner.tune(key, CPU).choice == first
+    scripted(lambda c: 100.0 if c == first else 90.0 if c == other else 500.0)
+    assert tuner.tune(key, CPU).choice == other
+
+
+def test_xla_wins_where_it_is_faster_by_more_than_the_noise(scripted: Any) -> None:
+    key = wide(generator(6))
+    for xla_us, wins in ((99.0, False), (101.0, False), (97.0, True), (5.0, True)):
+        scripted(lambda c, us=xla_us: us if c.family == XLA else 100.0)
+        found = tuner.tune(key, CPU)
+        assert (found.choice == Candidate(XLA)) is wins
+        assert found.us(Candidate(XLA)) == xla_us
+    store.save(key, found)
+    assert select.select(key.problem, CPU, Options()).implementation == "xla"
+    assert select.select(key.problem, CPU, Options(implementation="host")).implementation == "host"
+
+
+def test_xla_wins_where_nothing_of_ours_works(scripted: Any) -> None:
+    key = key_of(CASE)
+    script = scripted(lambda c: 100.0)
+    script.broken = {c: "no" for c in tuner.ranked(key, CPU)}
+    found = tuner.tune(key, CPU)
+    assert found.choice == Candidate(XLA)
+    assert [m.error for m in found.measurements if m.candidate.family != XLA] == ["no"] * len(script.broken)
+    assert found.regret is None
+    assert entry.loads(found.dumps(), key, CPU) == found
+
+
+def test_what_does_not_compile_is_recorded_and_passed_over(scripted: Any) -> None:
+    key = wide(generator(7))
+    ranking = tuner.ranked(key, CPU)
+    script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 10 * ranking.index(c) if c in ranking else 800.0)
+    script.broken = {ranking[0]: "CompilationError: first", ranking[2]: "wrong result: third"}
+    found = tuner.tune(key, CPU)
+    assert found.choice == ranking[1]
+    assert {m.candidate: m.error for m in found.measurements if m.error} == script.broken
+    assert ranking[0] not in script.rounds
+    assert entry.loads(found.dumps(), key, CPU) == found
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, 4])
+def test_what_fails_while_it_is_timed_is_recorded_and_passed_over(late: int, scripted: Any) -> None:
+    """A launch that fails only after some calls ends that candidate, not the search."""
+    key = wide(generator(8))
+    ranking = tuner.ranked(key, CPU)
+    fastest, second = ranking[1], ranking[4]
+    script = scripted(lambda c: {fastest: 50.0, second: 60.0}.get(c, 900.0))
+    script.late = {fastest: late}
+    found = tuner.tune(key, CPU)
+    assert found.choice == second
+    (failure,) = [m for m in found.measurements if m.error]
+    assert (failure.candidate, failure.us) == (fastest, None)
+    assert "CUDA_ERROR_LAUNCH_FAILED" in failure.error
+    assert entry.loads(found.dumps(), key, CPU) == found
+
+
+def test_the_budget_is_kept(scripted: Any) -> None:
+    key = wide(generator(9))
+    spent = {}
+    for budget in (0.5, 5.0, 60.0):
+        script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 1000 / c.config.block)
+        script.round_seconds = 0.1
+        began = script.clock.now
+        found = tuner.tune(key, CPU, seconds=budget)
+        # Each candidate is timed once in any case, and the finalists get half a second.
+        least = 0.1 * len(script.prepared)
+        spent[budget] = script.clock.now - began
+        assert spent[budget] <= max(least, budget) + 0.5 + 0.3
+        assert found.metadata["seconds"] == round(spent[budget], 3)
+        assert set(script.rounds) == set(script.prepared)
+    assert spent[0.5] < spent[5.0] < spent[60.0]
+
+
+def test_an_old_entry_takes_part_again(scripted: Any) -> None:
+    """Its fastest candidates are timed again, also those that the ranking would not have reached."""
+    key = wide(generator(10))
+    ranking = tuner.ranked(key, CPU)
+    hidden = Candidate("wgrad_host", wgrad_host.Config(13, 1000))
+    assert hidden not in ranking
+    assert entry.illegality(hidden, key, CPU) is None
+    old = Entry(key.as_dict(), hidden, (Measurement(hidden, 10.0), Measurement(ranking[-1], 9e4)), ranking[0], {})
+    script = scripted(lambda c: 10.0 if c == hidden else 100.0)
+    found = tuner.tune(key, CPU, old)
+    assert hidden in script.prepared
+    assert found.choice == hidden
+
+
+def test_an_illegal_measurement_of_an_old_entry_cannot_win(scripted: Any) -> None:
+    """Files are never trusted: only an entry's choice is checked when it is read, so the search checks the rest."""
+    key = wide(generator(11))
+    ranking = tuner.ranked(key, CPU)
+    illegal = Candidate("wgrad_host", wgrad_host.Config(10**6, 64))
+    assert entry.illegality(illegal, key, CPU) is not None
+    text = Entry(key.as_dict(), ranking[0], (Measurement(illegal, 1.0),), ranking[0], {}).dumps()
+    script = scripted(lambda c: 1.0 if c == illegal else 100.0)
+    found = tuner.tune(key, CPU, entry.loads(text, key, CPU))
+    assert illegal not in script.prepared
+    assert found.choice != illegal
+
+
+# ---- the search on the CPU -----------------------------------------------------------------------------------------
+
+
+def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pathlib.Path) -> None:
+    with seeded(12) as rng:
+        cases = [random_tiny(rng), random_tiny(rng, batch=9, height=20)]
+    problems = [case.problem() for case in cases]
+    result = jax_splitk.tune_problems(problems, seconds=0.3)
+    assert [key.problem for key, _ in result] == problems
+    configs = []
+    for key, found in result:
+        assert entry.loads((cache / key.file).read_text(), key, CPU) == found
+        assert entry.illegality(found.choice, key, CPU) is None
+        xla_us = found.us(Candidate(XLA))
+        ours = [m.us for m in found.measurements if m.candidate.family == "wgrad_host"]
+        assert xla_us > 0
+        assert len(ours) >= min(tuner.FIRST_ROUND * 2 // 3, len(tuner.ranked(key, CPU)))
+        assert None not in ours
+        assert found.us(found.choice) > 0
+        assert found.predicted == tuner.ranked(key, CPU)[0]
+        assert {"date", "jax", "jaxlib", "platform_version", "seconds", "candidates"} == set(found.metadata)
+        configs.append(select.select(key.problem, CPU, Options()).config)
+    script = f"""
+import json, sys
+from unittest import mock
+import jax
+from jax import numpy as jnp
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk import nvrtc
+from jax_splitk.tuning import measure, tuner
+forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
+tuner.tune = tuner._tune = measure.Bench.__init__ = forbidden
+nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+out = []
+for case in {cases!r}:
+    run = lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments())
+    args = jnp.ones(case.lhs_shape), jnp.ones(case.g_shape)
+    (decision,) = jax_splitk.explain(run, *args).decisions
+    text = jax.jit(run).lower(*args).as_text()
+    jax.block_until_ready(jax.jit(run)(*args))
+    out.append([repr(decision.config), decision.why, text])
+    if decision.config is not None:
+        assert f"splits = {{decision.config.splits}} : i64" in text
+result = jax_splitk.tune_problems([case.problem() for case in {cases!r}])
+print(json.dumps([out, [str(e.choice) for _, e in result], forbidden.call_count]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_SPLITK_AUTOTUNE": "on_miss", "JAX_SPLITK_TUNE_BUDGET_S": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lowered, choices, calls = json.loads(done.stdout)
+    assert calls == 0
+    assert [config for config, _, _ in lowered] == [repr(config) for config in configs]
+    assert all(why.startswith("user cache: ") for _, why, _ in lowered)
+    assert choices == [str(found.choice) for _, found in result]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+        ("float16", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+    ],
+)
+def test_every_dtype_is_tuned(dtype: str, out_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    case = Case("long", 16, 30, 31, 4, 8, (2, 2), dtype=dtype)
+    key = key_for(case.problem(out_dtype), CPU, Options())
+    found = tuner.tune(key, CPU, seconds=0.05)
+    assert [m.error for m in found.measurements if m.error] == []
+    assert found.us(Candidate(XLA)) > 0
+
+
+def config_of(custom_call: CustomCall) -> wgrad_host.Config:
+    return wgrad_host.Config(int(custom_call.attributes["splits"]), int(custom_call.attributes["block"]))
+
+
+@pytest.mark.parametrize("fault", ["zeros", "nan", "one in a thousand"])
+def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
+    bad = tuner.ranked(key, CPU)[0]
+    call = execute.call
+
+    def wrong(custom_call: CustomCall, problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> jax.Array:
+        if config_of(custom_call) != bad.config:
+            return call(custom_call, problem, lhs, g)
+        if fault == "one in a thousand":
+            out = call(custom_call, problem, lhs, g)
+            flat = out.reshape(-1)
+            return flat.at[0].add(0.2 * jnp.linalg.norm(flat)).reshape(out.shape)
+        return jnp.full(problem.out_shape, 0.0 if fault == "zeros" else jnp.nan, problem.out_dtype)
+
+    monkeypatch.setattr(execute, "call", wrong)
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    found = tuner.tune(key, CPU, seconds=0.05)
+    assert found.choice != bad
+    assert found.predicted == bad
+    (failure,) = [m for m in found.measurements if m.error]
+    assert (failure.candidate, failure.us) == (bad, None)
+    assert failure.error.startswith("wrong result: relative error")
+
+
+@pytest.mark.parametrize("where", ["plan", "call", "run"])
+def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = key_of(dataclasses.replace(CASE, batch=12))
+    bad = tuner.ranked(key, CPU)[0]
+    make_plan, call = wgrad_host.make_plan, execute.call
+
+    def raising_plan(problem: ConvWgradProblem, config: Any) -> Any:
+        if where == "plan" and config == bad.config:
+            raise ZeroDivisionError("scripted")
+        return make_plan(problem, config)
+
+    def raising_call(custom_call: CustomCall, problem: ConvWgradProblem, *args: jax.Array) -> jax.Array:
+        if config_of(custom_call) == bad.config:
+            if where == "call":
+                raise ZeroDivisionError("scripted")
+            if where == "run":  # a workspace that the handler refuses
+                custom_call = dataclasses.replace(custom_call, workspace_bytes=custom_call.workspace_bytes - 64)
+        return call(custom_call, problem, *args)
+
+    monkeypatch.setattr(wgrad_host, "make_plan", raising_plan)
+    monkeypatch.setattr(execute, "call", raising_call)
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    found = tuner.tune(key, CPU, seconds=0.05)
+    (failure,) = [m for m in found.measurements if m.error]
+    assert failure.candidate == bad
+    assert ("ZeroDivisionError: scripted" if where != "run" else "workspace") in failure.error
+    assert found.choice != bad
+    assert len([m for m in found.measurements if m.us and m.candidate.family == "wgrad_host"]) >= 2
+
+
+def test_a_failed_search_leaves_the_decision_to_the_cost_model(
+    tuned: list[ConvWgradProblem], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with seeded(13) as rng:
+        case = random_tiny(rng)
+        lhs, g, expected = operands(rng, case)
+
+    def broken(*args: Any) -> Any:
+        raise MemoryError("scripted")
+
+    monkeypatch.setattr(tuner, "Bench", broken)
+    np.testing.assert_array_equal(jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g), expected)
+    assert len(tuned) == 1
+    assert "tuning failed (MemoryError: scripted); the cost model decides" in caplog.text
+
+
+def test_the_budget_is_kept_on_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = key_of(Case("tiny", 12, 30, 31, 8, 16, (3, 3), dtype="float32"))
+    rounds = []
+    real = Bench._round
+
+    def slow(self: Bench, contestant: Contestant) -> float:
+        rounds.append(contestant.candidate)
+        time.sleep(0.02)
+        return real(self, contestant)
+
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 6)
+    monkeypatch.setattr(Bench, "_round", slow)
+    found = tuner.tune(key, CPU, seconds=1e-3)
+    # Nothing was refined; at most one round of each, and the finalists' half second.
+    assert found.metadata["candidates"] <= 6
+    assert rounds[: len(set(rounds))] == list(dict.fromkeys(rounds))
+    assert len(rounds) <= 7 + 0.5 / 0.02 + 5
+
+
+# ---- inside traces -------------------------------------------------------------------------------------------------
+
+
+def conv(lhs: jax.Array, w: jax.Array, case: Case) -> jax.Array:
+    return jax_splitk.conv_general_dilated(lhs, w, **case.lax_arguments())
+
+
+def _jit(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    return jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g), lax_wgrad(lhs, g, case)
+
+
+def _eager(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    return wgrad(lhs, g, case), lax_wgrad(lhs, g, case)
+
+
+def _grad(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    w = jnp.ones(case.rhs_shape)
+    return jax.jit(jax.grad(lambda w: jnp.sum(conv(lhs, w, case) * g)))(w), lax_wgrad(lhs, g, case)
+
+
+def _checkpoint(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    w = jnp.ones(case.rhs_shape)
+    return jax.grad(jax.checkpoint(lambda w: jnp.sum(conv(lhs, w, case) * g)))(w), lax_wgrad(lhs, g, case)
+
+
+def _vmap(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    gs = jnp.stack([g, 2 * g, -g])
+    out = jax.jit(jax.vmap(lambda y: wgrad(lhs, y, case)))(gs)
+    return out, np.stack([lax_wgrad(lhs, y, case) for y in gs])
+
+
+def _scan(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    step = lambda w, scale: (w + wgrad(lhs, scale * g, case), None)  # noqa: E731
+    out = jax.lax.scan(step, jnp.zeros(case.rhs_shape), jnp.array([1.0, 2.0, -4.0]))[0]
+    return out, -lax_wgrad(lhs, g, case)
+
+
+def _cond(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    out = jax.jit(lambda p: jax.lax.cond(p, lambda: wgrad(lhs, g, case), lambda: wgrad(lhs, 2 * g, case)))(True)
+    return out, lax_wgrad(lhs, g, case)
+
+
+def _shard_map(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    assert jax.device_count() >= 4
+    mesh = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    each = jax.shard_map(
+        lambda x, y: jax.lax.psum(wgrad(x, y, case), "batch"),
+        mesh=mesh,
+        in_specs=(P("batch"), P("batch")),
+        out_specs=P(),
+    )
+    lhs4, g4 = jnp.concatenate([lhs] * 4), jnp.concatenate([g, 2 * g, -g, g])
+    return jax.jit(each)(lhs4, g4), 3 * lax_wgrad(lhs, g, case)
+
+
+def _twice(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    """Two operations of one problem, in two programs as well."""
+    out = jax.jit(lambda x, y: wgrad(x, y, case) + wgrad(x + 1, y, case) - wgrad(x + 1, y, case))(lhs, g)
+    again = jax.jit(lambda x, y: 2 * wgrad(x, y, case))(lhs, g)
+    return again - out, lax_wgrad(lhs, g, case)
+
+
+def _other_device(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
+    lhs, g = (jax.device_put(x, jax.devices()[3]) for x in (lhs, g))
+    out = jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g)
+    assert out.devices() == {jax.devices()[3]}
+    return out, lax_wgrad(lhs, g, case)
+
+
+INSIDE = (_jit, _eager, _grad, _checkpoint, _vmap, _scan, _cond, _shard_map, _twice, _other_device)
+
+
+@pytest.mark.parametrize(
+    ("inside", "mode"),
+    [*((inside, "update") for inside in INSIDE), (_twice, "read"), (_cond, "read"), (_twice, "off")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__[1:],
+)
+def test_a_miss_is_measured_once_inside(
+    inside: Callable[..., tuple[Any, Any]], mode: str, tuned: list[ConvWgradProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the decision cannot be stored: a problem is measured once by a process in any case."""
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    salt = 100 + INSIDE.index(inside) + 20 * store.MODES.index(mode)
+    with seeded(salt) as rng:
+        case = random_tiny(rng)
+        lhs, g, _ = operands(rng, case)
+        out, expected = inside(lhs, g, case)
+        np.testing.assert_array_equal(out, expected)
+    assert len(tuned) == 1
+    assert tuned[0].batch == case.batch
+    found = store.lookup(key_for(tuned[0], CPU, Options()), CPU)
+    assert (found is not None) is (mode == "update")
+
+
+def test_tune_finds_the_problems_of_a_train_step(tuned: list[ConvWgradProblem]) -> None:
+    with seeded(14) as rng:
+        case = random_tiny(rng, kernel=(3, 3), in_channels=6, out_channels=6)
+        lhs, g, _ = operands(rng, case)
+    weights = [jnp.ones(case.rhs_shape)] * 3
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        x = lhs
+        for w in weights:
+            x = jnp.tanh(conv(x, w, case))
+        return jnp.sum(x * g)
+
+    result = jax_splitk.tune(jax.grad(loss), weights)
+    assert tuned == [case.problem()]
+    assert [key.problem for key, _ in result] == tuned
+    step = jax.jit(jax.grad(loss))
+    with result:
+        ours = step(weights)
+    assert len(tuned) == 1
+    for one, other in zip(ours, jax.grad(loss_by_lax(loss, lhs, g, case))(weights), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(other).max()))
+    assert [len(jax_splitk.tune(jax.grad(loss), weights, again=again)) for again in (False, True)] == [1, 1]
+    assert len(tuned) == 2
+
+
+def loss_by_lax(loss: Any, lhs: jax.Array, g: jax.Array, case: Case) -> Callable[[list[jax.Array]], jax.Array]:
+    def by_lax(weights: list[jax.Array]) -> jax.Array:
+        x = lhs
+        for w in weights:
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, w, **case.lax_arguments()))
+        return jnp.sum(x * g)
+
+    return by_lax
+
+
+def test_what_is_never_tuned(tuned: list[ConvWgradProblem]) -> None:
+    with seeded(15) as rng:
+        case = random_tiny(rng)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.lhs_shape, case.g_shape)]
+    run = lambda x, y: wgrad(x, y, case)  # noqa: E731
+    jax.eval_shape(run, *shapes)
+    jax_splitk.explain(run, *shapes)
+    allowed = {"disabled_checks": [export.DisabledSafetyCheck.custom_call(wgrad_host.TARGET)]}
+    export.export(jax.jit(run), **allowed)(*shapes)
+    export.export(jax.jit(run), platforms=["cpu", "tpu"], **allowed)(*shapes)
+    (batch,) = export.symbolic_shape("b")
+    export.export(jax.jit(run), **allowed)(*(jax.ShapeDtypeStruct((batch, *s.shape[1:]), s.dtype) for s in shapes))
+    jax.jit(run).trace(*shapes).lower(lowering_platforms=("tpu",))
+    jax.jit(lambda x, y: wgrad(x, y, case, implementation="xla")).lower(*shapes)
+    jax.jit(lambda x, y: wgrad(x, y, case, config=wgrad_host.Config(1, 64))).lower(*shapes)
+    # Automatic partitioning is XLA's.
+    mesh = jax.make_mesh((4,), ("c",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, P())
+    jax.jit(run, in_shardings=sharding).lower(*shapes)
+    assert tuned == []
+    jax.jit(run).lower(*shapes)
+    assert tuned == [case.problem()]
+
+
+def test_other_platforms_are_not_tuned(tuned: list[ConvWgradProblem]) -> None:
+    """Code for a GPU that is not here, ahead of time."""
+    case = Case("aligned", 2, 9, 9, 64, 64, (3, 3), dtype="bfloat16")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (case.lhs_shape, case.g_shape)]
+    with jax_splitk.options(implementation="xla"):
+        jax.jit(lambda x, y: wgrad(x, y, case)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert select.select(case.problem(), target_for("cuda"), Options(), measure=False).why.startswith(
+        ("the cost model", "wgrad_sm90")
+    )
+    assert tuned == []
+
+
+def test_tuning_is_off_on_the_cpu_unless_asked(tuned: list[ConvWgradProblem], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_SPLITK_AUTOTUNE")
+    with seeded(16) as rng:
+        case = random_tiny(rng)
+        lhs, g, expected = operands(rng, case)
+    np.testing.assert_array_equal(jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g), expected)
+    assert tuned == []
+    assert ahead.tune_problems([case.problem()], seconds=0.05).entries
+    assert tuned == [case.problem()]
+
+
+# ---- what a hit costs ----------------------------------------------------------------------------------------------
+
+
+def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
+    """The whole selection of a problem that the process has not seen: key, file, validation, choice."""
+    cases = []
+    with seeded(17) as rng:
+        while len(cases) < 150:
+            problem = random_tiny(rng, batch=len(cases) + 2).problem()
+            key = key_for(problem, CPU, Options())
+            ranked = tuner.ranked(key, CPU)
+            if wgrad_host.preferred(problem) is None and ranked:
+                times = [Measurement(Candidate(XLA), 50.0)]
+                times += [Measurement(ranked[i % len(ranked)], 40.0 + i) for i in range(40)]
+                assert store.save(key, Entry(key.as_dict(), ranked[-1], tuple(times), ranked[0], {"seconds": 1.0}))
+                cases.append((problem, ranked[-1].config))
+    medians = []
+    for attempt in range(3):
+        seconds = []
+        for problem, config in cases[50 * attempt : 50 * (attempt + 1)]:
+            began = time.perf_counter()
+            choice = select.select(problem, CPU, Options(), measure=True)
+            seconds.append(time.perf_counter() - began)
+            assert choice.config == config
+            assert choice.why.startswith("user cache: ")
+        medians.append(statistics.median(seconds))
+        if medians[-1] < 1e-3:
+            break
+    print(f"selection on a hit: {min(medians) * 1e6:.0f} us (seed {SEED})")
+    assert min(medians) < 1e-3
