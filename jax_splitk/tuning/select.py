@@ -141,13 +141,13 @@ def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
         where = "measured now"
         return measured(key, target)
 
-    if not agreement.needed():
-        entry = decide()
-        return entry, where
-    if key not in _settled:
-        agreed, entry = agreement.agree(key, target, decide)
-        _settled[key] = (entry, where) if agreed else (store.shipped(key, target), "shipped table")
-    return _settled[key]
+    if key in _settled:
+        return _settled[key]
+    agreed, entry = agreement.agree(key, target, decide)
+    decision = (entry, where) if agreed else (store.shipped(key, target), "shipped table")
+    if agreement.needed():
+        _settled[key] = decision
+    return decision
 
 
 # Threads that miss the same problem at once measure it once.
