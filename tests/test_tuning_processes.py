@@ -195,7 +195,7 @@ def test_writers_killed_at_random_points_leave_no_damage(
     assert found["warned"] == []
     assert (found["entries"], found["cubins"]) == (5, 5)
     # Some were caught in the middle of writing, or the test would show nothing.
-    assert min(found["left"]) > 0
+    assert sum(found["left"]) > 0
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     assert len(list(store.files(tmp_path))) == 5
     key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
