@@ -1,0 +1,452 @@
+"""Decisions as values and contexts, and the order in which layers, modes and variables decide."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import os
+import pathlib
+import pwd
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk.kernels import wgrad_host
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import DEFAULT_CUDA
+from jax_splitk.tuning import agreement, select, store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import key_for, problem_from_dict
+from jax_splitk.tuning.options import Options, check_options, current
+from jax_splitk.tuning.result import TuningResult
+from tests.problems import generator
+from tests.tuning_cache import CASE, CPU, entry_of, isolate, put
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A cache of its own for every test."""
+    return isolate(monkeypatch, tmp_path)
+
+
+# ---- results as values and contexts --------------------------------------------------------------------------------
+
+
+def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """(lhs, g, the weight gradient)."""
+    lhs, g = (
+        jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in (case.lhs_shape, case.g_shape)
+    )
+    rhs = jnp.zeros(case.rhs_shape, lhs.dtype)
+    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
+    return lhs, g, np.asarray(jax.vjp(forward, rhs)[1](g)[0])
+
+
+def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
+    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
+
+
+def lower(fn: Callable[..., Any], *args: Any) -> Any:
+    """The lowered program of a function that jit has not seen before."""
+    return jax.jit(functools.partial(fn)).lower(*args)
+
+
+def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
+    """The host family's config in the lowered program; None where there is no such call."""
+    text = lower(fn, *args).as_text()
+    found = re.search(r"block = (\d+) : i64.*splits = (\d+) : i64", text)
+    return None if found is None else wgrad_host.Config(int(found[2]), int(found[1]))
+
+
+def result_of(config: Any, case: Case = CASE, options: Options | None = None) -> TuningResult:
+    key = key_for(case.problem(), CPU, options or Options())
+    return TuningResult(((key, entry_of(key, config)),))
+
+
+ONE, TWO, THREE, FOUR, FIVE, SIX = (wgrad_host.Config(s, b) for s, b in itertools.product((3, 5, 7), (64, 96)))
+
+
+def test_or_has_both_and_the_right_one_where_they_meet() -> None:
+    other = dataclasses.replace(CASE, batch=5)
+    left = result_of(ONE) | result_of(ONE, other)
+    right = result_of(TWO)
+    assert (len(left), len(right), len(left | right)) == (2, 1, 2)
+    key, other_key = (key_for(case.problem(), CPU, Options()) for case in (CASE, other))
+    configs = [(left | right).get(key).choice.config, (left | right).get(other_key).choice.config]
+    assert configs == [TWO, ONE]
+    assert (right | left).get(key).choice.config == ONE
+    assert left | TuningResult() == left == TuningResult() | left
+    assert left.get(key_for(CASE.problem("bfloat16"), CPU, Options())) is None
+    assert list(left) == list(left.entries)
+
+
+def test_a_result_rules_inside_its_block() -> None:
+    lhs, g, expected = operands(generator(6))
+    predicted = lowered_config(wgrad, lhs, g)
+    assert predicted not in (ONE, TWO, None)
+    outer, inner = result_of(ONE), result_of(TWO)
+    with outer as entered:
+        assert entered is outer
+        assert lowered_config(wgrad, lhs, g) == ONE
+        with inner:
+            assert lowered_config(wgrad, lhs, g) == TWO
+            with outer, outer:
+                assert lowered_config(wgrad, lhs, g) == ONE
+            assert lowered_config(wgrad, lhs, g) == TWO
+            np.testing.assert_array_equal(wgrad(lhs, g), expected)
+            with TuningResult():  # an inner block replaces the outer one
+                assert lowered_config(wgrad, lhs, g) == predicted
+        assert lowered_config(wgrad, lhs, g) == ONE
+        np.testing.assert_array_equal(wgrad(lhs, g), expected)
+        with pytest.raises(KeyError), inner:
+            raise KeyError
+        assert current().tuning == outer
+    assert lowered_config(wgrad, lhs, g) == predicted
+    assert current() == Options()
+
+
+def test_a_result_reaches_the_gradient_of_a_convolution() -> None:
+    lhs, g, expected = operands(generator(7))
+
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.sum(jax_splitk.conv_general_dilated(lhs, w, **CASE.lax_arguments()) * g)
+
+    w = jnp.zeros(CASE.rhs_shape, lhs.dtype)
+    with result_of(FOUR):
+        assert lowered_config(jax.grad(loss), w) == FOUR
+        np.testing.assert_array_equal(jax.grad(loss)(w), expected)
+    assert lowered_config(jax.grad(loss), w) != FOUR
+
+
+def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lhs, g, expected = operands(generator(8))
+    traces, plans = [], []
+    make_plan = wgrad_host.make_plan
+
+    def planned(problem: ConvWgradProblem, config: Any) -> Any:
+        plans.append(config)
+        return make_plan(problem, config)
+
+    monkeypatch.setattr(wgrad_host, "make_plan", planned)
+
+    @jax.jit
+    def run(lhs: jax.Array, g: jax.Array) -> jax.Array:
+        traces.append(current())
+        return wgrad(lhs, g)
+
+    def check(count: int, config: wgrad_host.Config | None) -> None:
+        plans.clear()
+        np.testing.assert_array_equal(run(lhs, g), expected)
+        assert len(traces) == count
+        assert plans == ([] if config is None else [config])
+
+    one, two = result_of(ONE), result_of(TWO)
+    predicted = lowered_config(wgrad, lhs, g)
+    assert predicted is not None
+    check(1, predicted)
+    check(1, None)
+    with one:
+        check(2, ONE)
+        check(2, None)
+        with two:
+            check(3, TWO)
+        check(3, None)
+    check(3, None)
+    with TuningResult.loads(two.dumps()):  # equal to one that has been
+        check(3, None)
+    with jax_splitk.options(workspace_limit_bytes=10**6):
+        check(4, predicted)
+        with one:  # made for another limit
+            check(5, predicted)
+    with jax_splitk.options(implementation="xla"):
+        plans.clear()
+        np.testing.assert_array_equal(run(lhs, g), expected)
+        assert (len(traces), plans) == (6, [])
+
+
+def test_one_result_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one result that overlap in two threads end where they began."""
+    result = result_of(ONE)
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    seen: dict[str, list[Any]] = {"first": [], "second": []}
+
+    def first() -> None:
+        with result:
+            first_in.set()
+            assert second_in.wait(10)
+        seen["first"].append(current())
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(10)
+        with jax_splitk.options(implementation="xla"):
+            with result:
+                second_in.set()
+                assert first_out.wait(10)
+                seen["second"].append(current())
+            seen["second"].append(current())
+
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == []
+    assert seen == {
+        "first": [Options()],
+        "second": [Options(implementation="xla", tuning=result), Options(implementation="xla")],
+    }
+
+
+def test_options_hold_inside_their_block() -> None:
+    lhs, g, expected = operands(generator(9))
+    predicted = lowered_config(wgrad, lhs, g)
+    with jax_splitk.options(implementation="xla"):
+        assert lowered_config(wgrad, lhs, g) is None
+        np.testing.assert_array_equal(wgrad(lhs, g), expected)
+        assert lowered_config(lambda x, y: wgrad(x, y, implementation="host"), lhs, g) == predicted
+        with jax_splitk.options(implementation="host", workspace_limit_bytes=123_456):
+            assert current() == Options(None, "host", True, 123_456)
+            with jax_splitk.options(deterministic=False):
+                assert current() == Options(None, "host", False, 123_456)
+            with result_of(ONE, options=Options(workspace_limit_bytes=123_456)):
+                assert lowered_config(wgrad, lhs, g) == ONE
+                with jax_splitk.options(implementation="xla"):
+                    assert lowered_config(wgrad, lhs, g) is None
+        assert current() == Options(None, "xla")
+    assert current() == Options()
+    with jax_splitk.options(workspace_limit_bytes=0):
+        assert lowered_config(wgrad, lhs, g) is None
+        assert lowered_config(lambda x, y: wgrad(x, y, workspace_limit_bytes=2**28), lhs, g) == predicted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"implementation": "nvcc"}, "implementation='nvcc'; accepted: None, 'cutlass', 'host', 'xla'"),
+        ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
+        ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True; accepted"),
+        ({"deterministic": 1}, "deterministic=1; accepted: True or False"),
+    ],
+)
+def test_options_are_checked_on_entry(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(error)), jax_splitk.options(**arguments):
+        pytest.fail("the block was entered")
+    assert current() == Options()
+    with pytest.raises((ValueError, TypeError), match=re.escape(error)):
+        check_options("conv_wgrad", Options(**arguments))
+
+
+# ---- layers and modes ----------------------------------------------------------------------------------------------
+
+
+def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """config argument, TuningResult, user's cache, read-only layers in order, shipped table, cost model."""
+    lhs, g, expected = operands(generator(10))
+    problem = CASE.problem()
+    key = key_for(problem, CPU, Options())
+    near, far = tmp_path / "near", tmp_path / "far"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{os.pathsep}{far}{os.pathsep}")
+    layers = [(cache, TWO), (near, THREE), (far, FOUR), (store.SHIPPED, FIVE)]
+    for folder, config in layers:
+        put(folder, key, entry_of(key, config).dumps())
+    folders = [("user cache", cache), ("read-only cache", near), ("read-only cache", far)]
+    assert store.layers() == [*folders, ("shipped table", store.SHIPPED)]
+    assert store.shipped(key, CPU) == entry_of(key, FIVE)
+
+    def found(**options: Any) -> tuple[Any, str]:
+        config = lowered_config(lambda x, y: wgrad(x, y, **options), lhs, g)
+        choice = select.select(problem, CPU, dataclasses.replace(current(), **options))
+        assert choice.config == config
+        np.testing.assert_array_equal(wgrad(lhs, g, **options), expected)
+        return config, choice.why
+
+    with result_of(ONE):
+        assert found(config=SIX) == (SIX, "the config was given explicitly")
+        assert found() == (ONE, "the TuningResult in force")
+    assert found(config=SIX) == (SIX, "the config was given explicitly")
+    for (folder, config), (name, _) in zip(layers, store.layers(), strict=True):
+        assert found() == (config, name)
+        # Without a time for the host family the decision stands; XLA's would not do for an explicit "host".
+        assert found(implementation="host") == (config, name)
+        (folder / key.file).unlink()
+    config, why = found()
+    assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
+    assert why.startswith("the cost model's best of ")
+
+
+def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
+    key = key_for(CASE.problem(), CPU, Options())
+    put(cache, key, entry_of(key, TWO).dumps()[:-20])
+    put(store.SHIPPED, key, entry_of(key, FIVE).dumps())
+    assert select.select(CASE.problem(), CPU, Options()).config == FIVE
+
+
+def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
+    lhs, g, expected = operands(generator(11))
+    key = key_for(CASE.problem(), CPU, Options())
+    times = (
+        Measurement(Candidate(XLA), 1.0),
+        *(Measurement(Candidate("wgrad_host", c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
+    )
+    assert store.save(key, Entry(key.as_dict(), Candidate(XLA), times, None, {}))
+    assert lowered_config(wgrad, lhs, g) is None
+    assert select.select(CASE.problem(), CPU, Options()).why == "user cache: XLA 1.0 us, ours 2.0 us"
+    np.testing.assert_array_equal(wgrad(lhs, g), expected)
+    choice = select.select(CASE.problem(), CPU, Options(implementation="host"))
+    assert (choice.config, choice.why) == (TWO, "user cache: 2.0 us, XLA 1.0 us")
+
+
+@pytest.mark.parametrize("mode", store.MODES)
+def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
+    lhs, g, _ = operands(generator(12))
+    key = key_for(CASE.problem(), CPU, Options())
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    assert store.mode() == mode
+    if mode == "frozen":
+        with pytest.raises(
+            store.FrozenCacheMiss, match=r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
+        ):
+            lower(wgrad, lhs, g)
+        # What needs no decision is no miss.
+        assert lowered_config(lambda x, y: wgrad(x, y, config=THREE), lhs, g) == THREE
+        assert lowered_config(lambda x, y: wgrad(x, y, implementation="xla"), lhs, g) is None
+        with result_of(FOUR):
+            assert lowered_config(wgrad, lhs, g) == FOUR
+    assert store.save(key, entry_of(key, TWO)) is (mode == "update")
+    assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
+    put(cache, key, entry_of(key, ONE).dumps())
+    assert (lowered_config(wgrad, lhs, g) == ONE) is (mode != "off")
+    assert (store.lookup(key, CPU) is None) is (mode == "off")
+
+
+def test_update_is_the_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.mode() == "update"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "")
+    assert store.mode() == "update"
+
+
+def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
+    lhs, g, _ = operands(generator(13))
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        lower(wgrad, lhs, g)
+    (line,) = [r.getMessage() for r in caplog.records if "not tuned" in r.getMessage()]
+    found = re.search(r"python -m jax_splitk tune '(.*)'$", line)
+    assert found is not None
+    fields = json.loads(found[1])
+    assert problem_from_dict(fields.pop("op"), fields) == CASE.problem()
+
+
+WRONG = {
+    "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], store.mode),
+    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: select.autotune(CPU)),
+    "TUNE_BUDGET_S": ("-3", ["seconds above 0"], tuner.budget_seconds),
+    "AGREEMENT_TIMEOUT_S": ("soon", ["seconds above 0"], agreement.timeout_seconds),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_variable_is_an_error_that_says_what_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, accepted, read = WRONG[name]
+    read()
+    values = {value}
+    if name in ("TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
+        values |= {"0", "nan", "ten", "-inf"}
+    for wrong in values:
+        monkeypatch.setenv(f"JAX_SPLITK_{name}", wrong)
+        with pytest.raises(ValueError, match=rf"^JAX_SPLITK_{name}='{wrong}'; accepted: ") as caught:
+            read()
+        assert all(word in str(caught.value) for word in accepted)
+
+
+@pytest.mark.parametrize("name", ["CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S"])
+def test_a_wrong_variable_is_an_error_of_the_users_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lhs, g, _ = operands(generator(14))
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    monkeypatch.setenv(f"JAX_SPLITK_{name}", WRONG[name][0])
+    with pytest.raises(ValueError, match=f"JAX_SPLITK_{name}="):
+        lower(wgrad, lhs, g)
+
+
+def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append(milliseconds)
+            raise TimeoutError
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
+    key = key_for(CASE.problem(), CPU, Options())
+    try:
+        assert agreement.agree(key, CPU, lambda: None) == (False, None)
+    except ValueError as error:
+        assert "accepted" in str(error)
+    else:
+        assert waits
+
+
+def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (select.autotune(CPU), select.autotune(DEFAULT_CUDA)) == (False, True)
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
+    assert select.autotune(DEFAULT_CUDA) is False
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    assert select.autotune(CPU) is True
+    assert tuner.budget_seconds() == 10
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2.5")
+    assert tuner.budget_seconds() == 2.5
+
+
+@pytest.mark.parametrize("obstacle", ["a file in its place", "a file for a folder", "a folder for the entry"])
+def test_a_cache_that_cannot_be_written_is_no_error(
+    obstacle: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lhs, g, expected = operands(generator(15))
+    key = key_for(CASE.problem(), CPU, Options())
+    folder = tmp_path / "there"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(folder))
+    if obstacle == "a file in its place":
+        folder.write_text("")
+    elif obstacle == "a file for a folder":
+        folder.mkdir()
+        (folder / "tuning").write_text("")
+    else:
+        (folder / key.file).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        assert store.save(key, entry_of(key, ONE)) is False
+    assert "cannot write" in caplog.text
+    assert store.lookup(key, CPU) is None
+    np.testing.assert_array_equal(wgrad(lhs, g), expected)
+
+
+def test_without_a_home_there_is_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under a number that is no user's."""
+
+    def nobody(uid: int) -> Any:
+        raise KeyError(uid)
+
+    lhs, g, expected = operands(generator(16))
+    monkeypatch.delenv("JAX_SPLITK_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+
+
+def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    lhs, g, expected = operands(generator(17))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", "~no_such_user_here/cache")
+    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)

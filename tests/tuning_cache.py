@@ -1,0 +1,81 @@
+"""Keys, entries and a cache of their own, for tests of the tuning cache."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.cases import Case
+from jax_splitk import kernels
+from jax_splitk.target import Target, target_for
+from jax_splitk.tuning import store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.options import Options
+from tests.problems import random_case
+
+CPU = target_for("cpu")
+CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
+HUGE = "9" * 400  # an integer of JSON that no float holds
+ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S")
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Empty layers of this test's own; the writable one is returned."""
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(store, "_warned", set())
+    return tmp_path / "user"
+
+
+def random_key(rng: np.random.Generator, target: Target) -> Key:
+    """A key with at least four legal candidates."""
+    dtypes = ("bfloat16", "float16") if target.platform == "cuda" else ("float32", "bfloat16", "float16")
+    while True:
+        dtype = str(rng.choice(dtypes))
+        problem = random_case(rng, dtype).problem(str(rng.choice([dtype, "float32"])))
+        limit = None if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
+        options = Options(deterministic=bool(rng.random() < 0.5), workspace_limit_bytes=limit)
+        key = key_for(problem, target, options)
+        if len(tuner.ranked(key, target)) >= 4:
+            return key
+
+
+def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
+    """A legal choice, timings of several candidates and XLA, and failures."""
+    ranked = tuner.ranked(key, target)
+    picked = [ranked[i] for i in rng.permutation(len(ranked))[:12]]
+    failed = max(0, len(picked) - 3)
+    measurements = [Measurement(Candidate(XLA), float(rng.uniform(1, 1e4)))]
+    measurements += [Measurement(c, float(rng.uniform(1, 1e4))) for c in picked[:failed]]
+    measurements += [Measurement(c, None, f"wrong result: {rng.random()} \u00b5 \"'\n") for c in picked[failed:]]
+    choice = Candidate(XLA) if rng.random() < 0.2 else picked[0]
+    predicted = ranked[0] if rng.random() < 0.8 else None
+    return Entry(key.as_dict(), choice, tuple(measurements), predicted, {"date": "now", "seconds": float(rng.random())})
+
+
+def entry_of(key: Key, config: Any, family: str = "wgrad_host") -> Entry:
+    return Entry(key.as_dict(), Candidate(family, config), (), None, {})
+
+
+def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
+    path = folder / key.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
+    """By the family's own predicate, and with fields of exactly the right types."""
+    if candidate == Candidate(XLA):
+        return
+    family = next(f for f in kernels.families(key.problem.op, target.platform) if f.name == candidate.family)
+    assert type(candidate.config) is family.Config
+    for field in dataclasses.fields(family.Config):
+        assert type(getattr(candidate.config, field.name)) is field.type
+    assert family.supports(key.problem, candidate.config, target) is None
+    assert family.workspace_bytes(key.problem, candidate.config) <= key.workspace_limit_bytes
