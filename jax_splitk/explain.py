@@ -9,7 +9,7 @@ import jax
 from jax_splitk import trace
 from jax_splitk.primitive import choose
 from jax_splitk.problem import ConvWgradProblem
-from jax_splitk.target import target_for
+from jax_splitk.target import local_platform, target_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
       platform: "cpu", "cuda" (also without a GPU: then for an H200); None for the default backend's.
     """
     if platform is None:
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        platform = local_platform()
     target = target_for(platform)
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
     found: dict[tuple[Any, ...], Decision] = {}

@@ -19,11 +19,17 @@ class Target:
     @property
     def is_local(self) -> bool:
         """Whether JAX's default device is of this platform, so that code for it can be run here."""
-        return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()) == self.platform
+        return local_platform() == self.platform
 
     @property
     def is_hopper(self) -> bool:
         return self.platform == "cuda" and self.compute_capability == "9.0"
+
+
+def local_platform() -> str:
+    """The default backend by the name that lowering uses: "cuda" where `jax.default_backend()` says "gpu"."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
 
 
 # What is lowered for CUDA on a machine without a GPU (ahead of time, for export) is lowered for this.

@@ -5,14 +5,12 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import jax
-
 from jax_splitk.cli import constraints, output
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
 from jax_splitk.cli.script import run, watching
 from jax_splitk.cli.usage import UsageError
 from jax_splitk.explain import Decision, Explanation
-from jax_splitk.target import target_for
+from jax_splitk.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import Choice, select
@@ -43,7 +41,7 @@ def command(arguments: argparse.Namespace) -> int:
         if arguments.script_arguments is not None:
             shown = " ".join(arguments.script_arguments)
             raise UsageError(f"-- {shown}; accepted only with a script, not with problems")
-        platform = arguments.platform or _backend()
+        platform = arguments.platform or local_platform()
         target = target_for(platform)
         with constraints.in_force(arguments):
             choices = [select(problem, target, current()) for problem in what]
@@ -59,16 +57,12 @@ def command(arguments: argparse.Namespace) -> int:
                 stack.enter_context(output.stdout_to_stderr())
             watched = stack.enter_context(watching())
             failed = run(what, arguments.script_arguments or [])
-        explanation = Explanation(_backend(), tuple(_decision(c, n) for c, n in watched.choices.items()))
+        explanation = Explanation(local_platform(), tuple(_decision(c, n) for c, n in watched.choices.items()))
     value = {"platform": explanation.platform, "decisions": [_as_dict(d) for d in explanation.decisions]}
     output.emit(value, output.printable(str(explanation)), as_json=arguments.json)
     if failed is not None:
         output.note(failed)
     return 0 if failed is None else 1
-
-
-def _backend() -> str:
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 def _decision(choice: Choice, count: int) -> Decision:

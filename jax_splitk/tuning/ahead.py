@@ -8,7 +8,7 @@ import jax
 
 from jax_splitk import trace
 from jax_splitk.problem import ConvWgradProblem
-from jax_splitk.target import Target, target_for
+from jax_splitk.target import Target, local_platform, target_for
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
@@ -52,7 +52,7 @@ def tune_problems(
 
 
 def _tune_all(wanted: list[tuple[ConvWgradProblem, Options]], seconds: float | None, again: bool) -> TuningResult:
-    target = target_for({"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()))
+    target = target_for(local_platform())
     pairs: list[tuple[Key, Entry]] = []
     for i, (problem, options) in enumerate(wanted):
         key = key_for(problem, target, options)
