@@ -28,6 +28,7 @@ logger = logging.getLogger("jax_splitk")
 ARCH = "sm_90a"
 _FILE_MAGIC = b"jax_splitk cubin 2\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
+_OWN_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
 
 
@@ -39,6 +40,12 @@ class CompilationError(RuntimeError):
     """NVRTC refused a kernel; the message holds the configuration and the compiler's log."""
 
 
+@functools.cache
+def _source_text(file: str) -> str:
+    text = importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
+    return _OWN_INCLUDE.sub(lambda include: _source_text(include[1]), text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A device source file of `jax_splitk/kernels` and the macros that specialise it."""
@@ -47,7 +54,8 @@ class Source:
     defines: tuple[tuple[str, str | int], ...]
 
     def text(self) -> str:
-        return importlib.resources.files("jax_splitk.kernels").joinpath(self.file).read_text(encoding="utf-8")
+        """The file, with the headers of that folder that it includes in their places."""
+        return _source_text(self.file)
 
     def options(self) -> tuple[str, ...]:
         return (

@@ -104,7 +104,7 @@ def test_variant_is_good_machine_code(
             assert threads == 128 * (1 + config.consumers)
             accumulators = config.tile_n // 2 * rows
             assert roles[1] > accumulators
-    assert set(found) == {*MAIN_KERNELS, "wgrad_reduce"}
+    assert set(found) == {*MAIN_KERNELS, "reduce_splits"}
 
 
 def test_every_config_that_can_be_chosen_is_compiled() -> None:

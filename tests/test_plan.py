@@ -320,11 +320,11 @@ def test_launches_of_a_known_split_problem() -> None:
         9 * 64 * 64 * 4,
         737280,
     ]
-    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("wgrad_reduce", (256, 1, 1), True)
+    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("reduce_splits", (256, 1, 1), True)
     # 36864 results by fours, two of a block's 256 threads on each four.
-    assert reduce.params[2].values == (36864, 5, 2)
+    assert reduce.params[2].values == (36864, 36864, 5, 2)
     assert reduce.grid == (72, 1, 1)
-    assert device_plan.kernels() == ["wgrad_partial", "wgrad_reduce"]
+    assert device_plan.kernels() == ["wgrad_partial", "reduce_splits"]
 
 
 def test_launch_of_a_known_single_problem() -> None:

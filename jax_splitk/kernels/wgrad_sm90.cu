@@ -14,18 +14,16 @@
 // pass over the ring waits on the opposite parity, which is already complete.
 //
 // Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, X_TILED (1x1 stride 1: X is a plain matrix), CTAS_PER_SM,
-// OUT (0 float, 1 bf16, 2 half).
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// OUT (split_k.cuh).
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
-#include <cutlass/arch/grid_dependency_control.h>
 #include <cutlass/arch/reg_reconfig.h>
+
+#include "split_k.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -81,24 +79,6 @@ template <> struct Wgmma<128> : cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<GMM
 template <> struct Wgmma<192> : cute::SM90::GMMA::MMA_64x192x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
 template <> struct Wgmma<256> : cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
 #endif
-
-#if OUT == 0
-using Output = float;
-#elif OUT == 1
-using Output = __nv_bfloat16;
-#else
-using Output = __half;
-#endif
-
-__device__ inline void convert(float x, float& out) { out = x; }
-__device__ inline void convert(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-__device__ inline void convert(float x, __half& out) { out = __float2half_rn(x); }
-
-// N neighbouring values as one access.
-template <class T, int N>
-struct alignas(sizeof(T) * N) Vec {
-  T v[N];
-};
 
 template <int... I>
 struct Indices {};
@@ -350,55 +330,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                  const __grid_constant__ Args g, Output* out) {
   wgrad(x_map, dy_map, g, out);
-}
-
-// ---- reduction -----------------------------------------------------------------------------------------------------
-
-struct ReduceArgs {
-  int size, splits, lanes;  // lanes: threads of a block that share one element's splits
-};
-
-constexpr int REDUCE_THREADS = 256;
-
-// out[i] = sum over splits of partials[split][i], in a fixed order. A block covers REDUCE_THREADS/lanes groups of four
-// elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched before the partials are
-// complete: it waits for them here.
-extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
-    wgrad_reduce(const float* partials, Output* out, const __grid_constant__ ReduceArgs g) {
-  __shared__ float4 shared[REDUCE_THREADS];
-  const int columns = REDUCE_THREADS / g.lanes;
-  const int column = threadIdx.x % columns, lane = threadIdx.x / columns;
-  const int i = (blockIdx.x * columns + column) * 4;
-  cutlass::arch::wait_on_dependent_grids();
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (i < g.size) {
-#pragma unroll 8
-    for (int split = lane; split < g.splits; split += g.lanes) {
-      // Not the read-only path: these were written while this grid may already have been resident.
-      float4 v = __ldcg(reinterpret_cast<const float4*>(partials + size_t(split) * g.size + i));
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
-    }
-  }
-  if (g.lanes > 1) {
-    shared[threadIdx.x] = sum;
-    __syncthreads();
-    if (lane > 0) return;
-    for (int other = 1; other < g.lanes; ++other) {
-      float4 v = shared[other * columns + column];
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
-    }
-  }
-  if (i >= g.size) return;
-  Vec<Output, 4> result;
-  convert(sum.x, result.v[0]);
-  convert(sum.y, result.v[1]);
-  convert(sum.z, result.v[2]);
-  convert(sum.w, result.v[3]);
-  *reinterpret_cast<Vec<Output, 4>*>(out + i) = result;
 }

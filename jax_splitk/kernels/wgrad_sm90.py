@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
+from jax_splitk.kernels import split_k
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
 
@@ -29,7 +30,6 @@ BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
 MAX_STAGES = 8
-REDUCE_THREADS = 256
 # WGMMA truncates its fp32 sums, an error that grows with the number of additions in a row: 2.8e-5 relative over 380
 # blocks of pixels (measured). A float32 result, which keeps it, is summed in splits of at most this many blocks; in a
 # 16-bit result rounding hides it.
@@ -54,7 +54,6 @@ TILES = (
 )
 
 _DTYPES = ("bfloat16", "float16")
-_OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +105,7 @@ def k_tiles(problem: ConvWgradProblem) -> int:
 
 def whole_splits(problem: ConvWgradProblem, splits: int) -> int:
     """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-    blocks = k_tiles(problem)
-    return -(-blocks // -(-blocks // max(1, min(splits, blocks))))
+    return split_k.whole_splits(k_tiles(problem), splits)
 
 
 def least_splits(problem: ConvWgradProblem) -> int:
@@ -135,7 +133,7 @@ def output_size(problem: ConvWgradProblem) -> int:
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     """fp32 partial sums, one set for each split; none when there is a single split."""
-    return 0 if config.splits == 1 else config.splits * output_size(problem) * 4
+    return split_k.workspace_bytes(problem, config.splits)
 
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
@@ -163,8 +161,8 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
         return f"{p.rank} spatial dimensions; accepted: 2"
     if p.dtype not in _DTYPES:
         return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
-    if p.out_dtype not in _OUT_CODES:
-        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(_OUT_CODES)}"
+    if p.out_dtype not in split_k.OUT_CODES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
     if p.feature_group_count != 1 or p.batch_group_count != 1:
         groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
         return f"{groups}; accepted: 1"
@@ -305,7 +303,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
         "wgrad_sm90.cu",
         (
             ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
-            ("OUT", _OUT_CODES[problem.out_dtype]),
+            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
             ("TILE_M", config.tile_m),
             ("TILE_N", config.tile_n),
             ("STAGES", config.stages),
@@ -382,21 +380,5 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if split else 2)),
         shared_bytes=config.shared_bytes,
     )
-    launches = (main, _reduce_launch(problem, config)) if split else (main,)
+    launches = (main, split_k.reduce_launch(problem, config.splits)) if split else (main,)
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
-
-
-def _reduce_launch(problem: ConvWgradProblem, config: Config) -> plan.Launch:
-    size = output_size(problem)
-    # Enough threads to fill the machine: where the output is small, several threads share an element's splits.
-    lanes = 1
-    while lanes < 8 and lanes * 4 <= config.splits and size // 4 * lanes < 132 * 1024:
-        lanes *= 2
-    columns = REDUCE_THREADS // lanes
-    return plan.Launch(
-        kernel="wgrad_reduce",
-        grid=(-(-size // (4 * columns)), 1, 1),
-        block=(REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), plan.Int32Struct((size, config.splits, lanes))),
-        programmatic=True,
-    )
