@@ -153,7 +153,13 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 
 
 def choose(
-    problem: ConvWgradProblem, target: Target, options: Options, *, partitioned: bool, measure: bool = False
+    problem: ConvWgradProblem,
+    target: Target,
+    options: Options,
+    *,
+    partitioned: bool,
+    measure: bool = False,
+    final: bool = False,
 ) -> Choice:
     """`select`, except that code which XLA will partition by itself is left to XLA.
 
@@ -169,7 +175,7 @@ def choose(
                 "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
             )
         return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
-    return select(problem, target, options, measure=measure)
+    return select(problem, target, options, measure=measure, final=final)
 
 
 def canonicalize(lhs: jax.Array, g: jax.Array, specs: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
@@ -190,7 +196,7 @@ def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, g: Any, *, platform: str, **
     partitioned = _compat.is_automatically_partitioned(ctx)
     # Only what will run here can be measured here.
     measure = not partitioned and not _compat.is_export(ctx) and target.is_local
-    choice = choose(problem, target, params["options"], partitioned=partitioned, measure=measure)
+    choice = choose(problem, target, params["options"], partitioned=partitioned, measure=measure, final=True)
     announce(choice)
     specs = params["dimension_numbers"]
     if choice.family is None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax import export
 from jax import numpy as jnp
 
 import jax_splitk
@@ -319,6 +320,9 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
             store.FrozenCacheMiss, match=r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
         ):
             lower(wgrad, lhs, g)
+        with pytest.raises(store.FrozenCacheMiss):  # also where nothing could be measured
+            export.export(jax.jit(wgrad))(lhs, g)
+        select.select(CASE.problem(), CPU, Options())  # only looked at
         # What needs no decision is no miss.
         assert lowered_config(lambda x, y: wgrad(x, y, config=THREE), lhs, g) == THREE
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="xla"), lhs, g) is None

@@ -20,7 +20,8 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels import wgrad_host
+from jax_splitk import compiler
+from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import store, tuner
@@ -59,6 +60,49 @@ def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tupl
     report = "\n".join(err for _, err in outputs)
     assert [process.returncode for process in processes] == [0] * len(processes), report
     return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
+
+
+# ---- a second process ----------------------------------------------------------------------------------------------
+
+LOWER_FOR_CUDA = """
+import json, sys
+from unittest import mock
+import jax
+from jax import export, numpy as jnp
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk import nvrtc
+from jax_splitk.tuning import tuner
+forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
+tuner.tune = forbidden
+if sys.argv[1] == "second":
+    nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+case = Case("one", 2, 12, 12, 64, 64, (3, 3))
+run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
+shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
+module = export.export(
+    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v1")]
+)(*shapes).mlir_module()
+print(json.dumps([module, forbidden.call_count]))
+"""
+
+
+@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
+def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
+    target = target_for("cuda")
+    problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
+    config = wgrad_sm90.candidates(problem, target)[3]
+    key = key_for(problem, target, Options())
+    choice = Candidate("wgrad_sm90", config)
+    path = tmp_path / key.file
+    path.parent.mkdir(parents=True)
+    path.write_text(Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {}).dumps())
+    ((first, _),) = finish(start(LOWER_FOR_CUDA, "first", CACHE_DIR=str(tmp_path)))
+    assert list((tmp_path / "cubin").glob("*.cubin")), "the first process compiles"
+    ((second, _),) = finish(start(LOWER_FOR_CUDA, "second", CACHE_DIR=str(tmp_path)))
+    assert first == second
+    assert first[1] == 0
+    assert str(config) in first[0]
 
 
 # ---- a shared cache ------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ from typing import Any
 
 from jax_splitk.cli import constraints, output
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
-from jax_splitk.cli.script import run, watching
+from jax_splitk.cli.script import run
 from jax_splitk.cli.usage import UsageError
 from jax_splitk.explain import Decision, Explanation
 from jax_splitk.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import Choice, select
+from jax_splitk.tuning.watch import watching
 
 
 def add_parser(commands: Any) -> None:

@@ -15,7 +15,12 @@ PLATFORMS = ("cpu", "cuda")
 
 def local_environments() -> set[str]:
     """Digests of the environments in which this machine, with this version, looks entries up."""
-    return {keys.environment(op, target_for(platform)).digest() for op in keys.PROBLEMS for platform in PLATFORMS}
+    return {
+        environment.digest()
+        for op in keys.PROBLEMS
+        for platform in PLATFORMS
+        for environment in keys.environments(op, target_for(platform))
+    }
 
 
 def selected(

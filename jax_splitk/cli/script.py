@@ -1,82 +1,12 @@
-"""Running a user's script as `python SCRIPT` would, and watching what is decided meanwhile."""
+"""Running a user's script as `python SCRIPT` would."""
 
 import contextlib
-import dataclasses
-import logging
 import os
 import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-
-from jax_splitk import primitive
-from jax_splitk.target import Target
-from jax_splitk.tuning import agreement, store, tuner
-from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.select import Choice
-
-logger = logging.getLogger("jax_splitk")
-
-
-@dataclasses.dataclass
-class Watched:
-    """What happened inside `watching`.
-
-    Attributes:
-      choices: of every operation that was lowered, with how often.
-      entries: by key, where a cache or a measurement was asked; None where neither had an answer.
-      measured: the keys that were measured now.
-    """
-
-    choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
-    entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
-    measured: set[Key] = dataclasses.field(default_factory=set)
-
-
-@contextlib.contextmanager
-def watching(*, again: bool = False) -> Iterator[Watched]:
-    """Records decisions while the block runs. Takes the place of the two functions that every decision passes.
-
-    Args:
-      again: also measure what a cache already has, each key once.
-    """
-    watched = Watched()
-    announce, agree, tune = primitive.announce, agreement.agree, tuner.tune
-
-    def watched_announce(choice: Choice) -> None:
-        watched.choices[choice] = watched.choices.get(choice, 0) + 1
-        announce(choice)
-
-    def watched_tune(key: Key, target: Target, old: Entry | None = None, seconds: float | None = None) -> Entry:
-        entry = tune(key, target, old, seconds)
-        watched.measured.add(key)
-        return entry
-
-    def watched_agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
-        renew = again and key not in watched.entries
-        agreed, entry = agree(key, target, (lambda: _renewed(key, target, decide)) if renew else decide)
-        watched.entries[key] = entry
-        return agreed, entry
-
-    primitive.announce, agreement.agree, tuner.tune = watched_announce, watched_agree, watched_tune
-    try:
-        yield watched
-    finally:
-        primitive.announce, agreement.agree, tuner.tune = announce, agree, tune
-
-
-def _renewed(key: Key, target: Target, decide: Callable[[], Entry | None]) -> Entry | None:
-    """Measures although a cache has the key; falls back to what it has."""
-    found = store.lookup(key, target)
-    try:
-        entry = tuner.tune(key, target, None if found is None else found[0])
-    except Exception as error:
-        logger.warning("%s: tuning failed (%s: %s)", key.problem, type(error).__name__, error)
-        return decide()
-    store.save(key, entry)
-    return entry
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager

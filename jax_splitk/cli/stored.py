@@ -65,7 +65,7 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     try:
         key = key_from_dict(fields.get("key"))
         target = local_target(key)
-        foreign = key.environment.abi != keys.environment(key.problem.op, target).abi
+        foreign = key.environment.abi != keys.environment(key.problem, target).abi
         entry = entries.loads(data, key, target)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         return Unusable(path, str(error), foreign)

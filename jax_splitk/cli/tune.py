@@ -9,10 +9,11 @@ from typing import Any
 
 from jax_splitk.cli import constraints, output, stored
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
-from jax_splitk.cli.script import Watched, environment, run, watching
+from jax_splitk.cli.script import environment, run
 from jax_splitk.cli.usage import UsageError, positive, require_writable
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.tuning import ahead, store, tuner
+from jax_splitk.tuning.watch import Watched, watching
 
 logger = logging.getLogger("jax_splitk")
 

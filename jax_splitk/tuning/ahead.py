@@ -9,7 +9,7 @@ import jax
 from jax_splitk import trace
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, store, tuner
+from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options, current
@@ -61,6 +61,7 @@ def _tune_all(wanted: list[tuple[ConvWgradProblem, Options]], seconds: float | N
         if sys.stderr.isatty() and len(wanted) > 1:
             print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
         _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, seconds, again))
+        watch.decided(key, entry)
         if entry is not None:
             pairs.append((key, entry))
     return TuningResult(tuple(pairs))

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_splitk import compiler, kernels
@@ -20,7 +22,7 @@ class Environment:
     """The machine as far as timings and machine code depend on it.
 
     Attributes:
-      abi: versions of the operation's kernel families; a new one retires old decisions.
+      abi: versions of the kernel families that can compute the problem; a new one retires old decisions.
     """
 
     platform: str
@@ -68,19 +70,34 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def environment(problem: ConvWgradProblem, target: Target) -> Environment:
+    """The environment for a problem's decisions on `target`."""
+    families = kernels.families(problem.op, target.platform)
+    return _environment(tuple(f for f in families if f.supports(problem, None, target) is None), target)
+
+
+def environments(op: str, target: Target) -> Iterator[Environment]:
+    """Every environment that `environment` may give for an operation's problems."""
+    families = kernels.families(op, target.platform)
+    for count in range(len(families) + 1):
+        for serving in itertools.combinations(families, count):
+            yield _environment(serving, target)
+
+
+def _environment(families: Sequence[kernels.Family], target: Target) -> Environment:
+    abi = tuple(f"{family.name}:{family.ABI}" for family in families)
+    return Environment(target.platform, target.device_kind, target.cores, _cuda_major(target.platform), abi)
+
+
 @functools.cache
-def environment(op: str, target: Target) -> Environment:
-    """The environment for an operation's decisions on `target`."""
-    cuda_major = 0
-    if target.platform == "cuda":
-        cuda_major = 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
-    abi = tuple(f"{family.name}:{family.ABI}" for family in kernels.families(op, target.platform))
-    return Environment(target.platform, target.device_kind, target.cores, cuda_major, abi)
+def _cuda_major(platform: str) -> int:
+    if platform != "cuda":
+        return 0
+    return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
 
 
 def key_for(problem: ConvWgradProblem, target: Target, options: Options) -> Key:
-    env = environment(problem.op, target)
-    return Key(problem, options.deterministic, options.workspace_limit, env)
+    return Key(problem, options.deterministic, options.workspace_limit, environment(problem, target))
 
 
 def problem_from_dict(op: str, fields: dict[str, Any]) -> ConvWgradProblem:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_splitk import kernels
 
@@ -29,7 +30,7 @@ class Options:
     @property
     def workspace_limit(self) -> int:
         limit = self.workspace_limit_bytes
-        return DEFAULT_WORKSPACE_LIMIT if limit is None else limit
+        return DEFAULT_WORKSPACE_LIMIT if limit is None else int(limit)
 
 
 def check_options(op: str, options: Options) -> None:
@@ -38,7 +39,7 @@ def check_options(op: str, options: Options) -> None:
         accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
         raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
     limit = options.workspace_limit_bytes
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
         raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
     if not isinstance(options.deterministic, bool):
         raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")

@@ -12,7 +12,7 @@ from typing import Any
 from jax_splitk import compiler, kernels, settings
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
-from jax_splitk.tuning import agreement, store, tuner
+from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
@@ -49,16 +49,19 @@ def autotune(target: Target) -> bool:
     return settings.word("JAX_SPLITK_AUTOTUNE", AUTOTUNE, default) == "on_miss"
 
 
-def select(problem: ConvWgradProblem, target: Target, options: Options, *, measure: bool = False) -> Choice:
+def select(
+    problem: ConvWgradProblem, target: Target, options: Options, *, measure: bool = False, final: bool = False
+) -> Choice:
     """The choice for `problem` on `target`.
 
     Args:
       measure: whether a miss may be measured now (and stored), if tuning is on.
+      final: whether the choice will be lowered, and not only looked at.
 
     Raises:
       NotImplementedError: an explicit implementation or config cannot serve; the message names the limit.
       ValueError: the config is not legal for the problem, or its workspace is over the limit.
-      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`.
+      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`, for a final choice.
     """
     if options.implementation == "xla":
         return xla(problem, "implementation='xla' was asked for")
@@ -77,7 +80,7 @@ def select(problem: ConvWgradProblem, target: Target, options: Options, *, measu
     if serving and options.config is not None:
         return _explicit(serving[0], problem, target, options)
     if serving:
-        choice = _decided(problem, target, options, measure) or _predicted(serving, problem, target, options)
+        choice = _decided(problem, target, options, measure, final) or _predicted(serving, problem, target, options)
         if isinstance(choice, Choice):
             return choice
         refusals.append(choice)
@@ -115,7 +118,7 @@ def _explicit(family: kernels.Family, problem: ConvWgradProblem, target: Target,
 # ---- decisions by measurement --------------------------------------------------------------------------------------
 
 
-def _decided(problem: ConvWgradProblem, target: Target, options: Options, measure: bool) -> Choice | None:
+def _decided(problem: ConvWgradProblem, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
     """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
     key = key_for(problem, target, options)
     entry = None if options.tuning is None else options.tuning.get(key)
@@ -123,6 +126,8 @@ def _decided(problem: ConvWgradProblem, target: Target, options: Options, measur
         return _from_entry(entry, "the TuningResult in force", key, target, options)
     if not measure:
         found = store.lookup(key, target)
+        if found is None and final:
+            _refuse_if_frozen(key)
         return None if found is None else _from_entry(found[0], found[1], key, target, options)
     entry, where = _agreed(key, target)
     return None if entry is None else _from_entry(entry, where, key, target, options)
@@ -134,16 +139,18 @@ def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
 
     def decide() -> Entry | None:
         nonlocal where
-        found = store.lookup(key, target)
+        again = watch.wants_again(key)
+        found = None if again else store.lookup(key, target)
         if found is not None:
             entry, where = found
             return entry
         where = "measured now"
-        return measured(key, target)
+        return measured(key, target, again)
 
     if key in _settled:
         return _settled[key]
     agreed, entry = agreement.agree(key, target, decide)
+    watch.decided(key, entry)
     decision = (entry, where) if agreed else (store.shipped(key, target), "shipped table")
     if agreement.needed():
         _settled[key] = decision
@@ -161,28 +168,35 @@ _unsaved: dict[Key, Entry] = {}
 _settled: dict[Key, tuple[Entry | None, str]] = {}
 
 
-def measured(key: Key, target: Target) -> Entry | None:
-    """Tunes and stores, if tuning is on; None where it is off or fails (which is logged)."""
-    if store.mode() == "frozen":
-        raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
+def measured(key: Key, target: Target, again: bool = False) -> Entry | None:
+    """Tunes and stores, if tuning is on; what the cache has (None, for a miss) where it is off or fails, which is
+    logged. `again`: although the cache has the key."""
+    _refuse_if_frozen(key)
     if key in _unsaved:
         return _unsaved[key]
     if not autotune(target):
         logger.info("%s: not tuned; %s", key.problem, _command(key))
         return None
-    seconds = tuner.budget_seconds()
+    seconds, old = tuner.budget_seconds(), None
     try:
         with _measuring:
             found = store.lookup(key, target)  # another thread may have decided meanwhile
-            if found is not None:
-                return found[0]
-            entry = tuner.tune(key, target, seconds=seconds)
+            old = None if found is None else found[0]
+            if old is not None and not again:
+                return old
+            entry = tuner.tune(key, target, old, seconds)
             if not store.save(key, entry):
                 _unsaved[key] = entry
             return entry
     except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
-        logger.warning("%s: tuning failed (%s: %s); the cost model decides", key.problem, type(error).__name__, error)
-        return None
+        fallback = "the cost model" if old is None else "the cache"
+        logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
+        return old
+
+
+def _refuse_if_frozen(key: Key) -> None:
+    if store.mode() == "frozen":
+        raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
 
 
 def _command(key: Key) -> str:
@@ -223,16 +237,20 @@ def _predicted(
 ) -> Choice | str:
     """The cost model's best legal config, or why there is none."""
     explicit, limit = options.implementation is not None, options.workspace_limit
-    refusals = []
+    refusals, found, total = [], [], 0
     for family in serving:
         reason = None if explicit else family.preferred(problem, target)
         best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
-        if best is not None:
-            seconds = family.estimate(problem, best, target)
-            why = f"the cost model's best of {count} configs ({seconds * 1e6:.1f} us predicted)"
-            return _ours(family, problem, best, target, why)
-        refusals.append(f"{family.name}: {reason or f'no config fits in workspace_limit_bytes={limit}'}")
-    return "; ".join(refusals)
+        total += count
+        if best is None:
+            refusals.append(f"{family.name}: {reason or f'no config fits in workspace_limit_bytes={limit}'}")
+        else:
+            found.append((family.estimate(problem, best, target), len(found), family, best))
+    if not found:
+        return "; ".join(refusals)
+    seconds, _, family, best = min(found, key=lambda item: item[:2])
+    why = f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)"
+    return _ours(family, problem, best, target, why)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,6 +279,7 @@ _announced: set[tuple[ConvWgradProblem, str]] = set()
 
 def announce(choice: Choice) -> None:
     """One log line for each problem and outcome: falling back is never silent."""
+    watch.chosen(choice)
     key = (choice.problem, choice.why)
     if key in _announced:
         return

@@ -17,6 +17,7 @@ import jax
 
 from jax_splitk import kernels, settings
 from jax_splitk.target import Target
+from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import Bench, Contestant
@@ -51,7 +52,9 @@ def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | No
       RuntimeError: XLA itself fails on the problem (out of memory, for instance), or no candidate worked.
     """
     seconds = budget_seconds() if seconds is None else seconds
-    return _worker.submit(_tune, key, target, old, seconds).result()
+    entry = _worker.submit(_tune, key, target, old, seconds).result()
+    watch.measured(key)
+    return entry
 
 
 def ranked(key: Key, target: Target) -> list[Candidate]:
@@ -85,13 +88,15 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             again = sorted(legal, key=lambda m: m.us or 0.0)[:FINALISTS]
             first += [m.candidate for m in again if m.candidate not in first]
         tried = set(first)
+        preparing = time.monotonic()
         contestants, failed = bench.prepare(first)
+        taken = (time.monotonic() - preparing) / 2  # a round of refinement has fewer candidates
         failures += failed
         pool = [*contestants, xla]
         bench.time(pool, 3, deadline)
         progress.report(len(tried), _fastest(contestants))
-        while contestants and time.monotonic() < deadline:
-            best = _fastest(contestants)
+        while contestants and time.monotonic() + taken < deadline:
+            round_started, best = time.monotonic(), _fastest(contestants)
             new = [c for c in _neighbours(key, best.candidate, target) if c not in tried]
             if not new:
                 break
@@ -103,6 +108,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             progress.report(len(tried), _fastest(contestants))
             if _fastest(contestants) is best and best.error is None:
                 break
+            taken = time.monotonic() - round_started
         working = sorted((c for c in contestants if c.error is None), key=lambda c: c.us)
         # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
         finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate in ranking[:1]]
@@ -159,13 +165,16 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
 
 
 def _decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
-    """The fastest of ours, unless the model's own choice is within the noise of it; then against XLA likewise."""
+    """The fastest of ours, unless the model's own choice is within the noise of it; then the faster of it and XLA, by
+    device times as they stand, by the wall clock only beyond the noise."""
     best = _fastest(finalists)
     if best is None:
         return xla
     for contestant in finalists:
         if contestant.candidate == predicted and not _beats(best, contestant):
             best = contestant
+    if xla.device_times and best.device_times:
+        return xla if xla.us < best.us else best
     return xla if _beats(xla, best) else best
 
 
