@@ -29,6 +29,11 @@ import jax_splitk
 from benchmarks import cases, timing
 from benchmarks.cases import Case
 from jax_splitk import compiler, plan
+from jax_splitk.target import local_platform, target_for
+from jax_splitk.tuning import store
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.options import Options
 
 try:
     from tqdm import tqdm
@@ -46,7 +51,11 @@ Positions = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One case's figures. Times in microseconds; `ours` and `xla` are relative errors against float64."""
+    """One case's figures. Times in microseconds; `ours_error` and `xla_error` are relative, against float64.
+
+    Where the problem was tuned, `regret` is how much slower the cost model's first choice was than our fastest
+    candidate (0.05 for 5%), and `tuning_seconds` what that took.
+    """
 
     case: Case
     implementation: str
@@ -60,6 +69,8 @@ class Result:
     xla_temp_bytes: int
     ours_error: float | None
     xla_error: float | None
+    regret: float | None
+    tuning_seconds: float | None
 
     @property
     def speedup(self) -> float:
@@ -96,8 +107,10 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
         w = jnp.zeros(case.rhs_shape, case.dtype)
         return jax.vjp(lambda w: lax.conv_general_dilated(x, w, **case.lax_arguments()), w)[1](dy)[0]
 
-    (decision,) = jax_splitk.explain(ours, lhs, g).decisions
     compiled = {"ours": jax.jit(ours).lower(lhs, g).compile(), "xla": jax.jit(xla).lower(lhs, g).compile()}
+    # After the compilation, which tunes what no cache has, if tuning is on.
+    (decision,) = jax_splitk.explain(ours, lhs, g).decisions
+    tuned = tuning_entry(case)
     limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
     input_sets = timing.random_input_sets([case.lhs_shape, case.g_shape], case.dtype, **limits)
     times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
@@ -119,7 +132,16 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
         xla_temp_bytes=temp["xla"],
         ours_error=ours_error,
         xla_error=xla_error,
+        regret=None if tuned is None else tuned.regret,
+        tuning_seconds=None if tuned is None else tuned.metadata.get("seconds"),
     )
+
+
+def tuning_entry(case: Case) -> Entry | None:
+    """What the caches have for the case."""
+    target = target_for(local_platform())
+    found = store.lookup(key_for(case.problem(), target, Options()), target)
+    return None if found is None else found[0]
 
 
 def on_gpu() -> bool:
@@ -256,6 +278,18 @@ def geometric_means(results: Sequence[Result]) -> dict[str, float]:
     }
 
 
+def regret_line(results: Sequence[Result]) -> str:
+    """How far the cost model's first choices were from the fastest, over the tuned cases."""
+    regrets = [r.regret for r in results if r.regret is not None]
+    seconds = [r.tuning_seconds for r in results if r.tuning_seconds is not None]
+    if not regrets:
+        return "regret of the cost model's first choice: no case was tuned"
+    return (
+        f"regret of the cost model's first choice ({len(regrets)} tuned cases): mean {statistics.fmean(regrets):.1%}, "
+        f"worst {max(regrets):.1%}; tuning {statistics.fmean(seconds):.1f} s a problem, at most {max(seconds):.1f}"
+    )
+
+
 @functools.cache
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
@@ -275,7 +309,7 @@ def environment() -> dict[str, Any]:
         "nvrtc": nvrtc_version(),
         "plan_version": plan.PLAN_VERSION,
         "kernel_sources": {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(kernels.glob("*.cu"))
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(kernels.glob("*.cu*"))
         },
     }
 
@@ -380,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for group, mean in means.items():
         count = sum(group == "all" or r.implementation != "xla" for r in results)
         say(f"geometric mean of XLA/ours, {group} ({count} cases): {mean:.3f}")
+    say(regret_line(results))
     if failures:
         say(f"failed: {', '.join(failures)}")
     return 1 if failures else 0
