@@ -1,6 +1,7 @@
 #include "launcher.h"
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -105,7 +106,20 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   return state;
 }
 
-// Shared memory and cluster limits are attributes of a kernel on a device; set them once for each.
+// The limit of dynamic shared memory is an attribute of a kernel on a device, and plans that share a kernel may
+// need different amounts of it: the limit is only ever raised.
+CUresult AllowSharedBytes(const Driver& driver, CUkernel kernel, CUdevice device, int bytes) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& allowed = *new std::map<std::pair<CUkernel, CUdevice>, int>;
+  std::lock_guard<std::mutex> lock(mutex);
+  int& limit = allowed[{kernel, device}];
+  if (bytes <= limit) return kCudaSuccess;
+  CUresult r = driver.kernel_set_attribute(kFuncAttributeMaxDynamicSharedSizeBytes, bytes, kernel, device);
+  if (r == kCudaSuccess) limit = bytes;
+  return r;
+}
+
+// Shared memory and cluster limits, once for each call site and device.
 CUresult PrepareDevice(LaunchState& state) {
   CUdevice device;
   if (CUresult r = state.driver->get_current_device(&device)) return r;
@@ -113,9 +127,8 @@ CUresult PrepareDevice(LaunchState& state) {
   if (state.prepared_devices.load(std::memory_order_acquire) & bit) return kCudaSuccess;
   for (size_t i = 0; i < state.kernels.size(); ++i) {
     const LaunchSpec& launch = state.plan.launches[i];
-    if (CUresult r = state.driver->kernel_set_attribute(kFuncAttributeMaxDynamicSharedSizeBytes,
-                                                        static_cast<int>(launch.shared_bytes),
-                                                        state.kernels[i], device)) {
+    if (CUresult r = AllowSharedBytes(*state.driver, state.kernels[i], device,
+                                      static_cast<int>(launch.shared_bytes))) {
       return r;
     }
     if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 8) {
