@@ -106,8 +106,8 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   return state;
 }
 
-// The limit of dynamic shared memory is an attribute of a kernel on a device, and plans that share a kernel may
-// need different amounts of it: the limit is only ever raised.
+// The limit of dynamic shared memory is an attribute of a kernel on a device, and plans that share a kernel
+// may need different amounts of it: the limit is only ever raised.
 CUresult AllowSharedBytes(const Driver& driver, CUkernel kernel, CUdevice device, int bytes) {
   static std::mutex& mutex = *new std::mutex;
   static auto& allowed = *new std::map<std::pair<CUkernel, CUdevice>, int>;

@@ -47,3 +47,10 @@ def target_for(platform: str) -> Target:
         cores = int(getattr(device, "core_count", DEFAULT_CUDA.cores))
         return Target("cuda", device.device_kind, capability, cores)
     return Target(platform, platform, "", os.cpu_count() or 1)
+
+
+def hopper_limit(target: Target | None) -> str | None:
+    """Why kernels for Hopper cannot run on `target`; None where they can, or for no target in particular."""
+    if target is None or target.is_hopper:
+        return None
+    return f"needs a GPU of compute capability 9.0 (Hopper), not {target.device_kind} ({target.compute_capability})"

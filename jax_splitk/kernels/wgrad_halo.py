@@ -1,0 +1,345 @@
+"""Kernel family: weight gradients of unit-stride 2D convolutions that load each input row once for all filter taps.
+
+Where channels are few, an implicit GEMM reads its input from L2 once per filter tap, and that is what bounds it. Here a
+strip of input rows with its halo lies in shared memory, and the taps are shifted views of it (device code:
+wgrad_halo.cu). It also loses nothing to tiles that do not fit the filter: 64 output channels by 9 taps of 64 input
+channels is the tile of a 3x3 filter, for any number of channels.
+
+With `splits=0` the schedule is stream-k: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
+Multiplication on the GPU" (Osama et al., 2023), with its fix-up in a second kernel, in a fixed order.
+"""
+
+import dataclasses
+import math
+
+from jax_splitk import compiler, plan
+from jax_splitk.kernels import split_k
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import DEFAULT_CUDA, Target, hopper_limit
+
+name = "wgrad_halo"
+implementation = "cutlass"
+platform = "cuda"
+ABI = 1
+
+CHANNELS = 64  # of a block, on both sides
+PIXEL_BYTES = CHANNELS * 2
+SHARED_BYTES = 227 * 1024
+RESERVED_BYTES = 3 * 1024  # alignment and barriers
+MAX_LINES = 64
+MAX_PITCH = 256  # TMA's box
+MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
+MAX_TAPS = (3, 3)
+INT32_MAX = 2**31 - 1
+# Float32 results are summed in chains of at most so many pixels: see MAX_FLOAT32_CHAIN in wgrad_sm90.py.
+MAX_FLOAT32_PIXELS = 256 * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a weight gradient is computed.
+
+    Attributes:
+      tile_p, tile_q: output rows and columns of a strip (a unit of work). tile_q divides the output's width.
+      taps_h, taps_w: filter rows and columns of a thread block's tile; it has 64 output and 64 input channels.
+      splits: parts of the reduction of a tile, in whole strips, none of them empty; 0 for stream-k.
+    """
+
+    tile_p: int
+    tile_q: int
+    taps_h: int
+    taps_w: int
+    splits: int
+
+    @property
+    def tile_bytes(self) -> int:
+        """fp32 partial sums of a tile."""
+        return self.taps_h * self.taps_w * CHANNELS * CHANNELS * 4
+
+
+def lines(problem: ConvWgradProblem, config: Config) -> int:
+    """Input rows of a strip."""
+    return config.tile_p + (config.taps_h - 1) * problem.rhs_dilation[0]
+
+
+def pitch(problem: ConvWgradProblem, config: Config) -> int:
+    """Pixels of an input row of a strip."""
+    return config.tile_q + (config.taps_w - 1) * problem.rhs_dilation[1]
+
+
+def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    x = -(-lines(problem, config) * pitch(problem, config) // 8) * 8
+    return (x + config.tile_p * config.tile_q) * PIXEL_BYTES + RESERVED_BYTES
+
+
+def tiles(problem: ConvWgradProblem, config: Config) -> int:
+    r, s = problem.kernel_spatial
+    groups = -(-r // config.taps_h) * -(-s // config.taps_w)
+    return groups * -(-problem.in_channels // CHANNELS) * -(-problem.out_channels // CHANNELS)
+
+
+def units_per_tile(problem: ConvWgradProblem, config: Config) -> int:
+    p, q = problem.output_spatial
+    return problem.batch * -(-p // config.tile_p) * (q // config.tile_q)
+
+
+def parts(problem: ConvWgradProblem, config: Config, cores: int = DEFAULT_CUDA.cores) -> int:
+    """Thread blocks."""
+    count = tiles(problem, config)
+    return count * config.splits if config.splits else min(cores, count * units_per_tile(problem, config))
+
+
+def longest_part(problem: ConvWgradProblem, config: Config) -> int:
+    """Units of the busiest thread block."""
+    units = units_per_tile(problem, config)
+    if config.splits:
+        return -(-units // config.splits)
+    return -(-tiles(problem, config) * units // parts(problem, config))
+
+
+def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """fp32 partial sums: a tile for each split of it, or two for each thread block of stream-k."""
+    if config.splits == 1:
+        return 0
+    return parts(problem, config) * (1 if config.splits else 2) * config.tile_bytes
+
+
+def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
+    """None when the family (with that config, on that target) can compute the problem, else the reason."""
+    reason = hopper_limit(target) or _problem_limit(problem)
+    if reason is None and config is not None:
+        reason = _config_limit(problem, config)
+    if reason is None and config is None and not _strips(problem):
+        reason = f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
+    return reason
+
+
+def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
+    """Always comparable: the estimate decides."""
+    del problem, target
+    return None
+
+
+def _problem_limit(p: ConvWgradProblem) -> str | None:
+    if p.rank != 2:
+        return f"{p.rank} spatial dimensions; accepted: 2"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"dtype {p.dtype}; accepted: bfloat16, float16"
+    if p.out_dtype not in split_k.OUT_CODES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    if p.feature_group_count != 1 or p.batch_group_count != 1:
+        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
+        return f"{groups}; accepted: 1"
+    if p.in_channels % 8 or p.out_channels % 8:
+        return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
+    if any(d != 1 for d in p.lhs_dilation):
+        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
+    if any(s != 1 for s in p.window_strides):
+        return f"window_strides {p.window_strides}; accepted: 1"
+    if p.kernel_spatial[1] < 2:
+        return f"a filter {p.kernel_spatial[1]} wide; accepted: at least 2"
+    height, width = p.output_spatial
+    if 0 in (p.batch, height, width, *p.input_spatial):
+        return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"
+    if width % 8 or (width % 16 and height % 2):
+        return f"output of {height}x{width}; accepted: a width of whole 16 pixels, or of whole 8 with an even height"
+    sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
+    if max(sizes) > INT32_MAX - 1024:
+        return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
+    return None
+
+
+def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
+    height, width = p.output_spatial
+    if not 1 <= config.taps_h <= MAX_TAPS[0] or not 1 <= config.taps_w <= MAX_TAPS[1]:
+        return f"taps {config.taps_h}x{config.taps_w}; accepted: at most {MAX_TAPS[0]}x{MAX_TAPS[1]}"
+    if config.tile_q < 8 or config.tile_q % 8 or width % config.tile_q:
+        return f"tile_q {config.tile_q}; accepted: divisors of {width} in multiples of 8"
+    if config.tile_p < 1 or (pairs(config) and (config.tile_p % 2 or height % 2)):
+        return f"tile_p {config.tile_p} of {height} rows; accepted with tile_q {config.tile_q}: even numbers"
+    if pitch(p, config) > MAX_PITCH:
+        return f"rows of {pitch(p, config)} pixels; accepted: at most {MAX_PITCH}"
+    if lines(p, config) > MAX_LINES:
+        return f"{lines(p, config)} rows; accepted: at most {MAX_LINES}"
+    if shared_bytes(p, config) > SHARED_BYTES:
+        return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+    if tiles(p, config) > 65535:
+        return f"{tiles(p, config)} tiles; accepted: at most 65535"
+    units = units_per_tile(p, config)
+    if tiles(p, config) * units > INT32_MAX:
+        return f"{tiles(p, config) * units} strips of work; accepted: at most {INT32_MAX}"
+    if config.splits and not 1 <= config.splits <= min(units, 65535):
+        return f"splits {config.splits}; accepted for {units} strips: 0 to {min(units, 65535)}"
+    if config.splits and split_k.whole_splits(units, config.splits) != config.splits:
+        nearest = split_k.whole_splits(units, config.splits)
+        return f"splits {config.splits} leaves some of {units} strips' splits empty; use {nearest}"
+    return None
+
+
+def pairs(config: Config) -> bool:
+    """Whether a block of 16 pixels is 8 of each of two rows."""
+    return config.tile_q % 16 != 0
+
+
+def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
+    """The filter's taps in equal blocks, as few as there may be."""
+    height, width = (-(-n // -(-n // most)) for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
+    return height, width
+
+
+def _strips(problem: ConvWgradProblem) -> list[Config]:
+    """The largest strips that fit: for each width, heights that cut the output into equal parts."""
+    if _problem_limit(problem) is not None:
+        return []
+    height, width = problem.output_spatial
+    found: dict[Config, None] = {}
+    for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
+        if tile_q < MIN_TILE_Q and found:
+            break
+        fitting = []
+        for count in range(1, height + 1):
+            tile_p = -(-height // count)
+            config = Config(tile_p + (tile_p % 2 if tile_q % 16 else 0), tile_q, *_taps(problem), 1)
+            if config not in fitting and _config_limit(problem, config) is None:
+                fitting.append(config)
+        found |= dict.fromkeys(fitting[:3])
+    return list(found)
+
+
+def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
+    """Strips that fit, with stream-k and with the split counts that fill 1 to 4 whole waves of the machine."""
+    found: dict[Config, None] = {}
+    for strip in _strips(problem):
+        units, count = units_per_tile(problem, strip), tiles(problem, strip)
+        wanted = {0, *(split_k.whole_splits(units, max(1, target.cores * waves // count)) for waves in range(1, 5))}
+        for splits in sorted(wanted):
+            config = dataclasses.replace(strip, splits=splits)
+            pixels = longest_part(problem, config) * config.tile_p * config.tile_q
+            if problem.out_dtype == "float32" and min(pixels, problem.reduction_size) > MAX_FLOAT32_PIXELS:
+                continue
+            found[config] = None
+    return list(found)
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+    """Other strips with the same schedule, and more and fewer splits."""
+    units = units_per_tile(problem, config)
+    found = [dataclasses.replace(strip, splits=config.splits) for strip in _strips(problem)]
+    if config.splits:
+        wanted = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2} - {0}
+        found += [dataclasses.replace(config, splits=split_k.whole_splits(units, s)) for s in sorted(wanted)]
+    return [c for c in dict.fromkeys(found) if c != config]
+
+
+# Fitted to measurements of seven shapes on one H200.
+_MMA_FLOPS_PER_SM = 840e12 / 132
+# Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
+_MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
+_BATCH_SECONDS = 0.31e-6  # least time of the products of a row (or two): they are issued and waited for together
+_UNIT_SECONDS = 0.3e-6
+_HBM_BYTES = 4.0e12
+_PARTIAL_BYTES = 4.0e12
+_L2_BYTES_PER_SM = 111e9
+_LAUNCH_SECONDS = 4.0e-6
+_REDUCE_SECONDS = 1.0e-6
+
+
+def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
+    """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
+    waves = -(-parts(problem, config) // target.cores)
+    units = waves * longest_part(problem, config)
+    height = problem.output_spatial[0]
+    rows = height / -(-height // config.tile_p)  # of a strip, on average
+    batch_rows = 2 if pairs(config) else 1
+    flops = 2 * batch_rows * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
+    batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
+    load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
+    seconds = units * max(rows / batch_rows * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+    if config.splits != 1:
+        partial = parts(problem, config) * config.tile_bytes * (1 if config.splits else 2)
+        seconds += _REDUCE_SECONDS + partial / _PARTIAL_BYTES
+    return seconds
+
+
+def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+    """The device code's specialisation: it depends on dtypes, taps and the strip's width."""
+    return compiler.Source(
+        "wgrad_halo.cu",
+        (
+            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
+            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
+            ("TAPS_H", config.taps_h),
+            ("TAPS_W", config.taps_w),
+            ("TILE_Q", config.tile_q),
+        ),
+    )
+
+
+def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order."""
+    height, width = p.output_spatial
+    units = units_per_tile(p, config)
+    if config.splits:
+        per_part, longer = -(-units // config.splits), 0
+    else:
+        per_part, longer = divmod(tiles(p, config) * units, parts(p, config))
+    (pad_h, _), (pad_w, _) = p.padding
+    values = (
+        *(p.in_channels, p.out_channels),
+        *(*p.kernel_spatial, -(-p.kernel_spatial[1] // config.taps_w)),
+        *(-(-p.in_channels // CHANNELS), -(-p.out_channels // CHANNELS)),
+        *(height, config.tile_p, -(-height // config.tile_p), width // config.tile_q),
+        pitch(p, config),
+        *(pad_h, pad_w, *p.rhs_dilation),
+        units,
+        *(config.splits, per_part, longer),
+    )
+    return plan.Int32Struct(values)
+
+
+def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: int) -> plan.TiledMap:
+    """Rows of `pixels` pixels and 64 channels of an NHWC array."""
+    dims = tuple(reversed(shape))
+    return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box=(CHANNELS, pixels, 1, 1))
+
+
+def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
+    """Exact launches. Buffers: lhs, g, dW, workspace."""
+    out_bytes = math.prod(problem.out_shape) * {"float32": 4}.get(problem.out_dtype, 2)
+    buffers = (
+        plan.Buffer(math.prod(problem.lhs_shape) * 2, 16),
+        plan.Buffer(math.prod(problem.g_shape) * 2, 16),
+        plan.Buffer(out_bytes, 16),
+        plan.Buffer(workspace_bytes(problem, config), 16),
+    )
+    maps = (
+        _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
+        _row_map(1, problem, problem.g_shape, config.tile_q),
+    )
+    args, count = _args(problem, config), tiles(problem, config)
+    main = plan.Launch(
+        kernel="wgrad_halo",
+        grid=(count, config.splits, 1) if config.splits else (parts(problem, config), 1, 1),
+        block=(128 * (config.taps_h + 1), 1, 1),
+        params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(2), plan.Pointer(3)),
+        shared_bytes=shared_bytes(problem, config),
+    )
+    launches = (main,) if config.splits == 1 else (main, _reduce_launch(problem, config, args))
+    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+
+
+def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32Struct) -> plan.Launch:
+    count, elements = tiles(problem, config), config.tile_bytes // 16
+    most = config.splits or -(-parts(problem, config) // count) + 1
+    lanes = 1
+    while lanes < split_k.MAX_LANES and lanes * 4 <= most and count * elements * lanes < split_k.FILL:
+        lanes *= 2
+    size = math.prod(problem.out_shape)
+    return plan.Launch(
+        kernel="reduce_tiles",
+        grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
+        block=(split_k.REDUCE_THREADS, 1, 1),
+        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((size, size, most, lanes))),
+        programmatic=True,
+    )
