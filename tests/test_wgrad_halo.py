@@ -22,7 +22,7 @@ LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(c
 ARGS = (
     *("channels", "out_channels", "filter_h", "filter_w", "groups_w", "slots", "k_blocks"),
     *("out_h", "tile_p", "tiles_p", "tiles_q", "pitch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
-    *("units_per_tile", "splits", "units_per_part", "longer_parts"),
+    *("units_per_tile", "buffers", "splits", "whole_tiles", "units_per_part", "longer_parts"),
 )
 
 
@@ -71,7 +71,7 @@ ILLEGAL = [
     ({"taps_h": 4}, "taps 4x3; accepted: at most 3x3"),
     ({"taps_w": 0}, "taps 3x0; accepted: at most 3x3"),
     ({"tile_p": 63}, "65 rows; accepted: at most 64"),
-    ({"tile_p": 40}, "bytes of shared memory; accepted: at most 232448"),
+    ({"tile_p": 40}, "bytes of shared memory; accepted: at most 231424"),
     ({"splits": 9}, "splits 9; accepted for 8 strips: 0 to 8"),
     ({"splits": -1}, "splits -1; accepted for 8 strips: 0 to 8"),
     ({"splits": 5}, "splits 5 leaves some of 8 strips' splits empty; use 4"),
@@ -113,18 +113,26 @@ def stream_begin(g: dict[str, int], part: int) -> int:
     return part * g["units_per_part"] + min(part, g["longer_parts"])
 
 
-def units_of_block(g: dict[str, int], x: int, y: int) -> range:
-    """The device code's function of the same name."""
-    if g["splits"] == 0:
-        return range(stream_begin(g, x), stream_begin(g, x + 1))
-    tile, first = x * g["units_per_tile"], y * g["units_per_part"]
-    return range(tile + first, tile + min(first + g["units_per_part"], g["units_per_tile"]))
+def work_of_block(g: dict[str, int], x: int, y: int, blocks: int) -> list[tuple[int, int, int]]:
+    """(tile, begin, end) one after the other: the device code's `Work`."""
+    units = g["units_per_tile"]
+    if g["splits"]:
+        begin = y * g["units_per_part"]
+        return [(x, begin, min(begin + g["units_per_part"], units))]
+    work = [(i * blocks + x, 0, units) for i in range(g["whole_tiles"])]
+    at, end = stream_begin(g, x), stream_begin(g, x + 1)
+    while at < end:
+        rest = at // units
+        stop = min(end, (rest + 1) * units)
+        work.append((g["whole_tiles"] * blocks + rest, at - rest * units, stop - rest * units))
+        at = stop
+    return work
 
 
-def partial_slot(g: dict[str, int], part: int, tile: int, tiles: int) -> int:
+def partial_slot(g: dict[str, int], part: int, rest: int, tiles: int) -> int:
     if g["splits"] != 0:
-        return part * tiles + tile
-    return 2 * part + (stream_begin(g, part) // g["units_per_tile"] != tile)
+        return part * tiles + rest
+    return 2 * part + (stream_begin(g, part) // g["units_per_tile"] != rest)
 
 
 def stream_part_of(g: dict[str, int], unit: int) -> int:
@@ -154,35 +162,40 @@ def test_every_unit_is_done_once_and_every_part_is_added() -> None:
                 plan = wgrad_halo.make_plan(p, config)
                 g, main = arguments(plan), plan.launches[0]
                 count, units = wgrad_halo.tiles(p, config), g["units_per_tile"]
-                seen: list[int] = []
+                seen: list[tuple[int, int]] = []
                 written: dict[int, set[int]] = {}  # the slots of a tile's parts
+                first_rest = g["whole_tiles"] * main.grid[0] if config.splits == 0 else 0
                 for y in range(main.grid[1]):
                     for x in range(main.grid[0]):
-                        block = units_of_block(g, x, y)
-                        assert len(block) > 0
-                        seen += block
-                        for tile in range(block[0] // units, block[-1] // units + 1):
-                            if len(set(block) & set(range(tile * units, (tile + 1) * units))) < units:
-                                slot = partial_slot(g, y if config.splits else x, tile, main.grid[0])
+                        work = work_of_block(g, x, y, main.grid[0])
+                        assert work
+                        for tile, begin, end in work:
+                            assert begin < end
+                            seen += [(tile, unit) for unit in range(begin, end)]
+                            if end - begin < units:
+                                slot = partial_slot(g, y if config.splits else x, tile - first_rest, main.grid[0])
                                 assert slot not in written.setdefault(tile, set())
                                 written[tile].add(slot)
-                assert sorted(seen) == list(range(count * units))
+                assert sorted(seen) == [(tile, unit) for tile in range(count) for unit in range(units)]
                 slots = [slot for of_tile in written.values() for slot in of_tile]
                 assert len(set(slots)) == len(slots)
                 assert (max(slots, default=-1) + 1) * config.tile_bytes <= plan.workspace_bytes
-                for tile in range(count):
-                    first, parts = 0, config.splits
+                assert (len(plan.launches) == 2) >= bool(slots)
+                for tile in range(first_rest, count):
+                    first, parts, rest = 0, config.splits, tile - first_rest
                     if config.splits == 0:
-                        first = stream_part_of(g, tile * units)
-                        parts = stream_part_of(g, (tile + 1) * units - 1) - first + 1
-                    added = {partial_slot(g, first + i, tile, count) for i in range(parts)} if parts > 1 else set()
+                        first = stream_part_of(g, rest * units)
+                        parts = stream_part_of(g, (rest + 1) * units - 1) - first + 1
+                    added = {partial_slot(g, first + i, rest, count) for i in range(parts)} if parts > 1 else set()
                     assert added == written.get(tile, set())
                 if len(plan.launches) == 2:
                     reduce = plan.launches[1]
                     struct = reduce.params[3]
                     assert isinstance(struct, Int32Struct)
-                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * struct.values[3]
-                    assert reduce.grid[1] == count
+                    lanes, elements, first_tile = struct.values
+                    assert first_tile == first_rest
+                    assert reduce.grid[0] * reduce.block[0] * elements == config.tile_bytes // 16 * lanes
+                    assert reduce.grid[1] == count - first_rest
                     assert reduce.programmatic
 
 
@@ -220,7 +233,7 @@ VARIANTS = [
 def test_variant_is_good_machine_code(variant: tuple[int, int, int, str, str]) -> None:
     taps_h, taps_w, tile_q, dtype, out_dtype = variant
     p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
-    source = wgrad_halo.source(p, Config(2, tile_q, taps_h, taps_w, 1))
+    source = wgrad_halo.source(p, Config(4, tile_q, taps_h, taps_w, 1))
     compiled = compiler.compile_source(source)
     assert not cubin.warnings(compiled.log, source.file)
     assert not compiled.serialized_wgmma
@@ -229,7 +242,7 @@ def test_variant_is_good_machine_code(variant: tuple[int, int, int, str, str]) -
     threads = 128 * (taps_h + 1)
     registers = -(-report.registers // 8) * 8
     assert registers * threads <= 65536
-    steps = tile_q // (16 if tile_q % 16 == 0 else 8)
+    steps = max(4, tile_q // (16 if tile_q % 16 == 0 else 8))
     assert kernel.opcodes[cubin.HGMMA] % steps == 0
     assert kernel.opcodes[cubin.HGMMA] >= steps
     roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))

@@ -10,15 +10,17 @@
 // pixels of each of two rows: nothing but the problem's own pixels is ever multiplied.
 //
 // Work is a list of units (output tile, image, strip of rows, strip of columns), the tile slowest. A thread block takes
-// a contiguous range of it: parts of one tile (its split) or, as stream-k, 1/gridDim.x of everything. A tile that one
-// block covers alone is stored; otherwise each part goes to the workspace and `reduce_tiles` adds them in a fixed order.
+// one split of one tile or, as stream-k, whole tiles as long as there is one for every block, and then a contiguous
+// 1/gridDim.x of the rest. A tile that one block covers alone is stored; otherwise each part goes to the workspace and
+// `reduce_tiles` adds them in a fixed order.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers.
 // Barriers, per line (a row of X, and the row of dY that completes what it allows): `full` (the producer's arrival and
-// the bytes) and `empty` (one arrival per consumer warpgroup). Every unit fills every line once, in order, into the same
-// place: a line is filled for the next unit as soon as this unit's rows are past it.
+// the bytes) and `empty` (one arrival per consumer warpgroup). Units take turns in `buffers` places, and every unit fills
+// every line of its place once, in order: a line is filled again as soon as the products of its rows are done.
 //
-// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_Q (output columns of a strip), OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_Q (output columns of a strip), BATCH_ROWS (output rows whose products are
+// issued and waited for together), OUT (split_k.cuh).
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -46,7 +48,9 @@ struct Args {
   int pitch;                                      // pixels of an X line
   int pad_h, pad_w, dilation_h, dilation_w;
   int units_per_tile;
-  int splits, units_per_part, longer_parts;       // splits = 0: stream-k
+  int buffers;
+  int splits, whole_tiles;                        // splits = 0: stream-k, after whole_tiles tiles for each block
+  int units_per_part, longer_parts;
 };
 
 constexpr int CHANNELS = 64;            // of a block, on both sides
@@ -114,13 +118,34 @@ __device__ inline uint64_t operand(uint32_t smem_address, int block_bytes, int g
   return desc.desc_;
 }
 
-// ---- work ----------------------------------------------------------------------------------------------------------
+struct Geometry {
+  int halo, lines;                      // lines of a buffer; the first `halo` come without a row of dY
+  int x_bytes, dy_offset, buffer_bytes;  // of an X line; of dY in a buffer
 
-struct Range {
-  int begin, end;
+  __device__ explicit Geometry(const Args& g)
+      : halo((TAPS_H - 1) * g.dilation_h), lines(g.tile_p + halo), x_bytes(g.pitch * PIXEL_BYTES) {
+    dy_offset = (lines * g.pitch + 7) / 8 * 8 * PIXEL_BYTES;
+    buffer_bytes = dy_offset + g.tile_p * DY_BYTES;
+  }
 };
 
-// Units of stream-k part `part`: the first `longer_parts` have one more than the others.
+// The buffer whose turn it is, and the parity of its barriers' phase.
+struct Turn {
+  int buffer = 0;
+  uint32_t phase = 0;
+
+  __device__ void next(const Args& g) {
+    if (++buffer == g.buffers) {
+      buffer = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// ---- work ----------------------------------------------------------------------------------------------------------
+
+// Units of stream-k part `part`, counted from the first tile that is not some block's alone: the first `longer_parts`
+// have one more than the others.
 __device__ inline int stream_begin(const Args& g, int part) {
   return part * g.units_per_part + min(part, g.longer_parts);
 }
@@ -130,17 +155,58 @@ __device__ inline int stream_part_of(const Args& g, int unit) {
   return unit < longer ? unit / (g.units_per_part + 1) : g.longer_parts + (unit - longer) / g.units_per_part;
 }
 
-__device__ inline Range units_of_block(const Args& g) {
-  if (g.splits == 0) return {stream_begin(g, blockIdx.x), stream_begin(g, blockIdx.x + 1)};
-  const int tile = blockIdx.x * g.units_per_tile, first = blockIdx.y * g.units_per_part;
-  return {tile + first, tile + min(first + g.units_per_part, g.units_per_tile)};
-}
+// What a block does, one tile after the other.
+struct Work {
+  int tile, begin, end;  // units of the tile
 
-// Where in the workspace (in tiles) block `part` of stream-k, or split `part`, puts its part of `tile`. A stream-k block
-// has at most two incomplete tiles, its first and its last.
-__device__ inline int partial_slot(const Args& g, int part, int tile, int tiles) {
-  if (g.splits != 0) return part * tiles + tile;
-  return 2 * part + (stream_begin(g, part) / g.units_per_tile == tile ? 0 : 1);
+  __device__ explicit Work(const Args& g) {
+    if (g.splits != 0) {
+      tile = blockIdx.x;
+      begin = blockIdx.y * g.units_per_part;
+      end = min(begin + g.units_per_part, g.units_per_tile);
+      whole_ = next_ = left_ = 0;
+    } else {
+      whole_ = 0;
+      next_ = stream_begin(g, blockIdx.x);
+      left_ = stream_begin(g, blockIdx.x + 1) - next_;
+      advance(g);
+    }
+  }
+
+  __device__ bool done() const { return begin == end; }
+
+  __device__ void advance(const Args& g) {
+    if (g.splits == 0 && whole_ < g.whole_tiles) {
+      tile = whole_++ * gridDim.x + blockIdx.x;
+      begin = 0;
+      end = g.units_per_tile;
+      return;
+    }
+    if (left_ == 0) {
+      begin = end;
+      return;
+    }
+    const int rest = next_ / g.units_per_tile;
+    tile = g.whole_tiles * gridDim.x + rest;
+    begin = next_ - rest * g.units_per_tile;
+    end = min(begin + left_, g.units_per_tile);
+    next_ += end - begin;
+    left_ -= end - begin;
+  }
+
+  // Whether this is the block's last.
+  __device__ bool last(const Args& g) const { return left_ == 0 && (g.splits != 0 || whole_ == g.whole_tiles); }
+
+ private:
+  int whole_, next_, left_;
+};
+
+// Where in the workspace (in tiles) block `part` of stream-k, or split `part`, puts its part of a tile; `rest` counts
+// tiles from the first that is not some block's alone. A stream-k block has at most two of them incomplete, its first
+// and its last.
+__device__ inline int partial_slot(const Args& g, int part, int rest, int tiles) {
+  if (g.splits != 0) return part * tiles + rest;
+  return 2 * part + (stream_begin(g, part) / g.units_per_tile == rest ? 0 : 1);
 }
 
 struct Tile {
@@ -165,25 +231,27 @@ __device__ inline Unit unit_of(const Args& g, int index) {
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* x, uint8_t* dy,
-                               uint64_t* full, uint64_t* empty, Range units) {
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* buffers,
+                               uint64_t* full, uint64_t* empty) {
   constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  const int halo = (TAPS_H - 1) * g.dilation_h, lines = g.tile_p + halo;
-  const int x_bytes = g.pitch * PIXEL_BYTES;
-  uint32_t phase = 0;
-  for (int u = units.begin; u < units.end; ++u, phase ^= 1) {
-    const int index = u / g.units_per_tile;
-    const Tile tile = tile_of(g, index);
-    const Unit unit = unit_of(g, u - index * g.units_per_tile);
-    const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w, h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
-    for (int line = 0; line < lines; ++line) {
-      EmptyBarrier::wait(&empty[line], phase ^ 1);
-      FullBarrier::arrive_and_expect_tx(&full[line], x_bytes + (line < halo ? 0 : DY_BYTES));
-      cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[line], hint, x + line * x_bytes, tile.c0, w, h + line, unit.n);
-      if (line >= halo) {
-        const int p = line - halo;
-        cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[line], hint, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p,
-                                     unit.n);
+  const Geometry at(g);
+  Turn turn;
+  for (Work work(g); !work.done(); work.advance(g)) {
+    const Tile tile = tile_of(g, work.tile);
+    for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
+      const Unit unit = unit_of(g, u);
+      const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w, h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
+      uint8_t* x = buffers + turn.buffer * at.buffer_bytes;
+      uint8_t* dy = x + at.dy_offset;
+      for (int line = 0; line < at.lines; ++line) {
+        const int barrier = turn.buffer * at.lines + line, p = line - at.halo;
+        EmptyBarrier::wait(&empty[barrier], turn.phase ^ 1);
+        FullBarrier::arrive_and_expect_tx(&full[barrier], at.x_bytes + (p < 0 ? 0 : DY_BYTES));
+        cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[barrier], hint, x + line * at.x_bytes, tile.c0, w, h + line, unit.n);
+        if (p >= 0) {
+          cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[barrier], hint, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p,
+                                       unit.n);
+        }
       }
     }
   }
@@ -191,50 +259,62 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
 
 // ---- consumer ------------------------------------------------------------------------------------------------------
 
-// One unit's products for filter row `warpgroup` of the tile. The last of them may still be running at the end: then
-// `held` is the first line that they read, and that the next unit has to release.
-__device__ inline void consume(const Args& g, uint32_t x, uint32_t dy, uint64_t* full, uint64_t* empty, int warpgroup,
-                               int rows, bool last, uint32_t phase, GMMA::ScaleOut scale, int& held,
+// The barriers of lines whose products may still be running, to be released when they are known to be done.
+struct Held {
+  int next = 0, end = 0;
+
+  __device__ void release(uint64_t* empty, int until) {
+    for (; next < until; ++next) {
+      if (threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[next]);
+    }
+  }
+};
+
+// One unit's products for filter row `warpgroup` of the tile. Unless `drain`, the last of them may still be running at
+// the end.
+__device__ inline void consume(const Args& g, const Geometry& at, const Turn& turn, uint32_t buffers, uint64_t* full,
+                               uint64_t* empty, int warpgroup, int rows, bool drain, GMMA::ScaleOut scale, Held& held,
                                Accumulator& acc) {
-  const int halo = (TAPS_H - 1) * g.dilation_h, lines = g.tile_p + halo;
-  const int x_bytes = g.pitch * PIXEL_BYTES;
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
+  const uint32_t x = buffers + turn.buffer * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
-  const uint64_t b0 = operand(x + warpgroup * g.dilation_h * x_bytes, g.dilation_w * PIXEL_BYTES,
-                              ROWS == 2 ? x_bytes : 8 * PIXEL_BYTES);
-  const bool releases = threadIdx.x % 128 == 0;
-  int waited = 0, released = 0;
-  for (int p = 0; p < rows; p += ROWS) {
-    for (const int needed = p + ROWS + halo; waited < needed; ++waited) FullBarrier::wait(&full[waited], phase);
-    const uint64_t a = a0 + uint64_t(p * DY_BYTES >> 4), b = b0 + uint64_t(p * x_bytes >> 4);
+  const uint64_t b0 = operand(x + warpgroup * g.dilation_h * at.x_bytes, g.dilation_w * PIXEL_BYTES,
+                              ROWS == 2 ? at.x_bytes : 8 * PIXEL_BYTES);
+  const int first = turn.buffer * at.lines;
+  int waited = 0;
+  for (int p = 0; p < rows; p += BATCH_ROWS) {
+    for (const int needed = p + BATCH_ROWS + at.halo; waited < needed; ++waited) {
+      FullBarrier::wait(&full[first + waited], turn.phase);
+    }
+    const uint64_t a = a0 + uint64_t(p * DY_BYTES >> 4), b = b0 + uint64_t(p * at.x_bytes >> 4);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      wgmma(a + step * STEP, b + step * STEP, acc, scale, MakeIndices<ACCUMULATORS>::type{});
-      scale = GMMA::ScaleOut::One;
+    for (int row = 0; row < BATCH_ROWS; row += ROWS) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        wgmma(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc, scale,
+              MakeIndices<ACCUMULATORS>::type{});
+        scale = GMMA::ScaleOut::One;
+      }
     }
     cute::warpgroup_commit_batch();
-    // The rows before these have been multiplied, so their lines may be filled again.
+    // The batch before this one is done: the rest of the unit before, or the rows before.
     cute::warpgroup_wait<1>();
     fence(acc);
-    for (; held < lines; ++held) {
-      if (releases) EmptyBarrier::arrive(&empty[held]);
-    }
-    for (; released < p; ++released) {
-      if (releases) EmptyBarrier::arrive(&empty[released]);
-    }
+    held.release(empty, held.end);
+    if (p == 0) held = {first, first};
+    held.end = first + p + BATCH_ROWS;
+    held.release(empty, first + p);
   }
-  // The next unit's first products need lines up to ROWS + halo, which must not be among those held.
-  if (!last && rows == g.tile_p && released >= ROWS + halo) {
-    held = released;
-    return;
-  }
-  cute::warpgroup_wait<0>();
-  fence(acc);
-  for (; waited < lines; ++waited) FullBarrier::wait(&full[waited], phase);
-  for (; released < lines; ++released) {
-    if (releases) EmptyBarrier::arrive(&empty[released]);
+  held.end = first + at.lines;
+  // The next unit's first batch must not need what only its end releases.
+  const bool ahead = g.buffers > 1 || rows - BATCH_ROWS >= BATCH_ROWS + at.halo;
+  if (drain || rows != g.tile_p || !ahead) {
+    cute::warpgroup_wait<0>();
+    fence(acc);
+    for (; waited < at.lines; ++waited) FullBarrier::wait(&full[first + waited], turn.phase);
+    held.release(empty, held.end);
   }
 }
 
@@ -267,48 +347,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const __grid_constant__ Args g, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
   __shared__ uint64_t full[MAX_LINES], empty[MAX_LINES];
-  uint8_t* x = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
-  const int lines = g.tile_p + (TAPS_H - 1) * g.dilation_h;
-  uint8_t* dy = x + (lines * g.pitch + 7) / 8 * 8 * PIXEL_BYTES;
-  if (threadIdx.x < lines) {
+  uint8_t* buffers = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  const Geometry at(g);
+  if (threadIdx.x < at.lines * g.buffers) {
     FullBarrier::init(&full[threadIdx.x], 1);
     EmptyBarrier::init(&empty[threadIdx.x], CONSUMERS);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
 
-  const Range units = units_of_block(g);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp == 0 && cute::elect_one_sync()) produce(x_map, dy_map, g, x, dy, full, empty, units);
+    if (warp == 0 && cute::elect_one_sync()) produce(x_map, dy_map, g, buffers, full, empty);
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int thread = threadIdx.x - 128;
-    uint32_t phase = 0;
-    int held = lines;
-    for (int u = units.begin; u < units.end;) {
-      const int index = u / g.units_per_tile, tile_begin = index * g.units_per_tile;
-      const int end = min(units.end, tile_begin + g.units_per_tile);
-      const bool whole = u == tile_begin && end == tile_begin + g.units_per_tile;
+    Turn turn;
+    Held held;
+    for (Work work(g); !work.done(); work.advance(g)) {
       Accumulator acc;
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
-      for (; u < end; ++u, phase ^= 1) {
-        const int rows = min(g.tile_p, g.out_h - unit_of(g, u - tile_begin).p0);
-        consume(g, cute::cast_smem_ptr_to_uint(x), cute::cast_smem_ptr_to_uint(dy), full, empty, thread / 128, rows,
-                u + 1 == end, phase, scale, held, acc);
+      for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
+        const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
+        consume(g, at, turn, cute::cast_smem_ptr_to_uint(buffers), full, empty, thread / 128, rows, u + 1 == work.end,
+                scale, held, acc);
         scale = GMMA::ScaleOut::One;
       }
-      if (u == units.end) cutlass::arch::launch_dependent_grids();
-      if (whole) {
-        const Place place = place_of(g, tile_of(g, index), thread);
+      if (work.last(g)) cutlass::arch::launch_dependent_grids();
+      if (work.begin == 0 && work.end == g.units_per_tile) {
+        const Place place = place_of(g, tile_of(g, work.tile), thread);
 #pragma unroll
         for (int i = 0; i < ACCUMULATORS / 4; ++i) {
           store(g, place, out, i, {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]});
         }
       } else {
-        const int part = g.splits == 0 ? blockIdx.x : blockIdx.y;
-        float4* to = partials + size_t(partial_slot(g, part, index, gridDim.x)) * (TILE_FLOATS / 4) + thread;
+        const int part = g.splits == 0 ? blockIdx.x : blockIdx.y, rest = work.tile - g.whole_tiles * gridDim.x;
+        float4* to = partials + size_t(partial_slot(g, part, rest, gridDim.x)) * (TILE_FLOATS / 4) + thread;
 #pragma unroll
         for (int i = 0; i < ACCUMULATORS / 4; ++i) {
           to[i * 128 * CONSUMERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
@@ -320,45 +395,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // ---- reduction -----------------------------------------------------------------------------------------------------
 
-// Grid: x over pieces of a tile, y over tiles. Sums a tile's parts, in the order of the reduction, and stores it.
-// `lanes` threads share an element's parts; they meet in shared memory.
+struct TileReduceArgs {
+  int lanes;       // threads of a block that share an element's parts
+  int elements;    // float4 of each thread, at most ELEMENTS
+  int first_tile;  // that is not some block's alone
+};
+
+constexpr int ELEMENTS = 4;  // enough loads under way where parts are few
+
+// Grid: x over pieces of a tile, y over tiles from first_tile on. Sums a tile's parts, in the order of the reduction,
+// and stores it.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_tiles(const float4* partials, Output* out, const __grid_constant__ Args g,
-                 const __grid_constant__ ReduceArgs reduce) {
-  __shared__ float4 shared[REDUCE_THREADS];
-  const int index = blockIdx.y, tile_begin = index * g.units_per_tile;
+                 const __grid_constant__ TileReduceArgs reduce) {
+  __shared__ float4 shared[ELEMENTS][REDUCE_THREADS];
+  const int rest = blockIdx.y, begin = rest * g.units_per_tile;
   int first = 0, parts = g.splits;
   if (g.splits == 0) {
-    first = stream_part_of(g, tile_begin);
-    parts = stream_part_of(g, tile_begin + g.units_per_tile - 1) - first + 1;
+    first = stream_part_of(g, begin);
+    parts = stream_part_of(g, begin + g.units_per_tile - 1) - first + 1;
   }
   if (parts == 1) return;
   const int columns = REDUCE_THREADS / reduce.lanes, column = threadIdx.x % columns, lane = threadIdx.x / columns;
-  const int element = blockIdx.x * columns + column;
+  const int element = blockIdx.x * columns * reduce.elements + column;
   cutlass::arch::wait_on_dependent_grids();
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
+  float4 sum[ELEMENTS];
+#pragma unroll
+  for (int e = 0; e < ELEMENTS; ++e) sum[e] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 2
   for (int part = lane; part < parts; part += reduce.lanes) {
-    const size_t slot = partial_slot(g, first + part, index, gridDim.y);
-    const float4 v = __ldcg(partials + slot * (TILE_FLOATS / 4) + element);
-    sum.x += v.x;
-    sum.y += v.y;
-    sum.z += v.z;
-    sum.w += v.w;
+    const size_t slot = partial_slot(g, first + part, rest, gridDim.y);
+    const float4* from = partials + slot * (TILE_FLOATS / 4) + element;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; ++e) {
+      if (e == reduce.elements) break;
+      const float4 v = __ldcg(from + e * columns);
+      sum[e].x += v.x;
+      sum[e].y += v.y;
+      sum[e].z += v.z;
+      sum[e].w += v.w;
+    }
   }
   if (reduce.lanes > 1) {
-    shared[threadIdx.x] = sum;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; ++e) shared[e][threadIdx.x] = sum[e];
     __syncthreads();
     if (lane > 0) return;
     for (int other = 1; other < reduce.lanes; ++other) {
-      const float4 v = shared[other * columns + column];
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
+#pragma unroll
+      for (int e = 0; e < ELEMENTS; ++e) {
+        const float4 v = shared[e][other * columns + column];
+        sum[e].x += v.x;
+        sum[e].y += v.y;
+        sum[e].z += v.z;
+        sum[e].w += v.w;
+      }
     }
   }
-  const int i = element / (128 * CONSUMERS);
-  const Place place = place_of(g, tile_of(g, index), element - i * 128 * CONSUMERS);
-  store(g, place, out, i, {sum.x, sum.y, sum.z, sum.w});
+  const Tile tile = tile_of(g, reduce.first_tile + rest);
+#pragma unroll
+  for (int e = 0; e < ELEMENTS; ++e) {
+    if (e == reduce.elements) break;
+    const int from = element + e * columns, i = from / (128 * CONSUMERS);
+    store(g, place_of(g, tile, from - i * 128 * CONSUMERS), out, i, {sum[e].x, sum[e].y, sum[e].z, sum[e].w});
+  }
 }

@@ -6,7 +6,8 @@ wgrad_halo.cu). It also loses nothing to tiles that do not fit the filter: 64 ou
 channels is the tile of a 3x3 filter, for any number of channels.
 
 With `splits=0` the schedule is stream-k: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
-Multiplication on the GPU" (Osama et al., 2023), with its fix-up in a second kernel, in a fixed order.
+Multiplication on the GPU" (Osama et al., 2023) after whole waves of whole tiles, with its fix-up in a second kernel, in
+a fixed order.
 """
 
 import dataclasses
@@ -24,12 +25,13 @@ ABI = 1
 
 CHANNELS = 64  # of a block, on both sides
 PIXEL_BYTES = CHANNELS * 2
-SHARED_BYTES = 227 * 1024
-RESERVED_BYTES = 3 * 1024  # alignment and barriers
+SHARED_BYTES = 226 * 1024  # dynamic; the barriers have a KiB of their own
+RESERVED_BYTES = 1024  # alignment
 MAX_LINES = 64
 MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
+REDUCE_ELEMENTS = 4  # float4 that a thread of the reduction sums where parts are few (ELEMENTS in the device code)
 INT32_MAX = 2**31 - 1
 # Float32 results are summed in chains of at most so many pixels: see MAX_FLOAT32_CHAIN in wgrad_sm90.py.
 MAX_FLOAT32_PIXELS = 256 * 64
@@ -67,9 +69,20 @@ def pitch(problem: ConvWgradProblem, config: Config) -> int:
     return config.tile_q + (config.taps_w - 1) * problem.rhs_dilation[1]
 
 
-def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
+def buffer_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """A strip of both inputs in shared memory."""
     x = -(-lines(problem, config) * pitch(problem, config) // 8) * 8
-    return (x + config.tile_p * config.tile_q) * PIXEL_BYTES + RESERVED_BYTES
+    return (x + config.tile_p * config.tile_q) * PIXEL_BYTES
+
+
+def buffers(problem: ConvWgradProblem, config: Config) -> int:
+    """Strips that fit in shared memory at a time; 0 where none does."""
+    fitting = (SHARED_BYTES - RESERVED_BYTES) // buffer_bytes(problem, config)
+    return min(fitting, MAX_LINES // lines(problem, config))
+
+
+def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    return max(1, buffers(problem, config)) * buffer_bytes(problem, config) + RESERVED_BYTES
 
 
 def tiles(problem: ConvWgradProblem, config: Config) -> int:
@@ -89,17 +102,28 @@ def parts(problem: ConvWgradProblem, config: Config, cores: int = DEFAULT_CUDA.c
     return count * config.splits if config.splits else min(cores, count * units_per_tile(problem, config))
 
 
+def whole_tiles(problem: ConvWgradProblem, config: Config) -> int:
+    """Tiles that each thread block of stream-k computes alone, before it takes its part of the rest."""
+    return 0 if config.splits else tiles(problem, config) // parts(problem, config)
+
+
+def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
+    """Tiles that are shared out by parts."""
+    return tiles(problem, config) - whole_tiles(problem, config) * parts(problem, config)
+
+
 def longest_part(problem: ConvWgradProblem, config: Config) -> int:
     """Units of the busiest thread block."""
     units = units_per_tile(problem, config)
     if config.splits:
         return -(-units // config.splits)
-    return -(-tiles(problem, config) * units // parts(problem, config))
+    shared = -(-rest_tiles(problem, config) * units // parts(problem, config))
+    return whole_tiles(problem, config) * units + shared
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     """fp32 partial sums: a tile for each split of it, or two for each thread block of stream-k."""
-    if config.splits == 1:
+    if config.splits == 1 or rest_tiles(problem, config) == 0:
         return 0
     return parts(problem, config) * (1 if config.splits else 2) * config.tile_bytes
 
@@ -176,6 +200,15 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
     return None
 
 
+def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
+    """Output rows whose products are issued together: at least four of each warpgroup, if the rows divide so."""
+    row = 2 if pairs(config) else 1
+    rows = row * max(1, 4 * 16 // (config.tile_q * row))
+    while rows > row and (problem.output_spatial[0] % rows or config.tile_p % rows):
+        rows -= row
+    return rows
+
+
 def pairs(config: Config) -> bool:
     """Whether a block of 16 pixels is 8 of each of two rows."""
     return config.tile_q % 16 != 0
@@ -235,7 +268,7 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
 _MMA_FLOPS_PER_SM = 840e12 / 132
 # Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
 _MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
-_BATCH_SECONDS = 0.31e-6  # least time of the products of a row (or two): they are issued and waited for together
+_BATCH_SECONDS = 0.31e-6  # least time of a batch of products
 _UNIT_SECONDS = 0.3e-6
 _HBM_BYTES = 4.0e12
 _PARTIAL_BYTES = 4.0e12
@@ -250,20 +283,20 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
     units = waves * longest_part(problem, config)
     height = problem.output_spatial[0]
     rows = height / -(-height // config.tile_p)  # of a strip, on average
-    batch_rows = 2 if pairs(config) else 1
-    flops = 2 * batch_rows * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
+    together = batch_rows(problem, config)
+    flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
     batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
     load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
-    seconds = units * max(rows / batch_rows * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
+    seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-    if config.splits != 1:
+    if workspace_bytes(problem, config) > 0:
         partial = parts(problem, config) * config.tile_bytes * (1 if config.splits else 2)
         seconds += _REDUCE_SECONDS + partial / _PARTIAL_BYTES
     return seconds
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, taps and the strip's width."""
+    """The device code's specialisation: it depends on dtypes, taps and the strip's geometry."""
     return compiler.Source(
         "wgrad_halo.cu",
         (
@@ -272,6 +305,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("TAPS_H", config.taps_h),
             ("TAPS_W", config.taps_w),
             ("TILE_Q", config.tile_q),
+            ("BATCH_ROWS", batch_rows(problem, config)),
         ),
     )
 
@@ -283,7 +317,7 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     if config.splits:
         per_part, longer = -(-units // config.splits), 0
     else:
-        per_part, longer = divmod(tiles(p, config) * units, parts(p, config))
+        per_part, longer = divmod(rest_tiles(p, config) * units, parts(p, config))
     (pad_h, _), (pad_w, _) = p.padding
     values = (
         *(p.in_channels, p.out_channels),
@@ -293,7 +327,8 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
         pitch(p, config),
         *(pad_h, pad_w, *p.rhs_dilation),
         units,
-        *(config.splits, per_part, longer),
+        buffers(p, config),
+        *(config.splits, whole_tiles(p, config), per_part, longer),
     )
     return plan.Int32Struct(values)
 
@@ -325,21 +360,23 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(2), plan.Pointer(3)),
         shared_bytes=shared_bytes(problem, config),
     )
-    launches = (main,) if config.splits == 1 else (main, _reduce_launch(problem, config, args))
+    split = workspace_bytes(problem, config) > 0
+    launches = (main, _reduce_launch(problem, config, args)) if split else (main,)
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
 
 
 def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32Struct) -> plan.Launch:
-    count, elements = tiles(problem, config), config.tile_bytes // 16
+    count, elements = rest_tiles(problem, config), config.tile_bytes // 16
     most = config.splits or -(-parts(problem, config) // count) + 1
     lanes = 1
     while lanes < split_k.MAX_LANES and lanes * 4 <= most and count * elements * lanes < split_k.FILL:
         lanes *= 2
-    size = math.prod(problem.out_shape)
+    first_tile = tiles(problem, config) - count
+    each = REDUCE_ELEMENTS if lanes == 1 else 1
     return plan.Launch(
         kernel="reduce_tiles",
-        grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
+        grid=(elements * lanes // (each * split_k.REDUCE_THREADS), count, 1),
         block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((size, size, most, lanes))),
+        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((lanes, each, first_tile))),
         programmatic=True,
     )
