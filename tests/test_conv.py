@@ -532,7 +532,7 @@ def test_lowering_for_cuda_needs_no_gpu() -> None:
     text = hopper_lowered()
     assert text.count(f"@{LAUNCH_TARGET}") == 1
     assert "stablehlo.convolution" not in text
-    fields = r"tile_m=\d+, tile_n=\d+, stages=\d+, swap=(True|False), splits=\d+"
+    fields = r"tile_m=\d+, tile_n=\d+, stages=\d+, swap=(True|False), splits=\d+, reduction='\w+', cluster=\d"
     assert re.search(rf'config = "wgrad_sm90 Config\({fields}\)"', text)
     # What is carried is a whole cubin with the kernels that are named.
     words = [int(n) for n in re.search(r"plan = dense<\[(.*?)\]>", text)[1].split(",")]
@@ -559,7 +559,7 @@ def test_export_for_cuda_needs_no_gpu() -> None:
 
 
 def test_what_hopper_cannot_do_is_xlas_for_cuda() -> None:
-    conv = dataclasses.replace(HOPPER, channels=(3, 24))
+    conv = dataclasses.replace(HOPPER, channels=(6, 24), groups=2)  # 3 input channels a group
     lhs, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (conv.lhs_shape, conv.g_shape))
     text = jax.jit(conv.wgrad).trace(lhs, g).lower(lowering_platforms=("cuda",)).as_text()
     assert LAUNCH_TARGET not in text

@@ -9,6 +9,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
+from jax_splitk import kernels
 from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from tests.convolutions import PLAIN
 
@@ -31,8 +32,8 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"config": (1, 64)},
         TypeError,
-        "config=(1, 64) of type tuple; accepted: jax_splitk.kernels.wgrad_sm90.Config, "
-        "jax_splitk.kernels.wgrad_host.Config",
+        "config=(1, 64) of type tuple; accepted: "
+        + ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families("conv_wgrad")),
     ),
     (
         {"config": HOST_CONFIG, "implementation": "cutlass"},

@@ -19,44 +19,49 @@ REGISTERS_PER_SM = 65536
 SHARED_PER_SM = 228 * 1024
 MAIN_KERNELS = ("wgrad_partial", "wgrad_direct")
 
-Variant = tuple[int, int, int, bool]
-
 
 def small(name: str, dtype: str = "bfloat16", out_dtype: str = "float32") -> ConvWgradProblem:
     case = next(case for case in cases.SMALL_CASES if case.name == name)
     return dataclasses.replace(case, dtype=dtype).problem(out_dtype)
 
 
-def compilations() -> Iterator[tuple[ConvWgradProblem, Variant]]:
+def volume() -> ConvWgradProblem:
+    """Three spatial dimensions, in each of which the window moves."""
+    size, kernel, ones = (6, 6, 6), (3, 3, 3), (1, 1, 1)
+    return ConvWgradProblem(2, size, size, kernel, 64, 64, ones, ((1, 1),) * 3, ones, ones, 1, "bfloat16", "float32")
+
+
+def compilations() -> Iterator[tuple[ConvWgradProblem, Config]]:
     for variant in wgrad_sm90.variants():
         yield small("plain"), variant
         yield small("1x1"), variant
+        # Of three dimensions, those whose producer has the fewest registers, and the largest of the others.
+        if variant.tile_m >= 128 and (variant.cluster == 1 or variant.tile_n >= 192):
+            yield volume(), variant
     # A wide tile and a narrow one of each width and orientation; two-byte results are stored in other instructions.
     widest = {tile_n: max(m for m, n in wgrad_sm90.TILES if n == tile_n) for _, tile_n in wgrad_sm90.TILES}
     outputs = itertools.cycle(("float16", "bfloat16", "float32"))
     for tile_n, tile_m in sorted(widest.items()):
         stages = wgrad_sm90.max_stages(tile_m, tile_n)
         for swap in (False, True):
-            yield small("plain", "float16", next(outputs)), (tile_m, tile_n, stages, swap)
-            yield small("plain", "bfloat16", next(outputs)), (tile_m, tile_n, stages, swap)
+            variant = Config(tile_m, tile_n, stages, swap, splits=1)
+            yield small("plain", "float16", next(outputs)), variant
+            yield small("plain", "bfloat16", next(outputs)), variant
 
 
 COMPILATIONS = list(dict.fromkeys(compilations()))
 IDS = [
-    f"{m}x{n}_{stages}{'_swap' if swap else ''}_{p.dtype}_{p.out_dtype}{'_tiled' if p.taps == 1 else ''}"
-    for p, (m, n, stages, swap) in COMPILATIONS
+    f"{v.tile_m}x{v.tile_n}_{v.stages}{'_swap' if v.swap else ''}{'_pair' if v.cluster == 2 else ''}"
+    f"_{p.dtype}_{p.out_dtype}{'_tiled' if p.taps == 1 else ''}{'_3d' if p.rank == 3 else ''}"
+    for p, v in COMPILATIONS
 ]
-
-
-def single(variant: Variant) -> Config:
-    return Config(*variant, splits=1)
 
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[compiler.Source, compiler.Compiled]:
     """All of them, compiled in parallel."""
     assert compiler.unavailable() is None, compiler.unavailable()
-    sources = list(dict.fromkeys(wgrad_sm90.source(p, single(variant)) for p, variant in COMPILATIONS))
+    sources = list(dict.fromkeys(wgrad_sm90.source(p, variant) for p, variant in COMPILATIONS))
     start = time.perf_counter()
     compiled = compiler.compile_sources(sources)
     print(f"\n{len(sources)} compilations in {time.perf_counter() - start:.1f} s")
@@ -66,9 +71,9 @@ def machine_code() -> dict[compiler.Source, compiler.Compiled]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("problem", "variant"), COMPILATIONS, ids=IDS)
 def test_variant_is_good_machine_code(
-    problem: ConvWgradProblem, variant: Variant, machine_code: dict[compiler.Source, compiler.Compiled]
+    problem: ConvWgradProblem, variant: Config, machine_code: dict[compiler.Source, compiler.Compiled]
 ) -> None:
-    source = wgrad_sm90.source(problem, single(variant))
+    source = wgrad_sm90.source(problem, variant)
     compiled = machine_code[source]
     assert not cubin.warnings(compiled.log, source.file)
     assert not compiled.serialized_wgmma, compiled.log
@@ -77,7 +82,7 @@ def test_variant_is_good_machine_code(
     found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
     blocks = wgrad_sm90.k_tiles(problem)
     for splits in (1, blocks):
-        config = dataclasses.replace(single(variant), splits=wgrad_sm90.whole_splits(problem, splits))
+        config = dataclasses.replace(variant, splits=wgrad_sm90.whole_splits(problem, splits))
         plan = wgrad_sm90.make_plan(problem, config)
         assert plan.source == source, "the code must not depend on the splits"
         for launch in plan.launches:
@@ -108,7 +113,7 @@ def test_variant_is_good_machine_code(
 
 
 def test_every_config_that_can_be_chosen_is_compiled() -> None:
-    compiled = {wgrad_sm90.source(p, single(variant)) for p, variant in COMPILATIONS}
+    compiled = {wgrad_sm90.source(p, variant) for p, variant in COMPILATIONS}
     for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES):
         problem = dataclasses.replace(case, dtype="bfloat16").problem("float32")
         if wgrad_sm90.supports(problem) is None:
@@ -117,11 +122,15 @@ def test_every_config_that_can_be_chosen_is_compiled() -> None:
 
 
 def test_choice_of_compilations_covers_dtypes_widths_and_orientations() -> None:
-    seen = {(p.dtype, variant[1], variant[3]) for p, variant in COMPILATIONS}
+    seen = {(p.dtype, variant.tile_n, variant.swap) for p, variant in COMPILATIONS}
     widths = {tile_n for _, tile_n in wgrad_sm90.TILES}
     assert seen == set(itertools.product(("bfloat16", "float16"), widths, (False, True)))
     assert {p.out_dtype for p, _ in COMPILATIONS} == {"float32", "bfloat16", "float16"}
-    tiles = {variant[:2] for _, variant in COMPILATIONS}
+    assert {(p.rank, variant.cluster, variant.consumers) for p, variant in COMPILATIONS if p.rank == 3} == set(
+        itertools.product((3,), (1, 2), (2, 3))
+    )
+    assert {variant.cluster for _, variant in COMPILATIONS} == {1, 2}
+    tiles = {(variant.tile_m, variant.tile_n) for _, variant in COMPILATIONS}
     assert tiles == set(wgrad_sm90.TILES)
     assert {(128, 256), (256, 128), (128, 128), (192, 128)} <= tiles
 

@@ -103,14 +103,13 @@ def test_equal_operations_are_counted_and_others_listed_in_order() -> None:
         return layer(x, ws[4], workspace_limit_bytes=0).astype(jnp.float32).sum()
 
     found = explain(jax.grad(net), [FIRST_RHS, RHS, RHS, RHS, RHS], FIRST, platform="cuda").decisions
-    # Backwards: the last layer has options of its own, the first is not legal on Hopper.
+    # Backwards: the last layer has options of its own, the first has another shape.
     assert [(d.count, d.implementation, d.problem.in_channels) for d in found] == [
         (1, "cutlass", 64),
         (3, "cutlass", 64),
-        (1, "xla", 3),
+        (1, "cutlass", 3),
     ]
-    assert found[0].config.splits == 1
-    assert "3 input and 64 output channels; accepted: multiples of 8" in found[2].why
+    assert found[0].workspace_bytes == 0
 
 
 @on_cpu

@@ -13,9 +13,8 @@ import jax_splitk
 from benchmarks import cases
 from jax_splitk import _ffi, compiler, reference
 from jax_splitk.kernels import wgrad_sm90
+from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import target_for
-from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import select
 from tests import float64, poison
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +22,7 @@ pytestmark = pytest.mark.gpu
 LEGAL = [case for case in cases.WGRAD_CASES if wgrad_sm90.supports(case.problem()) is None]
 OUT_DTYPES = ("bfloat16", "float32")
 ODD_TILES = (((128, 128), False), ((64, 192), True), ((192, 64), False))
+ODD_CHANNELS = next(case for case in cases.SMALL_CASES if case.name == "c136k200")
 SEED = np.random.SeedSequence().entropy
 
 
@@ -31,7 +31,8 @@ def compile_everything_first():
     """In parallel, since the tests would compile one by one."""
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
-    sources = {wgrad_sm90.source(image.problem("float32"), variant_config(v)) for v in wgrad_sm90.variants()}
+    sources = {wgrad_sm90.source(image.problem("float32"), variant) for variant in wgrad_sm90.variants()}
+    sources |= {wgrad_sm90.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
     sources |= {wgrad_sm90.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
     for tile, swap in ODD_TILES:
         config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, 1)
@@ -39,11 +40,48 @@ def compile_everything_first():
     compiler.compile_sources(sources)
 
 
-def variant_config(variant):
-    return wgrad_sm90.Config(*variant, splits=1)
+def spatial(batch, size, kernel, channels, *, stride=1, padding=0, dilation=1, groups=1, out_dtype="float32"):
+    """A problem of any rank; numbers stand for the same in each dimension."""
+    rank = len(size)
+    stride, dilation = ((v,) * rank if isinstance(v, int) else v for v in (stride, dilation))
+    padding = ((padding, padding),) * rank if isinstance(padding, int) else padding
+    ones = (1,) * rank
+    out = conv_output_spatial(size, kernel, stride, padding, ones, dilation)
+    return ConvWgradProblem(
+        batch, size, out, kernel, *channels, stride, padding, ones, dilation, groups, "bfloat16", out_dtype
+    )
+
+
+SPATIAL = (
+    spatial(3, (100,), (3,), (72, 136), padding=1),
+    spatial(5, (201,), (7,), (64, 64), stride=2, padding=((5, 1),), dilation=3),
+    spatial(2, (7, 8, 9), (3, 3, 3), (72, 136), padding=1),
+    spatial(
+        3, (11, 6, 10), (2, 3, 1), (24, 200), stride=(2, 1, 3), padding=((1, 0), (2, 1), (0, 4)), dilation=(3, 2, 1)
+    ),
+    spatial(
+        1, (40, 3, 5), (5, 1, 2), (64, 8), stride=(1, 2, 1), padding=((16, 16), (0, 0), (-1, 1)), dilation=(7, 1, 1)
+    ),
+    spatial(2, (6, 9, 8), (1, 3, 3), (64, 64), padding=((0, 0), (1, 1), (1, 1))),
+    spatial(2, (9, 6, 8), (3, 1, 1), (136, 64), padding=((2, 0), (0, 0), (0, 0))),
+    spatial(2, (5, 6, 7), (1, 1, 1), (72, 200)),
+    spatial(3, (12, 9), (1, 5), (72, 64), padding=((0, 0), (2, 2))),
+    spatial(2, (9, 11), (3, 3), (128, 384), padding=1, groups=2),
+    spatial(2, (9, 11), (1, 1), (192, 192), groups=3),
+    spatial(2, (4, 9, 5), (3, 2, 3), (256, 128), padding=1, groups=2),
+)
+SPATIAL_CONFIGS = (
+    wgrad_sm90.Config(64, 64, 8, False, 1),
+    wgrad_sm90.Config(128, 128, 5, True, 3),
+    wgrad_sm90.Config(192, 64, 5, False, 5, "cluster"),
+    wgrad_sm90.Config(64, 128, 4, True, 2, "cluster"),
+    wgrad_sm90.Config(64, 256, 5, False, 2, cluster=2),
+    wgrad_sm90.Config(256, 128, 4, True, 1, cluster=2),
+)
 
 
 def integers(case, limit=2, seed=0, dtype=None):
+    """Of a case or a problem."""
     rng = np.random.default_rng([SEED, seed])
     dtype = dtype or case.dtype
     draw = lambda shape: jnp.asarray(rng.integers(-limit, limit + 1, shape, dtype=np.int8)).astype(dtype)  # noqa: E731
@@ -79,7 +117,9 @@ def rounded(exact, dtype):
 
 
 def chosen(case, out_dtype=None):
-    return select(case.problem(out_dtype), target_for("cuda"), Options(implementation="cutlass")).config
+    """The family's best by its model."""
+    problem, target = case.problem(out_dtype), target_for("cuda")
+    return min(wgrad_sm90.candidates(problem, target), key=lambda c: wgrad_sm90.estimate(problem, c, target))
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
@@ -98,28 +138,77 @@ def test_suite_is_as_accurate_as_xla(case):
     problem = case.problem()
     exact = float64.conv_wgrad(problem, lhs, g)
     error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
-    mine, theirs = error(ours(case, implementation="cutlass")(lhs, g)), error(through_lax(case)(lhs, g))
+    mine, theirs = error(ours(case, config=chosen(case))(lhs, g)), error(through_lax(case)(lhs, g))
     assert mine <= 2 * theirs, (mine, theirs)
     # With nothing rounded at the end what is left is the tensor cores' fp32 accumulation, XLA's as ours.
     unrounded = case.problem("float32")
-    mine = error(ours(case, "float32", implementation="cutlass")(lhs, g))
+    mine = error(ours(case, "float32", config=chosen(case, "float32"))(lhs, g))
     theirs = error(jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, unrounded))(lhs, g))
     assert mine <= 2 * theirs, (mine, theirs)
 
 
+def with_splits(problem, variant, splits, reduction="workspace"):
+    splits = wgrad_sm90.whole_splits(problem, splits)
+    return dataclasses.replace(variant, splits=splits, reduction=reduction if splits > 1 else "workspace")
+
+
 @pytest.mark.parametrize("variant", list(wgrad_sm90.variants()), ids=str)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_every_variant_is_exact(variant, splits):
-    case = next(c for c in cases.SMALL_CASES if c.in_channels == 72)
-    for shape in (
-        case,
-        next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3)),
-    ):
+@pytest.mark.parametrize(("splits", "reduction"), [(1, "workspace"), (3, "workspace"), (2, "cluster"), (16, "cluster")])
+def test_every_variant_is_exact(variant, splits, reduction):
+    long = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
+    tried = 0
+    for shape in (ODD_CHANNELS, next(c for c in cases.SMALL_CASES if c.in_channels == 72), long):
         problem = shape.problem("float32")
-        config = wgrad_sm90.Config(*variant, splits=wgrad_sm90.whole_splits(problem, splits))
+        config = with_splits(problem, variant, splits, reduction)
+        if wgrad_sm90.supports(problem, config) is not None:
+            continue
+        tried += 1
         lhs, g = integers(shape, seed=splits)
         out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
         np.testing.assert_array_equal(out, float64.conv_wgrad(problem, lhs, g).astype(np.float32))
+    assert tried or (variant.cluster == 2 and reduction == "cluster")
+
+
+@pytest.mark.parametrize("splits", range(2, 17))
+def test_clusters_of_every_size_are_exact(splits):
+    problem = spatial(1, (64 * 240,), (1,), (72, 136), out_dtype="bfloat16")
+    config = with_splits(problem, wgrad_sm90.Config(64, 64, 6, bool(splits % 2), 1), splits, "cluster")
+    assert config.splits == splits
+    lhs, g = integers(problem, limit=1, seed=splits)
+    out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
+    np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), "bfloat16"))
+
+
+@pytest.mark.parametrize("problem", SPATIAL, ids=str)
+def test_ranks_and_groups_are_exact(problem):
+    lhs, g = integers(problem)
+    exact = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
+    tried = 0
+    for given in SPATIAL_CONFIGS:
+        config = with_splits(problem, given, given.splits, given.reduction)
+        if wgrad_sm90.supports(problem, config) is None:
+            tried += 1
+            out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
+            np.testing.assert_array_equal(out, exact, err_msg=str(config))
+    assert tried >= 3
+
+
+@pytest.mark.parametrize("config", SPATIAL_CONFIGS, ids=str)
+def test_nan_and_infinity_stay_with_their_channels(config):
+    problem = ODD_CHANNELS.problem("float32")
+    config = with_splits(problem, config, config.splits, config.reduction)
+    assert wgrad_sm90.supports(problem, config) is None
+    lhs, g = integers(ODD_CHANNELS)
+    expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
+    out = poison.run(
+        wgrad_sm90.make_plan(problem, config), problem, lhs.at[:, 3, 4, 130].set(jnp.nan), g.at[..., 197].set(jnp.inf)
+    )
+    bad = np.isnan(out) | np.isinf(out)
+    assert bad[..., 130, :].any()
+    assert bad[..., 197].all()
+    bad_only = np.zeros_like(bad)
+    bad_only[..., 130, :] = bad_only[..., 197] = True
+    np.testing.assert_array_equal(out[~bad_only], expected[~bad_only])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -138,13 +227,36 @@ def test_odd_shapes_are_exact(case, dtype):
 @pytest.mark.parametrize("case", LEGAL[2:16:3], ids=lambda case: case.name)
 def test_bitwise_the_same_over_20_runs(case):
     lhs, g = normals(case, seed=1)
-    run = ours(case, "float32", implementation="cutlass")
+    run = ours(case, "float32", config=chosen(case, "float32"))
     first = np.asarray(run(lhs, g))
     for _ in range(19):
         np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
 
 
-def test_replayed_in_a_command_buffer_with_moving_buffers():
+@pytest.mark.parametrize("config", SPATIAL_CONFIGS[2:], ids=str)
+def test_clusters_give_bitwise_the_same(config):
+    problem = ODD_CHANNELS.problem("float32")
+    config = with_splits(problem, config, config.splits, config.reduction)
+    lhs, g = normals(ODD_CHANNELS, seed=2)
+    call = wgrad_sm90.make_plan(problem, config).custom_call()
+    out = jax.ShapeDtypeStruct(problem.out_shape, jnp.float32)
+    workspace = jax.ShapeDtypeStruct((call.workspace_bytes,), np.uint8)
+    run = jax.jit(lambda *xs: jax.ffi.ffi_call(call.target, (out, workspace))(*xs, **call.attributes)[0])
+    first = np.asarray(run(lhs, g))
+    for _ in range(19):
+        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        wgrad_sm90.Config(128, 64, 8, True, 7),
+        wgrad_sm90.Config(64, 128, 4, True, 7, "cluster"),
+        wgrad_sm90.Config(128, 128, 7, False, 7, cluster=2),
+    ],
+    ids=str,
+)
+def test_replayed_in_a_command_buffer_with_moving_buffers(config):
     """Six calls in one jitted function are recorded by XLA and stay right when every address changes."""
     case = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 128)
 
@@ -154,7 +266,7 @@ def test_replayed_in_a_command_buffer_with_moving_buffers():
         for i in range(6):
             out = out + jax_splitk.conv_wgrad(
                 lhs * (i + 1), g, case.rhs_shape, **case.lax_arguments(), preferred_element_type="float32",
-                implementation="cutlass",
+                config=config,
             )  # fmt: skip
         return out
 
@@ -171,15 +283,14 @@ def test_replayed_in_a_command_buffer_with_moving_buffers():
     print({key: after[key] - before[key] for key in after})
     assert after["captured"] > before["captured"], (before, after)
     # XLA shares the six workspaces where it can, and reports them.
-    workspace = select(case.problem("float32"), target_for("cuda"), Options(implementation="cutlass")).workspace_bytes
     temp = six.lower(lhs, g).compile().memory_analysis().temp_size_in_bytes
-    assert workspace == 0 or temp >= workspace
+    assert temp >= wgrad_sm90.workspace_bytes(case.problem("float32"), config)
 
 
 def test_two_executables_at_once():
     pair = [LEGAL[7], next(c for c in LEGAL if c.batch == 8)]
     inputs = [integers(case, seed=5) for case in pair]
-    runs = [ours(case, "float32", implementation="cutlass") for case in pair]
+    runs = [ours(case, "float32", config=chosen(case, "float32")) for case in pair]
     expected = [
         float64.conv_wgrad(case.problem(), *xs).astype(np.float32) for case, xs in zip(pair, inputs, strict=True)
     ]
@@ -218,8 +329,8 @@ def test_errors_are_python_errors():
     config = wgrad_sm90.Config(64, 192, 4, True, 44)
     with pytest.raises(ValueError, match=r"needs \d+ bytes of workspace .*workspace_limit_bytes=1000"):
         ours(case, config=config, workspace_limit_bytes=1000)(lhs, g)
-    with pytest.raises(NotImplementedError, match=r"dtype float32; accepted: bfloat16, float16"):
-        ours(case, implementation="cutlass")(lhs.astype(jnp.float32), g.astype(jnp.float32))
+    with pytest.raises(NotImplementedError, match=r"wgrad_sm90: dtype float32; accepted: bfloat16, float16"):
+        ours(case, config=config)(lhs.astype(jnp.float32), g.astype(jnp.float32))
 
 
 def test_a_plan_for_other_buffers_is_refused():

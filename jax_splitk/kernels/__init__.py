@@ -8,7 +8,7 @@ its module, its device source and a line in `FAMILIES`.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jax_splitk.kernels import wgrad_halo, wgrad_host, wgrad_sm90
+from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_host, wgrad_sm90
 from jax_splitk.plan import DevicePlan, HostPlan
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
@@ -55,7 +55,7 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": (wgrad_halo, wgrad_sm90, wgrad_host),
+    "conv_wgrad": (wgrad_depthwise, wgrad_grouped, wgrad_halo, wgrad_gather, wgrad_sm90, wgrad_host),
 }
 
 

@@ -69,10 +69,14 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   }
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   Vec<Output, 4> result;
+#pragma unroll
   for (int j = 0; j < 4; ++j) convert(sums[j], result.v[j]);
   if (i + 4 <= g.size) {
     *reinterpret_cast<Vec<Output, 4>*>(out + i) = result;
   } else {
-    for (int j = 0; i + j < g.size; ++j) out[i + j] = result.v[j];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (i + j < g.size) out[i + j] = result.v[j];
+    }
   }
 }

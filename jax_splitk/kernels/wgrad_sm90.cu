@@ -12,9 +12,18 @@
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one arrival per
 // consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0; the producers' first
 // pass over the ring waits on the opposite parity, which is already complete.
+// With CLUSTER 2 two thread blocks whose tiles need the same boxes of one side issue every other one of these for both
+// (multicast): each box completes at the `full` barrier of the block that it lands in, which expects the whole stage
+// whoever issues it, and `empty` has the arrivals of both blocks' consumers.
+// Epilogue: once every consumer of the block is done with the ring, it holds the fp32 tile [rsc][k], written from the
+// accumulators and read back in rows of the output. If the splits of a tile form a cluster (wgrad_direct with more
+// than one row in the grid), the blocks meet at the cluster's barrier and each adds its share of the tile over all of
+// them, in a fixed order, through distributed shared memory; a last cluster barrier keeps every block's memory until
+// nobody reads it (nor, with CLUSTER 2, arrives at its barriers) any more. Producers do not take part: the cluster's
+// barrier waits for threads that have not exited.
 //
-// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, X_TILED (1x1 stride 1: X is a plain matrix), CTAS_PER_SM,
-// OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X is a
+// plain matrix), RANK3 (three spatial dimensions; else two), OUT (split_k.cuh).
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -33,15 +42,16 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// Must match `_args` in wgrad_sm90.py.
+// Must match `_args` in wgrad_sm90.py. Depth counts under RANK3 only.
 struct Args {
-  int channels, out_channels, taps;  // C, K, R*S
-  int kernel_w;                      // S
-  int out_h, out_w;                  // P, Q
-  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-  int tiles_n;
-  int k_tiles, k_tiles_per_split;     // blocks of BLOCK_K pixels
-  int step_n, step_p, step_q;         // BLOCK_K pixels as a mixed-radix number (n, p, q)
+  int channels, out_channels, taps;  // C and K of a group, T*R*S
+  int pitch;                         // K of all groups
+  int kernel_h, kernel_w;            // R, S
+  int out_d, out_h, out_w;           // O, P, Q
+  int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
+  int columns;                         // tiles along N; pairs of them where pairs go along N
+  int k_tiles, k_tiles_per_split;      // blocks of BLOCK_K pixels
+  int step_n, step_o, step_p, step_q;  // BLOCK_K pixels as a mixed-radix number (n, o, p, q)
 };
 
 constexpr int BLOCK_K = 64;
@@ -57,7 +67,13 @@ constexpr int BOXES_PER_WARP = (BOXES + PRODUCERS - 1) / PRODUCERS;
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BOXES;
 constexpr int M_PER_WG = M_BOXES / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
-constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int THREADS = 128 + CONSUMER_THREADS;
+// Of the two sides of a tile a pair of thread blocks shares the one with more boxes: its tiles are neighbours along the
+// other. Must match `_pair_along_m` in wgrad_sm90.py.
+constexpr bool PAIR_ALONG_M = N_BOXES >= M_BOXES;
+constexpr bool SHARE_X = PAIR_ALONG_M == bool(SWAP);
+constexpr uint16_t BOTH = 3;  // multicast mask
 // The register file, shared out by role (setmaxnreg wants multiples of 8).
 constexpr int PRODUCER_REGS = CONSUMERS >= 3 ? (CONSUMERS == 4 ? 24 : 32) : 40;
 constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : CTAS_PER_SM == 2 ? 208 : 232;
@@ -118,6 +134,88 @@ __device__ inline Slot slot_of(const Args& g, int index) {
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 
+// The first of 64 output pixels.
+struct Pixel {
+  int index, n, o, p, q;
+};
+
+struct Tap {
+  uint16_t d, h, w;  // times the dilation
+};
+
+__device__ inline Pixel pixel_at(const Args& g, int index) {
+  int row = index / g.out_w;
+  int q = index - row * g.out_w;
+  int plane = row / g.out_h;
+  int p = row - plane * g.out_h;
+#if RANK3
+  int n = plane / g.out_d;
+  return {index, n, plane - n * g.out_d, p, q};
+#else
+  return {index, plane, 0, p, q};
+#endif
+}
+
+__device__ inline void advance(const Args& g, Pixel& at) {
+  at.index += BLOCK_K;
+  at.q += g.step_q;
+  if (at.q >= g.out_w) { at.q -= g.out_w; ++at.p; }
+  at.p += g.step_p;
+#if RANK3
+  if (at.p >= g.out_h) { at.p -= g.out_h; ++at.o; }
+  at.o += g.step_o;
+  if (at.o >= g.out_d) { at.o -= g.out_d; ++at.n; }
+#else
+  if (at.p >= g.out_h) { at.p -= g.out_h; ++at.n; }
+#endif
+  at.n += g.step_n;
+}
+
+template <bool MULTICAST>
+__device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, BOTH, hint, to, c, at.index);
+  } else {
+    cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, c, at.index);
+  }
+}
+
+template <bool MULTICAST>
+__device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c, const Tap& tap,
+                              const Pixel& at) {
+#if X_TILED
+  load_matrix<MULTICAST>(map, full, to, c, at);
+#else
+  const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
+#if RANK3
+  const int d = at.o * g.stride_d - g.pad_d;
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, BOTH, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
+  } else {
+    cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
+  }
+#else
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, BOTH, to, c, w, h, at.n, tap.w, tap.h);
+  } else {
+    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
+  }
+#endif
+#endif
+}
+
+__device__ inline Tap tap_at(const Args& g, int tap) {
+  int row = tap / g.kernel_w;
+  int s = tap - row * g.kernel_w;
+#if RANK3
+  int t = row / g.kernel_h;
+  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h), uint16_t(s * g.dilation_w)};
+#else
+  return {0, uint16_t(row * g.dilation_h), uint16_t(s * g.dilation_w)};
+#endif
+}
+
 // One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four warps
 // instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
@@ -125,64 +223,48 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
                                int kt_end) {
   // Everything that divides comes before the loop: two divisions a box in it cost more than the loads themselves.
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
-  [[maybe_unused]] uint16_t tap_h[BOXES_PER_WARP], tap_w[BOXES_PER_WARP];
+  [[maybe_unused]] Tap tap[BOXES_PER_WARP];
+  bool issued[BOXES_PER_WARP];  // here, not by the other block of a pair
   int boxes = 0;
 #pragma unroll
   for (int i = 0; i < BOXES_PER_WARP; ++i) {
     const int box = warp + i * PRODUCERS;
     const bool is_x = box < X_BOXES;
+    const int index = is_x ? box : box - X_BOXES;
     boxes += box < BOXES;
-    tap_h[i] = tap_w[i] = 0;
+    issued[i] = box < BOXES && (CLUSTER == 1 || is_x != SHARE_X || index % 2 == blockIdx.x % 2);
+    tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
     offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
     if (is_x) {
-      Slot slot = slot_of(g, x_tile * X_BOXES + box);
+      Slot slot = slot_of(g, x_tile * X_BOXES + index);
       if (slot.tap < g.taps) {
-        int r = slot.tap / g.kernel_w;
-        c0[i] = slot.c0;
-        tap_h[i] = uint16_t(r * g.dilation_h);
-        tap_w[i] = uint16_t((slot.tap - r * g.kernel_w) * g.dilation_w);
+        c0[i] = blockIdx.z * g.channels + slot.c0;
+        tap[i] = tap_at(g, slot.tap);
       } else {
-        c0[i] = g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
+        c0[i] = gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
       }
     } else {
-      c0[i] = (dy_tile * DY_BOXES + box - X_BOXES) * SLOT;
+      c0[i] = blockIdx.z * g.out_channels + (dy_tile * DY_BOXES + index) * SLOT;
     }
   }
-  int pixel = kt * BLOCK_K;
-  int n = pixel / (g.out_h * g.out_w);
-  int rest = pixel - n * (g.out_h * g.out_w);
-  int p = rest / g.out_w;
-  int q = rest - p * g.out_w;
-
+  Pixel at = pixel_at(g, kt * BLOCK_K);
   int stage = 0;
   uint32_t phase = 0;
   for (; kt < kt_end; ++kt) {
     EmptyBarrier::wait(&empty[stage], phase ^ 1);
     FullBarrier::arrive_and_expect_tx(&full[stage], boxes * BOX_BYTES);
-    uint64_t* barrier = &full[stage];
     uint8_t* base = ring + stage * STAGE_BYTES;
-    constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 #pragma unroll
     for (int i = 0; i < BOXES_PER_WARP; ++i) {
-      const int box = warp + i * PRODUCERS;
-      if (box < X_BOXES) {
-#if X_TILED
-        cute::SM90_TMA_LOAD_2D::copy(&x_map, barrier, hint, base + offset[i], c0[i], pixel);
-#else
-        cute::SM90_TMA_LOAD_IM2COL_4D::copy(&x_map, barrier, base + offset[i], c0[i], q * g.stride_w - g.pad_w,
-                                            p * g.stride_h - g.pad_h, n, tap_w[i], tap_h[i]);
-#endif
-      } else if (box < BOXES) {
-        cute::SM90_TMA_LOAD_2D::copy(&dy_map, barrier, hint, base + offset[i], c0[i], pixel);
+      if (!issued[i]) continue;
+      if (warp + i * PRODUCERS < X_BOXES) {
+        load_x<CLUSTER == 2 && SHARE_X>(x_map, g, &full[stage], base + offset[i], c0[i], tap[i], at);
+      } else {
+        load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, &full[stage], base + offset[i], c0[i], at);
       }
     }
-    pixel += BLOCK_K;
-    q += g.step_q;
-    if (q >= g.out_w) { q -= g.out_w; ++p; }
-    p += g.step_p;
-    if (p >= g.out_h) { p -= g.out_h; ++n; }
-    n += g.step_n;
+    advance(g, at);
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
 }
@@ -196,6 +278,16 @@ __device__ inline void fence(Accumulator& acc) {
   for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) cute::warpgroup_fence_operand(acc[m][i]);
+  }
+}
+
+// The stage may be filled again, by whoever writes to it.
+__device__ inline void release(uint64_t* empty) {
+  const int thread = threadIdx.x % 128;
+  if constexpr (CLUSTER == 1) {
+    if (thread == 0) EmptyBarrier::arrive(empty);
+  } else {
+    EmptyBarrier::arrive(empty, thread, thread < CLUSTER);
   }
 }
 
@@ -223,7 +315,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
     // The batch before this one has retired, so the stage it read may be filled again.
     cute::warpgroup_wait<1>();
     fence(acc);
-    if (previous >= 0 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[previous]);
+    if (previous >= 0) release(&empty[previous]);
     previous = stage;
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
@@ -231,103 +323,203 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
   fence(acc);
 }
 
-// Writes a tile into out[taps][C][K], leaving out rows and columns beyond the problem. WGMMA's accumulator holds, for
-// warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns 8*j + 2*(l%4) (+1).
-template <class T>
-__device__ inline void store_tile(const Args& g, T* out, int tile_m, int tile_n, int warpgroup, Accumulator& acc) {
+// ---- epilogue ------------------------------------------------------------------------------------------------------
+
+// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels along it.
+constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
+constexpr int CHUNKS = DY_TILE / 4;
+static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
+
+// Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every other row, meet in a
+// write, nor where lanes read along a row. All accesses are volatile: they stay on their side of the barriers.
+__device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
+
+__device__ inline void write(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x));
+}
+
+__device__ inline void write(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y));
+}
+
+// WGMMA's accumulator holds, for warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns
+// 8*j + 2*(l%4) (+1).
+__device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc) {
   const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16 + lane / 4, col0 = 2 * (lane % 4);
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
-    const int m_box = tile_m * M_BOXES + m * CONSUMERS + warpgroup;
-#if SWAP
-    const int k = m_box * SLOT + row0;
-#pragma unroll
-    for (int box = 0; box < N_BOXES; ++box) {
-      const Slot slot = slot_of(g, tile_n * N_BOXES + box);
-      if (slot.tap >= g.taps) continue;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int c = slot.c0 + 8 * j + col0;
-        if (c >= g.channels) continue;
-        T* at = out + (size_t(slot.tap) * g.channels + c) * g.out_channels + k;
-        const float* v = &acc[m][(box * 8 + j) * 4];
-        if (k < g.out_channels) {
-          convert(v[0], at[0]);
-          convert(v[1], at[g.out_channels]);
-        }
-        if (k + 8 < g.out_channels) {
-          convert(v[2], at[8]);
-          convert(v[3], at[g.out_channels + 8]);
-        }
-      }
-    }
-#else
-    const Slot slot = slot_of(g, m_box);
-    if (slot.tap >= g.taps) continue;
+    const int m0 = (m * CONSUMERS + warpgroup) * SLOT + row0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int c = slot.c0 + row0 + 8 * half;
-      if (c >= g.channels) continue;
-      T* row = out + (size_t(slot.tap) * g.channels + c) * g.out_channels + tile_n * TILE_N;
+#if SWAP
+      const int k = m0 + 8 * half;
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int c = col0 + odd;
+        const uint32_t column = tile + (c * CHUNKS + (k / 4 ^ swizzle(c))) * 16 + k % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j) write(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
+      }
+#else
+      const uint32_t row = tile + (m0 + 8 * half) * CHUNKS * 16 + col0 * 4;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
-        const int k = 8 * j + col0;
-        if (tile_n * TILE_N + k >= g.out_channels) continue;
-        Vec<T, 2> pair;
-        convert(acc[m][j * 4 + 2 * half], pair.v[0]);
-        convert(acc[m][j * 4 + 2 * half + 1], pair.v[1]);
-        *reinterpret_cast<Vec<T, 2>*>(row + k) = pair;
+        const float* pair = &acc[m][j * 4 + 2 * half];
+        write(row + j / 4 * 128 + (j % 4 * 2 ^ swizzle(row0)) * 16, pair[0], pair[1]);
       }
-    }
 #endif
+    }
   }
 }
 
-// Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits. Split s covers
-// pixel blocks [s, s+1) * k_tiles_per_split and writes out + s * (output size); the plan leaves no split empty.
-template <class T>
+// Where the 64 rows of a slot go.
+struct Rows {
+  int offset, count;  // of the first in the output; those within the problem
+};
+
+__device__ inline Rows rows_of(const Args& g, int index) {
+  const Slot slot = slot_of(g, index);
+  if (slot.tap >= g.taps) return {0, 0};
+  return {(slot.tap * g.channels + slot.c0) * g.pitch + int(blockIdx.z) * g.out_channels,
+          min(SLOT, g.channels - slot.c0)};
+}
+
+__device__ inline float4 read_own(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address));
+  return v;
+}
+
+__device__ inline void add(float4& sum, uint32_t address, int block) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cute::set_block_rank(address, block)));
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
+
+// Writes block `block`'s share of the tile into out[taps][C][K], leaving out rows and columns beyond the problem. The
+// sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is read by all
+// the others at once.
+template <bool CLUSTERED, class T>
+__device__ inline void store_tile(const Args& g, uint32_t tile, const Rows* slots, int dy_tile, int block, int blocks,
+                                  T* out) {
+  // Four chunks are under way at a time; without a cluster a thread has a multiple of that.
+  constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;
+  static_assert(TOTAL % (CONSUMER_THREADS * BATCH) == 0);
+  const int step = blocks * CONSUMER_THREADS;
+  for (int i = block * CONSUMER_THREADS + threadIdx.x - 128; i < TOTAL; i += BATCH * step) {
+    float4 sum[BATCH];
+    uint32_t address[BATCH];
+    T* to[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const bool mine = !CLUSTERED || i + b * step < TOTAL;
+      const int at = mine ? i + b * step : i;
+      const int row = at / CHUNKS, chunk = at % CHUNKS, k = dy_tile * DY_TILE + chunk * 4;
+      address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
+      sum[b] = read_own(address[b]);
+      const Rows rows = slots[row / SLOT];
+      const bool inside = mine && row % SLOT < rows.count && k < g.out_channels;
+      to[b] = inside ? out + rows.offset + row % SLOT * g.pitch + k : nullptr;
+    }
+    if constexpr (CLUSTERED) {
+#pragma unroll 2
+      for (int other = 1; other < blocks; ++other) {
+        const int from = block + other < blocks ? block + other : block + other - blocks;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+          if (i + b * step < TOTAL) add(sum[b], address[b], from);
+        }
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      Vec<T, 4> result;
+      convert(sum[b].x, result.v[0]);
+      convert(sum[b].y, result.v[1]);
+      convert(sum[b].z, result.v[2]);
+      convert(sum[b].w, result.v[3]);
+      if (to[b] != nullptr) *reinterpret_cast<Vec<T, 4>*>(to[b]) = result;
+    }
+  }
+}
+
+// Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z over groups.
+// Split s covers pixel blocks [s, s+1) * k_tiles_per_split; the plan leaves no split empty. Partial sums of split s go
+// to out + s * (output size); without PARTIAL the splits are a cluster.
+template <bool PARTIAL, class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
   extern __shared__ uint8_t raw[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ Rows slots[X_BOXES];
   uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+
+  const int tile = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  const int row = tile / g.columns, column = tile - row * g.columns;
+  const int tile_m = PAIR_ALONG_M ? row * CLUSTER + rank : row;
+  const int tile_n = PAIR_ALONG_M ? column : column * CLUSTER + rank;
+  const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
+  const int kt = blockIdx.y * g.k_tiles_per_split;
+  const int kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
+
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], PRODUCERS);
-      EmptyBarrier::init(&empty[i], CONSUMERS);
+      EmptyBarrier::init(&empty[i], CONSUMERS * CLUSTER);
     }
     cutlass::arch::fence_barrier_init();
   }
+  if (threadIdx.x - 128 < X_BOXES) slots[threadIdx.x - 128] = rows_of(g, x_tile * X_BOXES + threadIdx.x - 128);
   __syncthreads();
+  if constexpr (CLUSTER == 2) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
 
-  const int tile_m = blockIdx.x / g.tiles_n, tile_n = blockIdx.x - tile_m * g.tiles_n;
-  const int kt = blockIdx.y * g.k_tiles_per_split;
-  const int kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, warp, SWAP ? tile_n : tile_m, SWAP ? tile_m : tile_n, kt, kt_end);
+      produce(x_map, dy_map, g, ring, full, empty, warp, x_tile, dy_tile, kt, kt_end);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
+    const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
     Accumulator acc;
-    consume(cute::cast_smem_ptr_to_uint(ring), full, empty, warpgroup, kt_end - kt, acc);
-    cutlass::arch::launch_dependent_grids();
-    const size_t size = size_t(g.taps) * g.channels * g.out_channels;
-    store_tile(g, out + blockIdx.y * size, tile_m, tile_n, warpgroup, acc);
+    consume(ring_address, full, empty, warpgroup, kt_end - kt, acc);
+    if constexpr (PARTIAL) cutlass::arch::launch_dependent_grids();
+    const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
+    sync_consumers();
+    stage_tile(ring_address, warpgroup, acc);
+    if (PARTIAL || gridDim.y == 1) {
+      sync_consumers();
+      const size_t size = size_t(g.taps) * g.channels * g.pitch;
+      store_tile<false>(g, ring_address, slots, dy_tile, 0, 1, PARTIAL ? out + blockIdx.y * size : out);
+      if constexpr (CLUSTER == 2) cute::cluster_sync();
+    } else {
+      cute::cluster_sync();
+      store_tile<true>(g, ring_address, slots, dy_tile, blockIdx.y, gridDim.y, out);
+      cute::cluster_sync();
+    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                   const __grid_constant__ Args g, float* partials) {
-  wgrad(x_map, dy_map, g, partials);
+  wgrad<true>(x_map, dy_map, g, partials);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                  const __grid_constant__ Args g, Output* out) {
-  wgrad(x_map, dy_map, g, out);
+  wgrad<false>(x_map, dy_map, g, out);
 }

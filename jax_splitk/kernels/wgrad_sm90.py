@@ -1,14 +1,19 @@
-"""Kernel family: 2D convolution weight gradients on Hopper by TMA im2col and WGMMA (device code: wgrad_sm90.cu).
+"""Kernel family: convolution weight gradients on Hopper by TMA im2col and WGMMA (device code: wgrad_sm90.cu).
 
-The output [taps * C, K] is cut into tiles and the reduction over N*P*Q pixels into splits; a thread block computes one
-tile of one split. With more than one split the fp32 partial sums go to the workspace and a second kernel, launched with
-programmatic dependent launch, adds them in a fixed order: the result is deterministic, bit for bit.
+The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
+block computes one tile of one split. With more than one split the fp32 partial sums meet in one of two ways, both in a
+fixed order, so that the result is deterministic, bit for bit: in the workspace, where a second kernel, launched with
+programmatic dependent launch, adds them; or in the shared memory of a cluster, whose thread blocks are a tile's splits.
+
+The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
+padding) are folded into the dimension before them: see `folded`.
 
 The method is implicit-GEMM weight gradient with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM
 Convolution" in CUTLASS's documentation), rebuilt on the Hopper atoms of CuTe.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -17,12 +22,12 @@ from jax import numpy as jnp
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k
 from jax_splitk.problem import ConvWgradProblem
-from jax_splitk.target import Target
+from jax_splitk.target import Target, hopper_limit
 
 name = "wgrad_sm90"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 1
+ABI = 2
 
 BLOCK_K = 64
 SLOT = 64  # channels of a TMA box
@@ -35,6 +40,12 @@ MAX_STAGES = 8
 # 16-bit result rounding hides it.
 MAX_FLOAT32_CHAIN = 256
 INT32_MAX = 2**31 - 1
+MAX_CLUSTER = 16  # thread blocks; beyond 8 it is not portable to other GPUs of the architecture
+MAX_GRID_YZ = 65535
+# Larger clusters leave multiprocessors empty, and longer ones wait for each other: both lost by half (measured).
+MAX_CLUSTER_CANDIDATE = 8
+MAX_CLUSTER_K_TILES = 64
+REDUCTIONS = ("workspace", "cluster")
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
@@ -53,6 +64,13 @@ TILES = (
     (256, 128),
 )
 
+# Tiles of which `candidates` also offers pairs of thread blocks that share loads: those that are large enough for the
+# tensor cores to be the limit once loads are cheaper.
+PAIRED_TILES = ((64, 256), (128, 128), (128, 192), (128, 256), (192, 128), (192, 192), (256, 128))
+
+# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
+_IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
+
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -65,6 +83,9 @@ class Config:
       stages: depth of the shared-memory ring, in blocks of 64 pixels.
       swap: False puts (filter tap, input channel) on the tile's M side and output channels on N; True the reverse.
       splits: parts into which the reduction over N*P*Q is cut; none may be empty.
+      reduction: where the splits' sums meet: "workspace", or "cluster" (one launch, no workspace; 2 to 16 splits). A
+        single split is spelled "workspace", though it needs none.
+      cluster: 2 if thread blocks of neighbouring tiles form pairs that load what both need once; else 1.
     """
 
     tile_m: int
@@ -72,6 +93,12 @@ class Config:
     stages: int
     swap: bool
     splits: int
+    reduction: str = "workspace"
+    cluster: int = 1
+
+    @property
+    def in_cluster(self) -> bool:
+        return self.reduction == "cluster"
 
     @property
     def stage_bytes(self) -> int:
@@ -98,6 +125,11 @@ def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
     return min(MAX_STAGES, (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes)
 
 
+def min_stages(tile_m: int, tile_n: int) -> int:
+    """The shallowest ring: two stages, and room for the fp32 tile that takes the ring's place in the end."""
+    return max(2, -(-tile_m * tile_n * 4 // ((tile_m + tile_n) // SLOT * BOX_BYTES)))
+
+
 def k_tiles(problem: ConvWgradProblem) -> int:
     """Blocks of pixels in the reduction."""
     return -(-problem.reduction_size // BLOCK_K)
@@ -118,13 +150,33 @@ def least_splits(problem: ConvWgradProblem) -> int:
     return least
 
 
+def group_channels(p: ConvWgradProblem) -> tuple[int, int]:
+    """(input, output) channels of a feature group."""
+    return p.in_channels // p.feature_group_count, p.out_channels // p.feature_group_count
+
+
 def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(tiles along M, tiles along N)."""
-    slots = problem.taps * -(-problem.in_channels // SLOT)
-    m, n = slots * SLOT, problem.out_channels
+    """(tiles along M, tiles along N) of a feature group."""
+    channels, n = group_channels(problem)
+    m = problem.taps * -(-channels // SLOT) * SLOT
     if config.swap:
         m, n = n, m
     return -(-m // config.tile_m), -(-n // config.tile_n)
+
+
+def _pair_along_m(config: Config) -> bool:
+    """Whether a pair's tiles are neighbours along M, and share the N side; PAIR_ALONG_M of the device code."""
+    return config.tile_n >= config.tile_m
+
+
+def _columns_and_blocks(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
+    """(tiles or pairs of tiles along N, thread blocks) of one split of a feature group."""
+    tiles_m, tiles_n = tile_counts(problem, config)
+    if config.cluster == 1:
+        return tiles_n, tiles_m * tiles_n
+    if _pair_along_m(config):
+        return tiles_n, -(-tiles_m // 2) * 2 * tiles_n
+    return -(-tiles_n // 2), tiles_m * -(-tiles_n // 2) * 2
 
 
 def output_size(problem: ConvWgradProblem) -> int:
@@ -132,13 +184,13 @@ def output_size(problem: ConvWgradProblem) -> int:
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none when there is a single split."""
-    return split_k.workspace_bytes(problem, config.splits)
+    """fp32 partial sums, one set for each split; none for a single split and for a reduction in clusters."""
+    return split_k.workspace_bytes(problem, 1 if config.in_cluster else config.splits)
 
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = _target_limit(target) or _problem_limit(problem) or _tma_limit(problem)
+    reason = hopper_limit(target) or _problem_limit(problem) or _tma_limit(problem)
     if reason is None and config is not None:
         reason = _config_limit(problem, config)
     return reason
@@ -150,22 +202,19 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
     return None
 
 
-def _target_limit(target: Target | None) -> str | None:
-    if target is None or target.is_hopper:
-        return None
-    return f"needs a GPU of compute capability 9.0 (Hopper), not {target.device_kind} ({target.compute_capability})"
-
-
 def _problem_limit(p: ConvWgradProblem) -> str | None:
-    if p.rank != 2:
-        return f"{p.rank} spatial dimensions; accepted: 2"
     if p.dtype not in _DTYPES:
         return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
     if p.out_dtype not in split_k.OUT_CODES:
         return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
-    if p.feature_group_count != 1 or p.batch_group_count != 1:
-        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-        return f"{groups}; accepted: 1"
+    if p.batch_group_count != 1:
+        return f"batch_group_count {p.batch_group_count}; accepted: 1"
+    if p.feature_group_count > MAX_GRID_YZ:
+        return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_YZ}"
+    channels, out_channels = group_channels(p)
+    if p.feature_group_count > 1 and (channels % SLOT or out_channels % SLOT):
+        each = f"{channels} input and {out_channels} output channels each"
+        return f"feature_group_count {p.feature_group_count} with {each}; accepted: multiples of {SLOT} channels, or 1"
     if p.in_channels % 8 or p.out_channels % 8:
         return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
     if any(d != 1 for d in p.lhs_dilation):
@@ -183,97 +232,167 @@ def _tma_limit(p: ConvWgradProblem) -> str | None:
     """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col)."""
     if is_matrix_product(p):
         return None
-    for axis in range(2):
+    lowest, highest, farthest = _IM2COL_LIMITS[folded(p).rank]
+    for axis in range(p.rank):  # a dimension that was folded away is within every limit
         where = f"in spatial dimension {axis}"
         stride, (low, high) = p.window_strides[axis], p.padding[axis]
         reach = (p.kernel_spatial[axis] - 1) * p.rhs_dilation[axis]
         if stride > 8:
             return f"window stride {stride} {where}; accepted: at most 8"
-        if not -128 <= -low <= 127:
-            return f"padding {low} {where}; accepted: -127 to 128"
-        if not -128 <= high - reach <= 127:
-            return f"padding {high} less the dilated window's reach {reach} {where}; accepted: -128 to 127"
-        if reach > 255:
-            return f"dilated window's reach {reach} {where}; accepted: at most 255"
+        if not lowest <= -low <= highest:
+            return f"padding {low} {where}; accepted: {-highest} to {-lowest}"
+        if not lowest <= high - reach <= highest:
+            return f"padding {high} less the dilated window's reach {reach} {where}; accepted: {lowest} to {highest}"
+        if reach > farthest:
+            return f"dilated window's reach {reach} {where}; accepted: at most {farthest}"
     return None
 
 
 def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
     if (config.tile_m, config.tile_n) not in TILES:
         return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-    most = max_stages(config.tile_m, config.tile_n)
-    if not 2 <= config.stages <= most:
-        return f"stages {config.stages}; accepted with this tile: 2 to {most}"
+    least, most = min_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n)
+    if not least <= config.stages <= most:
+        return f"stages {config.stages}; accepted with this tile: {least} to {most}"
     if not isinstance(config.swap, bool):
         return f"swap {config.swap!r}; accepted: True or False"
     blocks = k_tiles(problem)
-    if not 1 <= config.splits <= min(blocks, 65535):
-        return f"splits {config.splits}; accepted for {blocks} blocks of pixels: 1 to {min(blocks, 65535)}"
+    if not 1 <= config.splits <= min(blocks, MAX_GRID_YZ):
+        return f"splits {config.splits}; accepted for {blocks} blocks of pixels: 1 to {min(blocks, MAX_GRID_YZ)}"
     if whole_splits(problem, config.splits) != config.splits:
         nearest = whole_splits(problem, config.splits)
         return f"splits {config.splits} leaves some of {blocks} blocks of pixels' splits empty; use {nearest}"
+    if config.reduction not in REDUCTIONS:
+        return f"reduction {config.reduction!r}; accepted: {', '.join(map(repr, REDUCTIONS))}"
+    if config.in_cluster and not 2 <= config.splits <= MAX_CLUSTER:
+        return f"splits {config.splits} with reduction 'cluster'; accepted: 2 to {MAX_CLUSTER}"
+    if config.cluster not in (1, 2):
+        return f"cluster {config.cluster}; accepted: 1 or 2"
+    if config.cluster == 2 and config.in_cluster:
+        return "cluster 2 with reduction 'cluster'; accepted: 1"
+    if config.cluster == 2 and tile_counts(problem, config)[0 if _pair_along_m(config) else 1] == 1:
+        return f"cluster 2 with one tile along {'M' if _pair_along_m(config) else 'N'}; accepted: 1"
     return None
+
+
+def _is_plain(p: ConvWgradProblem, axis: int) -> bool:
+    """Whether the convolution moves nothing along a spatial dimension."""
+    return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
 
 
 def is_matrix_product(p: ConvWgradProblem) -> bool:
     """A 1x1 filter with unit strides and no padding: X is a plain matrix, and im2col's limits do not apply."""
-    return p.taps == 1 and set(p.window_strides) == {1} and set(p.padding) == {(0, 0)}
+    return all(_is_plain(p, axis) for axis in range(p.rank))
 
 
-def variants() -> Iterator[tuple[int, int, int, bool]]:
-    """Every (tile_m, tile_n, stages, swap) that `candidates` may use: what has to compile."""
+@functools.lru_cache(maxsize=256)
+def folded(p: ConvWgradProblem) -> ConvWgradProblem:
+    """The same matrix product with two or three spatial dimensions: a plain dimension that follows another, or the
+    batch, in memory becomes part of that, and leading dimensions of size 1 fill up to two."""
+    batch, kept, after_plain = p.batch, [], True
+    for axis in range(p.rank):
+        plain, size = _is_plain(p, axis), p.input_spatial[axis]
+        if not (plain and after_plain):
+            filter_of_axis = (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis], p.rhs_dilation[axis])
+            kept.append((size, p.output_spatial[axis], *filter_of_axis))
+        elif kept:
+            kept[-1] = (kept[-1][0] * size, kept[-1][1] * size, *kept[-1][2:])
+        else:
+            batch *= size
+        after_plain = plain
+    kept = [(1, 1, 1, 1, (0, 0), 1)] * (2 - len(kept)) + kept
+    names = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "padding", "rhs_dilation")
+    changes = dict(zip(names, zip(*kept, strict=True), strict=True))
+    return dataclasses.replace(p, batch=batch, lhs_dilation=(1,) * len(kept), **changes)
+
+
+def variants() -> Iterator[Config]:
+    """Every config that `candidates` may use, up to its splits and their reduction: what has to compile."""
     for tile_m, tile_n in TILES:
         depths = {max_stages(tile_m, tile_n)}
         if tile_m == 64 and tile_n <= 192:
             depths.add(max_stages(tile_m, tile_n, ctas_per_sm=2))
         for stages in sorted(depths):
-            if stages >= 2:
-                yield from ((tile_m, tile_n, stages, swap) for swap in (False, True))
+            if stages >= min_stages(tile_m, tile_n):
+                yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
+    for tile in PAIRED_TILES:
+        yield from (Config(*tile, max_stages(*tile), swap, splits=1, cluster=2) for swap in (False, True))
+
+
+def _with_splits(config: Config, splits: int, reduction: str) -> Config:
+    return dataclasses.replace(config, splits=splits, reduction=reduction if splits > 1 else "workspace")
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """Configs worth considering: every variant with the split counts that fill 1 to 8 whole waves of the machine."""
-    found = {}
+    """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
+    counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
+    cluster."""
     least = least_splits(problem)
+    clusters = {
+        whole_splits(problem, s)
+        for s in range(2, MAX_CLUSTER_CANDIDATE + 1)
+        if k_tiles(problem) <= s * MAX_CLUSTER_K_TILES
+    }
+    found: dict[Config, None] = {}
     for variant in variants():
-        single = Config(*variant, splits=1)
-        tiles = math.prod(tile_counts(problem, single))
-        slots = target.cores * single.ctas_per_sm
-        wanted = [least, *(slots * waves // tiles for waves in range(1, 9))]
-        for splits in sorted({whole_splits(problem, s) for s in wanted if s >= least}):
-            config = dataclasses.replace(single, splits=splits)
-            if _config_limit(problem, config) is None:
-                found[config] = None
+        blocks = _columns_and_blocks(problem, variant)[1] * problem.feature_group_count
+        slots = target.cores * variant.ctas_per_sm
+        waves = {whole_splits(problem, s) for s in (least, *(slots * waves // blocks for waves in range(1, 9)))}
+        for wanted, reduction, count in ((waves, "workspace", 4), (clusters, "cluster", 2)):
+            configs = [_with_splits(variant, s, reduction) for s in sorted(wanted) if s >= least]
+            legal = [c for c in configs if _config_limit(problem, c) is None]
+            best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
+            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
     return list(found)
 
 
 def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """The other orientation, one stage less, and split counts nearby, in between waves, doubled and halved."""
-    tiles = math.prod(tile_counts(problem, config))
-    wave = target.cores * config.ctas_per_sm / tiles
-    blocks = -(-k_tiles(problem) // config.splits)
+    """The other orientation, reduction and pairing, one stage less, and split counts nearby, in between waves, doubled
+    and halved."""
+    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count
+    wave = target.cores * config.ctas_per_sm / blocks
+    blocks_each = -(-k_tiles(problem) // config.splits)
     wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
     # One block of pixels more or less in each split.
-    wanted |= {-(-k_tiles(problem) // blocks_each) for blocks_each in (blocks - 1, blocks + 1) if blocks_each}
+    wanted |= {-(-k_tiles(problem) // each) for each in (blocks_each - 1, blocks_each + 1) if each}
     splits = {whole_splits(problem, s) for s in wanted if s >= least_splits(problem)}
-    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
+    found = [_with_splits(config, s, config.reduction) for s in sorted(splits - {config.splits})]
     found.append(dataclasses.replace(config, swap=not config.swap))
+    found.append(dataclasses.replace(config, cluster=3 - config.cluster))
     found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
+    if config.splits > 1:
+        found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
     return found
 
 
-# Fitted to 2,500 timings of 21 suite shapes on one H200; over these the config that the model puts first is on average
-# 4% slower than the fastest (worst 24%).
-_MMA_FLOPS_PER_SM = 790e12 / 132  # bf16 matrix product on random data
-_ONE_WARPGROUP = 0.85  # of that rate, where a single consumer warpgroup issues
-_L2_BYTES_PER_SM = 111e9
-_SHADOW = 0.11  # part of the shorter of arithmetic and loads that is not hidden by the longer
-_SWAP_GAIN = 0.05
-_HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 4.8e12  # partial sums stay in L2 for the most part
-_WAVE_SECONDS = 2.1e-6  # filling the ring and the epilogue
-_LAUNCH_SECONDS = 4.5e-6
-_REDUCE_SECONDS = 0.7e-6
+# Fitted to 380 device times of 16 suite shapes on one H200.
+_MMA_FLOPS_PER_SM = 870e12 / 132
+_ONE_WARPGROUP = 0.87  # of that rate, where a single consumer warpgroup issues
+# Part of the rate where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in 32
+# clocks, all that it gives.
+_NARROW = 0.62
+_L2_BYTES_PER_SM = 181e9
+_SHADOW = 0.03  # part of the shorter of arithmetic and loads that is not hidden by the longer
+_SWAP_GAIN = 0.012
+_HBM_BYTES = 4.3e12
+_PARTIAL_BYTES = 4.5e12  # partial sums stay in L2 for the most part
+_WAVE_SECONDS = 0.6e-6  # filling the ring and the epilogue
+_LAUNCH_SECONDS = 4.0e-6
+_REDUCE_SECONDS = 1.0e-6
+_CLUSTER_SECONDS = 3.5e-6  # a larger launch, and two barriers
+_CLUSTER_BYTES_PER_SM = 87e9  # distributed shared memory
+_PAIR_STEP = 1.08  # what waiting for each other costs a pair, relative: it won on no suite shape
+# Streaming multiprocessors that share a graphics processing cluster, which a thread-block cluster cannot leave.
+_GPC_CORES = (18, 18, 18, 18, 16, 16, 14, 14)
+
+
+def _resident_blocks(config: Config, target: Target) -> int:
+    """Thread blocks that the GPU holds at a time: clusters leave some multiprocessors empty."""
+    size = config.splits if config.in_cluster else config.cluster
+    if size == 1:
+        return target.cores * config.ctas_per_sm
+    clusters = sum(cores * config.ctas_per_sm // size for cores in _GPC_CORES)
+    return max(size, clusters * size * target.cores // sum(_GPC_CORES))
 
 
 def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -281,24 +400,34 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
     The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
     """
-    blocks = math.prod(tile_counts(problem, config)) * config.splits
+    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count * config.splits
     mma = 2 * config.tile_m * config.tile_n * BLOCK_K / _MMA_FLOPS_PER_SM
     if config.consumers == 1:
         mma /= _ONE_WARPGROUP
-    load = config.stage_bytes / _L2_BYTES_PER_SM
+    elif config.tile_n == 64:
+        mma /= _NARROW
+    load_bytes = config.stage_bytes
+    if config.cluster == 2:
+        load_bytes -= max(config.tile_m, config.tile_n) // SLOT * BOX_BYTES // 2
+    load = load_bytes / _L2_BYTES_PER_SM
     step = max(mma, load) + _SHADOW * min(mma, load)
+    if config.cluster == 2:
+        step *= _PAIR_STEP
     # Thread blocks that share an SM share its rates, but hide each other's ramp.
-    steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
-    waves = -(-blocks // (target.cores * config.ctas_per_sm))
+    resident = _resident_blocks(config, target)
+    steps = -(-blocks * config.ctas_per_sm // resident) * -(-k_tiles(problem) // config.splits)
+    waves = -(-blocks // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-    if config.splits > 1:
+    if config.in_cluster:
+        seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
+    elif config.splits > 1:
         seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
     return seconds
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes and tile, not on shapes or splits."""
+    """The device code's specialisation: it depends on dtypes and tile, not on sizes or splits."""
     return compiler.Source(
         "wgrad_sm90.cu",
         (
@@ -310,46 +439,52 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("SWAP", int(config.swap)),
             ("X_TILED", int(is_matrix_product(problem))),
             ("CTAS_PER_SM", config.ctas_per_sm),
+            ("CLUSTER", config.cluster),
+            ("RANK3", int(folded(problem).rank == 3)),
         ),
     )
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    out_h, out_w = p.output_spatial
-    blocks = k_tiles(p)
-    step_n, rest = divmod(BLOCK_K, out_h * out_w)
-    step_p, step_q = divmod(rest, out_w)
-    (pad_h, _), (pad_w, _) = p.padding
+    p = folded(problem)
+    flat = 3 - p.rank  # leading dimensions that are missing
+    ones, zeros = (1,) * flat, (0,) * flat
+    out = (*ones, *p.output_spatial)
+    rest, steps = BLOCK_K, []
+    for size in reversed(out):
+        rest, digit = divmod(rest, size)
+        steps.insert(0, digit)
+    blocks = k_tiles(problem)
     values = (
-        *(p.in_channels, p.out_channels, p.taps, p.kernel_spatial[1]),
-        *(out_h, out_w, *p.window_strides, pad_h, pad_w, *p.rhs_dilation),
-        tile_counts(p, config)[1],
+        *(*group_channels(problem), problem.taps, problem.out_channels),
+        *p.kernel_spatial[-2:],
+        *out,
+        *(*ones, *p.window_strides),
+        *(*zeros, *(low for low, _ in p.padding)),
+        *(*ones, *p.rhs_dilation),
+        _columns_and_blocks(problem, config)[0],
         *(blocks, -(-blocks // config.splits)),
-        *(step_n, step_p, step_q),
+        *(rest, *steps),
     )
     return plan.Int32Struct(values)
 
 
-def _x_map(p: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
-    if is_matrix_product(p):
-        return _matrix_map(0, p.dtype, p.in_channels, p.reduction_size)
-    height, width = p.input_spatial
-    dims = (p.in_channels, width, height, p.batch)
-    inner_first = (1, 0)
-    low, high, reach = (
-        [p.padding[axis][0] for axis in inner_first],
-        [p.padding[axis][1] for axis in inner_first],
-        [(p.kernel_spatial[axis] - 1) * p.rhs_dilation[axis] for axis in inner_first],
-    )
+def _x_map(problem: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
+    if is_matrix_product(problem):
+        return _matrix_map(0, problem.dtype, problem.in_channels, problem.reduction_size)
+    p = folded(problem)
+    inner_first = range(p.rank - 1, -1, -1)
+    dims = (p.in_channels, *(p.input_spatial[axis] for axis in inner_first), p.batch)
+    reach = [(size - 1) * dilation for size, dilation in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
     return plan.Im2colMap(
         buffer=0,
         dtype=p.dtype,
         dims=dims,
         strides=plan.tensor_map_strides(dims, 2),
-        element_strides=(1, p.window_strides[1], p.window_strides[0], 1),
-        lower=tuple(-pad for pad in low),
-        upper=tuple(pad - r for pad, r in zip(high, reach, strict=True)),
+        element_strides=(1, *(p.window_strides[axis] for axis in inner_first), 1),
+        lower=tuple(-p.padding[axis][0] for axis in inner_first),
+        upper=tuple(p.padding[axis][1] - reach[axis] for axis in inner_first),
         channels=SLOT,
         pixels=BLOCK_K,
     )
@@ -371,14 +506,15 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         plan.Buffer(workspace_bytes(problem, config), 16),
     )
     maps = (_x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size))
-    tiles = math.prod(tile_counts(problem, config))
-    split = config.splits > 1
+    partial = config.splits > 1 and not config.in_cluster
+    blocks = _columns_and_blocks(problem, config)[1]
     main = plan.Launch(
-        kernel="wgrad_partial" if split else "wgrad_direct",
-        grid=(tiles, config.splits, 1),
+        kernel="wgrad_partial" if partial else "wgrad_direct",
+        grid=(blocks, config.splits, problem.feature_group_count),
         block=(128 * (config.consumers + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if split else 2)),
+        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if partial else 2)),
         shared_bytes=config.shared_bytes,
+        cluster=(config.cluster, config.splits if config.in_cluster else 1, 1),
     )
-    launches = (main, split_k.reduce_launch(problem, config.splits)) if split else (main,)
+    launches = (main, split_k.reduce_launch(problem, config.splits)) if partial else (main,)
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")

@@ -65,7 +65,8 @@ def select(
     """
     if options.implementation == "xla":
         return xla(problem, "implementation='xla' was asked for")
-    serving, refusals = [], []
+    serving: list[kernels.Family] = []
+    refusals: dict[str, list[str]] = {}  # families by reason
     explicit = options.implementation is not None or options.config is not None
     for family in kernels.families(problem.op):
         if options.implementation not in (None, family.implementation):
@@ -76,15 +77,17 @@ def select(
         if refusal is None:
             serving.append(family)
         elif refusal:
-            refusals.append(f"{family.name}: {refusal}")
+            refusals.setdefault(refusal, []).append(family.name)
     if serving and options.config is not None:
         return _explicit(serving[0], problem, target, options)
     if serving:
         choice = _decided(problem, target, options, measure, final) or _predicted(serving, problem, target, options)
         if isinstance(choice, Choice):
             return choice
-        refusals.append(choice)
-    reason = "; ".join(refusals) or f"no kernel for platform {target.platform}"
+        for refusal, names in choice.items():
+            refusals.setdefault(refusal, []).extend(names)
+    reason = "; ".join(f"{', '.join(names)}: {refusal}" for refusal, names in refusals.items())
+    reason = reason or f"no kernel for platform {target.platform}"
     if explicit:
         raise NotImplementedError(
             f"{problem}: {reason}. Use implementation=None (falls back to XLA) or implementation='xla'."
@@ -234,20 +237,22 @@ def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Opt
 
 def _predicted(
     serving: list[kernels.Family], problem: ConvWgradProblem, target: Target, options: Options
-) -> Choice | str:
-    """The cost model's best legal config, or why there is none."""
+) -> Choice | dict[str, list[str]]:
+    """The cost model's best legal config, or why there is none: families by reason."""
     explicit, limit = options.implementation is not None, options.workspace_limit
-    refusals, found, total = [], [], 0
+    refusals: dict[str, list[str]] = {}
+    found: list[tuple[float, int, kernels.Family, Any]] = []
+    total = 0
     for family in serving:
         reason = None if explicit else family.preferred(problem, target)
         best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
         total += count
         if best is None:
-            refusals.append(f"{family.name}: {reason or f'no config fits in workspace_limit_bytes={limit}'}")
+            refusals.setdefault(reason or f"no config fits in workspace_limit_bytes={limit}", []).append(family.name)
         else:
             found.append((family.estimate(problem, best, target), len(found), family, best))
     if not found:
-        return "; ".join(refusals)
+        return refusals
     seconds, _, family, best = min(found, key=lambda item: item[:2])
     why = f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)"
     return _ours(family, problem, best, target, why)

@@ -1,0 +1,150 @@
+"""Quantizes a network for handwritten digits to int4, and teaches it a new task through low-rank adapters.
+
+    python examples/quantized_digits.py
+
+A multilayer perceptron is trained in float32 on scikit-learn's 8x8 images. Its dense layers are quantized to 4 bits
+and packed; the table shows the accuracy kept and the bytes saved. Then the images are turned upside down, and
+adapters of rank 8 learn them, as QLoRA (arXiv:2305.14314) does: gradients flow through `quantized_matmul` to the
+adapters while the 4-bit weights stay as they are.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from digits import BATCH, adam, load
+from jax import numpy as jnp
+from tqdm import trange
+
+from jax_splitk.quantized import prepack, quantize, quantized_matmul
+
+WIDTHS = (64, 256, 256, 10)
+EPOCHS, ADAPTER_EPOCHS, RANK = 12, 20, 8
+GROUP_SIZES = (32, 64, None)
+NEEDED_ACCURACY, NEEDED_ADAPTED, ALLOWED_LOSS = 0.95, 0.90, 0.01
+
+
+def init(key):
+    keys = jax.random.split(key, len(WIDTHS) - 1)
+    return [
+        {"w": jax.random.normal(key, (k, features)) * np.sqrt(2 / k), "b": jnp.zeros(features)}
+        for key, k, features in zip(keys, WIDTHS, WIDTHS[1:], strict=False)
+    ]
+
+
+def init_adapters(key):
+    """Products a @ b to add to each weight; they start at zero."""
+    keys = jax.random.split(key, len(WIDTHS) - 1)
+    return [
+        {"a": jax.random.normal(key, (k, RANK)) / np.sqrt(k), "b": jnp.zeros((RANK, features))}
+        for key, k, features in zip(keys, WIDTHS, WIDTHS[1:], strict=False)
+    ]
+
+
+def mlp(layers, x, dense):
+    """Logits; `dense(layer, x)` is the product with a layer's weight."""
+    for i, layer in enumerate(layers):
+        x = dense(layer, x) + layer["b"]
+        x = jax.nn.relu(x) if i < len(layers) - 1 else x
+    return x
+
+
+def float_dense(layer, x):
+    return x @ layer["w"]
+
+
+def quantized_dense(layer, x):
+    """float32 in and out, bfloat16 activations and int4 weights between; the adapter, if there is one, on top."""
+    out = quantized_matmul(x.astype(jnp.bfloat16), layer["w"], preferred_element_type=jnp.float32)
+    return out + (x @ layer["adapter"]["a"]) @ layer["adapter"]["b"] if "adapter" in layer else out
+
+
+def quantized(params, group_size):
+    """The same layers with packed int4 weights."""
+    return [
+        layer | {"w": prepack(quantize(layer["w"], "int4", group_size=group_size, scale_dtype=jnp.bfloat16))}
+        for layer in params
+    ]
+
+
+def with_adapters(layers, adapters):
+    return [layer | {"adapter": adapter} for layer, adapter in zip(layers, adapters, strict=True)]
+
+
+def nll(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+
+def train(loss, params, images, labels, epochs, description):
+    """Adam on random batches."""
+
+    @jax.jit
+    def step(params, state, images, labels):
+        value, grads = jax.value_and_grad(loss)(params, images, labels)
+        return *adam(params, grads, state), value
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state, rng = (jnp.zeros(()), zeros, zeros), np.random.default_rng(1)
+    value = jnp.nan
+    progress = trange(epochs, desc=description, unit="epoch")
+    for _ in progress:
+        order = rng.permutation(len(labels))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            rows = order[start : start + BATCH]
+            params, state, value = step(params, state, images[rows], labels[rows])
+        progress.set_postfix(loss=f"{float(value):.4f}")
+    return params
+
+
+@jax.jit
+def quantized_logits(layers, images):
+    return mlp(layers, images, quantized_dense)
+
+
+def accuracy(logits, labels):
+    return float(np.mean(np.asarray(jnp.argmax(logits, axis=1)) == labels))
+
+
+def nbytes(layers):
+    """Of the weights (and their scales), without the biases."""
+    return sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer["w"]))
+
+
+def main():
+    train_images, train_labels, test_images, test_labels = load()
+    train_images, test_images = train_images.reshape(-1, 64), test_images.reshape(-1, 64)
+
+    float_loss = lambda params, x, labels: nll(mlp(params, x, float_dense), labels)  # noqa: E731
+    params = train(float_loss, init(jax.random.key(0)), train_images, train_labels, EPOCHS, "training")
+    kept = accuracy(mlp(params, test_images, float_dense), test_labels)
+    print(f"\n{'weights':<22}{'accuracy':>10}{'bytes':>10}")
+    print(f"{'float32':<22}{kept:>10.1%}{nbytes(params):>10,}")
+    problems = [] if kept >= NEEDED_ACCURACY else [f"accuracy {kept:.1%} is below {NEEDED_ACCURACY:.0%}"]
+    for group_size in GROUP_SIZES:
+        layers = quantized(params, group_size)
+        reached = accuracy(quantized_logits(layers, test_images), test_labels)
+        name = f"int4, {'per channel' if group_size is None else f'groups of {group_size}'}"
+        print(f"{name:<22}{reached:>10.1%}{nbytes(layers):>10,}  {nbytes(params) / nbytes(layers):.1f}x smaller")
+        if group_size and reached < kept - ALLOWED_LOSS:
+            problems.append(f"{name}: accuracy {reached:.1%} is more than {ALLOWED_LOSS:.0%} below {kept:.1%}")
+
+    layers = quantized(params, 32)
+    # Upside down: the pixels in reverse order.
+    train_images, test_images = train_images[:, ::-1], test_images[:, ::-1]
+    before = accuracy(quantized_logits(layers, test_images), test_labels)
+    adapter_loss = lambda adapters, x, labels: nll(quantized_logits(with_adapters(layers, adapters), x), labels)  # noqa: E731
+    adapters = init_adapters(jax.random.key(2))
+    print()
+    adapters = train(adapter_loss, adapters, train_images, train_labels, ADAPTER_EPOCHS, "adapters")
+    after = accuracy(quantized_logits(with_adapters(layers, adapters), test_images), test_labels)
+    trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (adapters, [p["w"] for p in params]))
+    print(f"Upside down: accuracy {before:.1%} before, {after:.1%} with adapters of rank {RANK}")
+    print(f"Trained {trained:,} parameters on top of {frozen:,} frozen ones of 4 bits")
+    if after < NEEDED_ADAPTED:
+        problems.append(f"accuracy with adapters {after:.1%} is below {NEEDED_ADAPTED:.0%}")
+    if problems:
+        sys.exit(f"FAILED: {'; '.join(problems)}")
+
+
+if __name__ == "__main__":
+    main()

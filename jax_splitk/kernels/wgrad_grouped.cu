@@ -1,0 +1,454 @@
+// Grouped convolution weight gradient for Hopper, for few channels per group: TMA tiles with their halo in
+// shared memory, read by ldmatrix, multiplied by mma.sync.
+//
+//   dW[r, s, c % Cg, k] = sum over (n, p, q) of X[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] * dY[n, p, q, k]
+//   for c and k of the same group
+//
+// Words. Unit: 8 neighbouring channels, 16 bytes, a row of ldmatrix's 8x8 matrices. Bundle: the fewest groups
+// whose channels are whole units on both sides; every unit of X meets every unit of dY of its bundle. Block:
+// the channels of a thread block, whole bundles or a part of one. Octet: 8 neighbouring pixels of an output
+// row. Strip: two octets (the MMA's k of 16), followed from the tile's first row to its last.
+//
+// A tile is IMAGES x ROWS x COLUMNS output pixels and the input that they read; one stage of the ring holds
+// it, X first, each as pixels of one TMA box under the swizzle of the pixel's size. Widths are whole
+// multiples of 8 pixels, so that the swizzle of a unit depends on the pixel's place in its octet only. Filter
+// taps are other addresses of the same X.
+//
+// An MMA's 16 rows are two slots (tap column, unit of X), its 8 columns a unit of dY. A warp owns a job: all
+// tap rows, some tap columns, units of X and units of dY of one bundle, whose sums stay in its registers.
+// Warps of the same job divide the strips among themselves (slices) and meet in shared memory at the end, in
+// the order of their numbers. With REUSE a row of X is loaded once, for all tap rows, against the last
+// KERNEL_H rows of dY, kept in registers.
+//
+// What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
+// the convolution does not multiply.
+//
+// Roles: the last warp is the producer (one thread issues TMA), the others are consumers.
+// Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
+// consumer warp after its last ldmatrix). Both start in phase 0; the producer's first pass waits on the
+// opposite parity.
+//
+// Macros: ELEMENT_BF16, OUT (split_k.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W,
+// GROUP_IN, GROUP_OUT (channels per group), IN_BLOCK, OUT_BLOCK, IMAGES, ROWS, COLUMNS, RAGGED (the last tile
+// of an image may have fewer rows), SLICES, STAGES, WARP_IN, WARP_OUT (units of a job), WARP_COLUMNS (tap
+// columns of a job), CTAS_PER_SM.
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "split_k.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// Must match `_args` in wgrad_grouped.py.
+struct Args {
+  int out_channels;
+  int stride;  // elements from one split's partial sums to the next's
+  int out_h, out_w, pad_h, pad_w;
+  int tiles, tiles_h, tiles_w;  // in all, and of an image
+};
+
+constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int above(int a, int b) { return (a + b - 1) / b * b; }
+
+// ---- channels ---------------------------------------------------------------------------------------------
+
+constexpr int BUNDLE = most(1, most(8 / GROUP_IN, 8 / GROUP_OUT));  // groups
+constexpr int BUNDLE_IN = BUNDLE * GROUP_IN, BUNDLE_OUT = BUNDLE * GROUP_OUT;
+constexpr int BUNDLES =
+    most(1, IN_BLOCK / BUNDLE_IN);  // of a block; 1 also where the block is a part of a bundle
+constexpr int IN_UNITS = IN_BLOCK / 8 / BUNDLES,
+              OUT_UNITS = OUT_BLOCK / 8 / BUNDLES;  // of one bundle in a block
+constexpr int IN_PARTS = most(1, BUNDLE_IN / IN_BLOCK), OUT_PARTS = most(1, BUNDLE_OUT / OUT_BLOCK);
+
+constexpr int IN_JOBS = IN_UNITS / WARP_IN, OUT_JOBS = OUT_UNITS / WARP_OUT;
+constexpr int COLUMN_JOBS = (KERNEL_W + WARP_COLUMNS - 1) / WARP_COLUMNS;
+constexpr int JOBS = BUNDLES * IN_JOBS * OUT_JOBS * COLUMN_JOBS;
+constexpr int WARPS = JOBS * SLICES;  // consumers
+constexpr int THREADS = 32 * (WARPS + 1);
+
+constexpr int SLOTS = WARP_COLUMNS * WARP_IN;
+constexpr int PAIRS = (SLOTS + 1) / 2;         // of slots
+constexpr int OUT_PAIRS = (WARP_OUT + 1) / 2;  // of units of dY
+
+// ---- pixels -----------------------------------------------------------------------------------------------
+
+constexpr int X_PIXEL = IN_BLOCK * 2, DY_PIXEL = OUT_BLOCK * 2;  // bytes
+constexpr int X_WIDTH = above((COLUMNS - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1, 8);
+constexpr int X_HEIGHT = (ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
+constexpr int DY_WIDTH = above(COLUMNS, 8);
+constexpr int X_ROW = X_WIDTH * X_PIXEL, X_IMAGE = X_HEIGHT * X_ROW, X_BYTES = IMAGES * X_IMAGE;
+constexpr int DY_ROW = DY_WIDTH * DY_PIXEL, DY_IMAGE = ROWS * DY_ROW, DY_BYTES = IMAGES * DY_IMAGE;
+constexpr int DY_OFFSET = above(X_BYTES, 1024);
+constexpr int STAGE_BYTES = DY_OFFSET + above(DY_BYTES, 1024);
+
+constexpr int OCTETS = DY_WIDTH / 8;  // of a row
+constexpr int STRIPS = (OCTETS * IMAGES + 1) / 2;
+constexpr bool REUSE = STRIDE_H == 1 && DILATION_H == 1 && KERNEL_H > 1;
+// Of turns of KERNEL_H rows of X: all of them, where that is not too much code; it makes every row's part
+// constant.
+constexpr int UNROLL = KERNEL_H <= 3 ? (X_HEIGHT + KERNEL_H - 1) / KERNEL_H : 1;
+
+// Tile coordinates: group of IMAGES images, ROWS rows, COLUMNS columns.
+struct Tile {
+  int n, h, w;
+};
+
+__device__ inline Tile tile_at(const Args& g, int index) {
+  const int image = index / (g.tiles_h * g.tiles_w), rest = index - image * (g.tiles_h * g.tiles_w);
+  const int h = rest / g.tiles_w;
+  return {image, h, rest - h * g.tiles_w};
+}
+
+__device__ inline void advance(const Args& g, Tile& tile) {
+  if (++tile.w < g.tiles_w) return;
+  tile.w = 0;
+  if (++tile.h < g.tiles_h) return;
+  tile.h = 0;
+  ++tile.n;
+}
+
+// First channels of a thread block.
+struct Channels {
+  int in, out;
+};
+
+__device__ inline Channels block_channels(int block) {
+  const int part = block % (IN_PARTS * OUT_PARTS), bundle = block / (IN_PARTS * OUT_PARTS) * BUNDLES;
+  return {bundle * BUNDLE_IN + part / OUT_PARTS * IN_BLOCK,
+          bundle * BUNDLE_OUT + part % OUT_PARTS * OUT_BLOCK};
+}
+
+// ---- producer ---------------------------------------------------------------------------------------------
+
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
+                               uint64_t* full, uint64_t* empty, Channels channels, Tile tile, int tiles) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  int stage = 0;
+  uint32_t phase = 0;
+  for (; tiles > 0; --tiles) {
+    EmptyBarrier::wait(&empty[stage], phase ^ 1);
+    FullBarrier::arrive_and_expect_tx(&full[stage], X_BYTES + DY_BYTES);
+    uint8_t* base = ring + stage * STAGE_BYTES;
+    const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
+    cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[stage], hint, base, channels.in, q * STRIDE_W - g.pad_w,
+                                 p * STRIDE_H - g.pad_h, n);
+    cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[stage], hint, base + DY_OFFSET, channels.out, q, p, n);
+    advance(g, tile);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// ---- consumer ---------------------------------------------------------------------------------------------
+
+using Accumulator = float[KERNEL_H][PAIRS][WARP_OUT][4];
+using XFragment = uint32_t[PAIRS][4];
+using DyFragment = uint32_t[WARP_OUT][2];
+
+struct Job {
+  int in_unit, out_unit, column;  // the first ones: units of the block, tap column
+};
+
+__device__ inline Job job_at(int index) {
+  const int column = index % COLUMN_JOBS, out = index / COLUMN_JOBS % OUT_JOBS;
+  const int in = index / (COLUMN_JOBS * OUT_JOBS) % IN_JOBS;
+  const int bundle = index / (COLUMN_JOBS * OUT_JOBS * IN_JOBS);
+  return {bundle * IN_UNITS + in * WARP_IN, bundle * OUT_UNITS + out * WARP_OUT, column * WARP_COLUMNS};
+}
+
+// Byte of a pixel's unit under the TMA swizzle: its number's bits, taken modulo the units of a pixel, are
+// flipped by the number of the 128-byte line.
+template <int PIXEL>
+__device__ inline uint32_t swizzled(int pixel, int unit) {
+  const int byte = pixel * PIXEL;
+  return byte + ((unit ^ (byte >> 7 & (PIXEL / 16 - 1))) << 4);
+}
+
+// Matrices by address groups of 8 lanes, transposed: a thread gets elements (2*(l%4), +1) along pixels at
+// channel l/4.
+__device__ inline void load4(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
+               : "r"(address));
+}
+
+__device__ inline void load2(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(v0), "=r"(v1)
+               : "r"(address));
+}
+
+#if ELEMENT_BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Where a lane's pixel lies in shared memory, for each load of a row. Lanes come in groups of 8, a pixel of
+// an octet each. For X the groups are (octet, slot of a pair) = (0, 0), (0, 1), (1, 0), (1, 1), the order of
+// the MMA's A registers; for dY (unit of a pair, octet), the order of two B operands.
+struct Cursor {
+  uint32_t x[PAIRS], dy[OUT_PAIRS];
+  uint32_t x_row, dy_row;  // from a row to the next: 0 for lanes that stay on the row of zeros
+};
+
+// A lane's offsets from an octet's first pixel.
+struct Lane {
+  uint32_t x[PAIRS], dy[OUT_PAIRS];
+};
+
+__device__ inline Lane lane_offsets(const Job& job, int lane) {
+  const int pixel = lane % 8;
+  Lane at;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    // An odd last slot is loaded twice, and the second not stored: cheaper than moving its registers.
+    const int slot = min(2 * i + lane / 8 % 2, SLOTS - 1);
+    // So are columns beyond the filter, in the last job.
+    const int column = min(job.column + slot / WARP_IN, KERNEL_W - 1);
+    at.x[i] = swizzled<X_PIXEL>(pixel * STRIDE_W + column * DILATION_W, job.in_unit + slot % WARP_IN);
+  }
+#pragma unroll
+  for (int i = 0; i < OUT_PAIRS; ++i) {
+    at.dy[i] = swizzled<DY_PIXEL>(pixel, job.out_unit + min(2 * i + lane / 16, WARP_OUT - 1));
+  }
+  return at;
+}
+
+__device__ inline Cursor strip_cursor(const Lane& at, uint32_t stage, uint32_t zeros, int strip, int columns,
+                                      int lane) {
+  Cursor cursor;
+  {
+    const int octet = 2 * strip + lane / 16;
+    const int image = octet / OCTETS, q = (octet - image * OCTETS) * 8;
+    const bool live = image < IMAGES && q + lane % 8 < columns;
+    const uint32_t x = stage + image * X_IMAGE + q * (STRIDE_W * X_PIXEL);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) cursor.x[i] = live ? x + at.x[i] : zeros + (at.x[i] & 0x70);
+    cursor.x_row = live ? X_ROW : 0;
+  }
+  {
+    const int octet = 2 * strip + lane / 8 % 2;
+    const int image = octet / OCTETS, q = (octet - image * OCTETS) * 8;
+    const bool live = image < IMAGES && q + lane % 8 < columns;
+    const uint32_t dy = stage + DY_OFFSET + image * DY_IMAGE + q * DY_PIXEL;
+#pragma unroll
+    for (int i = 0; i < OUT_PAIRS; ++i) cursor.dy[i] = live ? dy + at.dy[i] : zeros + (at.dy[i] & 0x70);
+    cursor.dy_row = live ? DY_ROW : 0;
+  }
+  return cursor;
+}
+
+// Loads a row, `offset` bytes from the cursor's.
+__device__ inline void load_x(const Cursor& cursor, uint32_t offset, XFragment& a) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) load4(cursor.x[i] + offset, a[i][0], a[i][1], a[i][2], a[i][3]);
+}
+
+__device__ inline void load_dy(const Cursor& cursor, uint32_t offset, DyFragment& b) {
+#pragma unroll
+  for (int i = 0; i < OUT_PAIRS; ++i) {
+    const uint32_t address = cursor.dy[i] + offset;
+    if (2 * i + 1 < WARP_OUT) {
+      load4(address, b[2 * i][0], b[2 * i][1], b[2 * i + 1][0], b[2 * i + 1][1]);
+    } else {
+      load2(address, b[2 * i][0], b[2 * i][1]);
+    }
+  }
+}
+
+__device__ inline void multiply_row(const XFragment& a, const DyFragment& b,
+                                    float (&acc)[PAIRS][WARP_OUT][4]) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+#pragma unroll
+    for (int k = 0; k < WARP_OUT; ++k) multiply(acc[i][k], a[i], b[k]);
+  }
+}
+
+// Adds a strip of `rows` rows of dY.
+__device__ inline void add_strip(const Cursor& cursor, int rows, Accumulator& acc) {
+  uint32_t x_offset = 0, dy_offset = 0;
+  if constexpr (REUSE) {
+    DyFragment b[KERNEL_H];
+#pragma unroll(UNROLL)
+    for (int first = 0; first < X_HEIGHT; first += KERNEL_H) {
+#pragma unroll
+      for (int j = 0; j < KERNEL_H; ++j) {
+        const int h = first + j;
+        if (h >= X_HEIGHT || (RAGGED && h >= rows + KERNEL_H - 1)) break;
+        XFragment a;
+        load_x(cursor, x_offset, a);
+        if (h < ROWS) load_dy(cursor, dy_offset, b[j]);
+        x_offset += cursor.x_row;
+        dy_offset += cursor.dy_row;
+#pragma unroll
+        for (int r = KERNEL_H - 1; r >= 0; --r) {
+          const int p = h - r;
+          if (p < 0 || p >= ROWS || (RAGGED && p >= rows)) continue;
+          multiply_row(a, b[(j - r + KERNEL_H) % KERNEL_H], acc[r]);
+        }
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int p = 0; p < rows; ++p) {
+      DyFragment b;
+      load_dy(cursor, dy_offset, b);
+#pragma unroll
+      for (int r = 0; r < KERNEL_H; ++r) {
+        XFragment a;
+        load_x(cursor, x_offset + r * DILATION_H * cursor.x_row, a);
+        multiply_row(a, b, acc[r]);
+      }
+      x_offset += STRIDE_H * cursor.x_row;
+      dy_offset += cursor.dy_row;
+    }
+  }
+}
+
+__device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, uint32_t zeros,
+                               const Job& job, int slice, Tile tile, int tiles, Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+  const Lane at = lane_offsets(job, lane);
+  int stage = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (; tiles > 0; --tiles) {
+    const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
+    const int columns = min(COLUMNS, g.out_w - tile.w * COLUMNS);
+    FullBarrier::wait(&full[stage], phase);
+#pragma unroll 1
+    for (int strip = slice; strip < STRIPS; strip += SLICES) {
+      add_strip(strip_cursor(at, ring + stage * STAGE_BYTES, zeros, strip, columns, lane), rows, acc);
+    }
+    __syncwarp();
+    if (lane == 0) EmptyBarrier::arrive(&empty[stage]);
+    advance(g, tile);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// Orders plain accesses to shared memory too, which CUTLASS's NamedBarrier leaves to the compiler.
+__device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" : : "n"(WARPS * 32) : "memory"); }
+
+// Adds the sums of a job's slices into the first slice's, in their order, through `exchange`, an array of
+// [slice - 1][job][value][lane]. All consumers come here, after their last read of the ring, which it
+// replaces.
+__device__ inline void add_slices(float* exchange, int job, int slice, Accumulator& acc) {
+  constexpr int VALUES = sizeof(Accumulator) / sizeof(float);
+  float* values = &acc[0][0][0][0];
+  float* mine = exchange + job * (VALUES * 32) + threadIdx.x % 32;
+  sync_consumers();
+  if (slice > 0) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) mine[(slice - 1) * (JOBS * VALUES * 32) + i * 32] = values[i];
+  }
+  sync_consumers();
+  if (slice > 0) return;
+#pragma unroll
+  for (int other = 0; other < SLICES - 1; ++other) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) values[i] += mine[other * (JOBS * VALUES * 32) + i * 32];
+  }
+}
+
+// Writes a job's sums into out[KERNEL_H][KERNEL_W][GROUP_IN][K], leaving out those across groups. The MMA's
+// accumulator holds, for lane l, rows l/4 (+8) and columns 2*(l%4) (+1).
+template <class T>
+__device__ inline void store_job(const Args& g, T* out, Channels channels, const Job& job,
+                                 const Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < WARP_OUT; ++k) {
+    const int out_channel = channels.out + (job.out_unit + k) * 8 + lane % 4 * 2;
+    if (out_channel >= g.out_channels) continue;
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      const int column = job.column + slot / WARP_IN;
+      const int in_channel = channels.in + (job.in_unit + slot % WARP_IN) * 8 + lane / 4;
+      if (column >= KERNEL_W || in_channel / GROUP_IN != out_channel / GROUP_OUT) continue;
+      T* at = out + size_t(column * GROUP_IN + in_channel % GROUP_IN) * g.out_channels + out_channel;
+#pragma unroll
+      for (int r = 0; r < KERNEL_H; ++r) {
+        const float* v = &acc[r][slot / 2][k][slot % 2 * 2];
+        Vec<T, 2> pair;
+        convert(v[0], pair.v[0]);
+        convert(v[1], pair.v[1]);
+        *reinterpret_cast<Vec<T, 2>*>(at + size_t(r) * (KERNEL_W * GROUP_IN) * g.out_channels) = pair;
+      }
+    }
+  }
+}
+
+// Grid: x over blocks of channels (neighbours share cache lines), y over splits. The tiles are shared out
+// evenly: the first splits have one more where they do not divide.
+template <class T>
+__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
+  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], 1);
+      EmptyBarrier::init(&empty[i], WARPS);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int split = blockIdx.y, splits = gridDim.y;
+  const int each = g.tiles / splits, more = g.tiles - each * splits;
+  const int tiles = each + (split < more);
+  const Tile tile = tile_at(g, split * each + min(split, more));
+  const Channels channels = block_channels(blockIdx.x);
+  // Uniform to the compiler.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp == WARPS) {
+    if (cute::elect_one_sync()) produce(x_map, dy_map, g, ring, full, empty, channels, tile, tiles);
+    return;
+  }
+  const int slice = warp / JOBS, index = warp - slice * JOBS;
+  const Job job = job_at(index);
+  Accumulator acc = {};
+  consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
+          tile, tiles, acc);
+  cutlass::arch::launch_dependent_grids();
+  if constexpr (SLICES > 1) {
+    add_slices(reinterpret_cast<float*>(ring), index, slice, acc);
+    if (slice > 0) return;
+  }
+  store_job(g, out + size_t(split) * g.stride, channels, job, acc);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                  const __grid_constant__ Args g, float* partials) {
+  wgrad(x_map, dy_map, g, partials);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                 const __grid_constant__ Args g, Output* out) {
+  wgrad(x_map, dy_map, g, out);
+}

@@ -1,0 +1,233 @@
+"""Quantized arrays: their type, quantization and its inverse."""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
+
+GROUP_SIZES = (32, 64, 128)
+ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["qvalue", "scale", "zero_point"], meta_fields=["qtype"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """An array of few bits an element: array ~ (qvalue - zero_point) * scale, spread over tiles.
+
+    A pytree whose leaves are the arrays below. The convention is that of qwix's QArray: `scale` has qvalue's rank, and
+    each of its dimensions divides qvalue's; one scale serves the tile of elements that the quotient of the shapes
+    gives. A Dense kernel [k, features] quantized in groups of 64 has scales [k / 64, features].
+
+    Attributes:
+      qvalue: the elements, of the array's shape, of dtype int4, uint4, int8, float8_e4m3fn or float4_e2m1fn; for "nf4"
+        uint4 indices into the table of NormalFloat4.
+      scale: bfloat16, float16 or float32.
+      zero_point: what represents 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of scale's; None for
+        0. Integer formats only.
+      qtype: the name of the format (static); None takes that of qvalue's dtype.
+    """
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.qtype is None and hasattr(self.qvalue, "dtype"):
+            object.__setattr__(self, "qtype", jnp.dtype(self.qvalue.dtype).name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.qvalue.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The scale's dtype, which `dequantize` returns by default."""
+        return self.scale.dtype
+
+    @property
+    def group_size(self) -> int:
+        """How many elements share a scale."""
+        return math.prod(n // s for n, s in zip(self.shape, self.scale.shape, strict=True))
+
+
+def as_quantized(w: Any) -> QuantizedArray:
+    """`w`, a QuantizedArray or what looks like a qwix QArray or an AQT QTensor, as a QuantizedArray whose parts agree.
+
+    Raises:
+      TypeError: `w` is none of these, or one of its parts is not of a dtype it may have.
+      ValueError: shapes that do not belong together; an AQT tensor with a bias or tiled.
+    """
+    if not (hasattr(w, "qvalue") and hasattr(w, "scale")):
+        raise TypeError(f"a weight of type {type(w).__name__}; accepted: QuantizedArray, a qwix QArray, an AQT QTensor")
+    scale, zero_point = w.scale, getattr(w, "zero_point", None)
+    if isinstance(scale, list | tuple):  # AQT's: the product of all
+        if getattr(w, "bias", None) or getattr(w, "tiling_state", None) is not None or not scale:
+            raise ValueError("an AQT QTensor with a bias, tiles or no scale; accepted: one with scales only")
+        scale = math.prod(map(jnp.asarray, scale[1:]), start=jnp.asarray(scale[0]))
+    qvalue, scale = jnp.asarray(w.qvalue), jnp.asarray(scale)
+    zero_point = None if zero_point is None else jnp.asarray(zero_point)
+    # qwix has further names for what is stored in one of these dtypes; only nf4 is not what its dtype says.
+    name = "nf4" if str(getattr(w, "qtype", None)) == "nf4" else qvalue.dtype.name
+    if name not in FORMATS or qvalue.dtype != FORMATS[name].storage:
+        stored = ", ".join(sorted({fmt.storage.name for fmt in FORMATS.values()}))
+        raise TypeError(f"qvalue of dtype {qvalue.dtype} and qtype {name!r}; accepted: {stored} (uint4 for 'nf4')")
+    if scale.dtype.name not in SCALE_DTYPES:
+        raise TypeError(f"scale of dtype {scale.dtype}; accepted: {', '.join(SCALE_DTYPES)}")
+    if scale.ndim != qvalue.ndim or any(s < 1 or n % s for n, s in zip(qvalue.shape, scale.shape, strict=True)):
+        raise ValueError(f"scale {scale.shape} of qvalue {qvalue.shape}; accepted: the same rank, sizes that divide it")
+    if zero_point is not None:
+        if not FORMATS[name].integer:
+            raise ValueError(f"zero_point of shape {zero_point.shape} with {name}; accepted: None, for this format")
+        if zero_point.shape != scale.shape:
+            raise ValueError(f"zero_point of shape {zero_point.shape}; accepted: scale's shape {scale.shape}")
+        if zero_point.dtype.name not in (*ZERO_INTEGERS, *SCALE_DTYPES):
+            accepted = ", ".join((*ZERO_INTEGERS, *SCALE_DTYPES))
+            raise TypeError(f"zero_point of dtype {zero_point.dtype}; accepted: {accepted}")
+    return QuantizedArray(qvalue, scale, zero_point, name)
+
+
+def quantize(
+    w: jax.Array,
+    dtype: DTypeLike,
+    *,
+    group_size: int | None,
+    axis: int = 0,
+    symmetric: bool = True,
+    scale_dtype: DTypeLike | None = None,
+) -> QuantizedArray:
+    """Quantizes an array by the extremes of each group of elements along one axis.
+
+    Symmetric: scale = max|w| / (high + 1/2) for integers, so that the last step of the range is used in full, and
+    max|w| / high for floats. Asymmetric: the range from min(w, 0) to max(w, 0) on all 2**bits steps, with an integer
+    zero point. These are qwix's "absmax" and "minmax". The scale is rounded up to `scale_dtype`, so no element is
+    further than half a step of its format from its quantized value. A group of zeros has scale 1.
+
+    Runs under jit and vmap. The result counts as constant in differentiation.
+
+    Args:
+      w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
+      dtype: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, as dtype or name, or "nf4" (NormalFloat4 of QLoRA,
+        arXiv:2305.14314, with its values rounded to bfloat16).
+      group_size: 32, 64 or 128 elements along `axis` for each scale; None for all of them (per channel).
+      axis: the axis that a product contracts. `quantized_matmul` takes weights quantized along axis 0.
+      symmetric: False for zero points; integer dtypes only. uint4 has no negative values without them, so it needs
+        symmetric=False.
+      scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Scales
+        outside its range, or 2**-126 to 2**126, take its end: weights beyond the largest scale's reach saturate.
+
+    Returns:
+      A QuantizedArray with w's shape, scales (and zero points, of the elements' dtype) of w's shape except for
+      w.shape[axis] / group_size along `axis`.
+
+    Raises:
+      TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above.
+      ValueError: `axis` or `group_size` out of range or no divisor, `symmetric` with a format that has no such form.
+    """
+    fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"w of dtype {w.dtype}; accepted: a floating dtype")
+    if not -w.ndim <= axis < w.ndim:
+        raise ValueError(f"axis={axis} of an array of rank {w.ndim}; accepted: {-w.ndim} to {w.ndim - 1}")
+    if scale_dtype is None:
+        scale_dtype = w.dtype if w.dtype.name in SCALE_DTYPES else jnp.float32
+    if jnp.dtype(scale_dtype).name not in SCALE_DTYPES:
+        raise TypeError(f"scale_dtype={scale_dtype!r}; accepted: {', '.join(SCALE_DTYPES)}")
+    if symmetric and fmt.name == "uint4":
+        raise ValueError("symmetric=True with uint4, which has no negative values; accepted: symmetric=False, or int4")
+    if not symmetric and not fmt.integer:
+        raise ValueError(f"symmetric=False with {fmt.name}; accepted: symmetric=True (only integers have zero points)")
+    axis %= w.ndim
+    size = w.shape[axis]
+    group = size if group_size is None else operator.index(group_size)
+    if (group_size is not None and group_size not in GROUP_SIZES) or group < 1 or size % group:
+        raise ValueError(
+            f"group_size={group_size!r} of {size} elements along axis {axis}; accepted: "
+            f"{', '.join(map(str, GROUP_SIZES))} where it divides them, None for all (at least one)"
+        )
+    return _quantize(w, fmt, group, axis, symmetric, jnp.dtype(scale_dtype).name)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool, scale_dtype: str) -> QuantizedArray:
+    """`quantize` with its arguments settled; one computation also outside jit."""
+    groups = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    groups = groups.reshape(*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
+    greatest, zero_point = functools.partial(jnp.max, axis=axis + 1, keepdims=True), None
+    if symmetric:
+        span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
+    else:
+        negative = greatest(jnp.maximum(-groups, 0))
+        span, steps = greatest(jnp.maximum(groups, 0)) + negative, fmt.high - fmt.low
+        zero_point = nearest(fmt, fmt.low + steps * (negative / jnp.where(span == 0, 1, span)))
+    scale = _round_up(jnp.where(span == 0, 1, span / steps), scale_dtype)
+    value = groups / scale.astype(groups.dtype)
+    if zero_point is not None:
+        value += zero_point.astype(groups.dtype)
+        zero_point = jnp.squeeze(zero_point, axis + 1)
+    return QuantizedArray(nearest(fmt, value).reshape(w.shape), jnp.squeeze(scale, axis + 1), zero_point, fmt.name)
+
+
+def _round_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """Positive `x` in `dtype`, upwards, within 2**-126..2**126: XLA:CPU flushes subnormal numbers and reciprocals."""
+    info = jnp.finfo(dtype)
+    x = jnp.clip(x, max(float(info.smallest_subnormal), 2.0**-126), min(float(info.max), 2.0**126))
+    rounded = x.astype(dtype)
+    above = jnp.nextafter(rounded, jnp.full_like(rounded, jnp.inf))
+    return jnp.where(rounded.astype(x.dtype) < x, above, rounded)
+
+
+def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
+    """The float array that a quantized one stands for: (q - zero_point) * scale, in float32, then rounded to `dtype`.
+
+    Differentiable with respect to scale and a floating zero point.
+
+    Args:
+      q: a QuantizedArray, a qwix QArray or an AQT QTensor.
+      dtype: a floating dtype; None for the scale's.
+
+    Raises:
+      TypeError, ValueError: parts of `q` that do not belong together; see `QuantizedArray`. A dtype not floating.
+    """
+    q = as_quantized(q)
+    out = q.dtype if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(out, jnp.floating):
+        raise TypeError(f"dtype={dtype!r}; accepted: a floating dtype")
+    return _dequantize(q, out.name)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: QuantizedArray, dtype: str) -> jax.Array:
+    return scaled(differences(FORMATS[str(q.qtype)], q.qvalue, q.zero_point), q.scale).astype(dtype)
+
+
+def differences(fmt: Format, qvalue: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+    """qvalue - zero_point in float32."""
+    value = values(fmt, qvalue)
+    return value if zero_point is None else over_tiles(jnp.subtract, value, zero_point.astype(jnp.float32))
+
+
+def scaled(difference: jax.Array, scale: jax.Array) -> jax.Array:
+    """difference * scale in float32."""
+    return over_tiles(jnp.multiply, difference, scale.astype(jnp.float32))
+
+
+def over_tiles(op: Any, x: jax.Array, tiled: jax.Array) -> jax.Array:
+    """op(x, y) where each element of `tiled` serves a tile of `x`."""
+    pairs = list(zip(x.shape, tiled.shape, strict=True))
+    split = x.reshape([part for n, t in pairs for part in (t, n // t)])
+    spread = tiled.reshape([part for _, t in pairs for part in (t, 1)])
+    return op(split, spread).reshape(x.shape)

@@ -1,0 +1,227 @@
+"""The order in which the kernels read a quantized weight, and its inverse.
+
+One layout serves every kernel, for any number of activation rows. A weight [k, features] is cut into tiles of 64
+features (rows of the product's A operand) by 64 k, each contiguous. Inside, 32 lanes hold four blocks of 16 rows as the
+tensor cores take A from registers (PTX ISA, mma.m16n8k16 and wgmma.m64nNk16, 16-bit types): lane 4g + t holds rows g
+and g + 8 and, of each 16 k, the four 2t, 2t + 1, 2t + 8, 2t + 9, in 32-bit registers of two neighbouring k.
+
+4-bit: one 16-byte load a lane; its word j holds the 16 k from 16j on. The two elements of a register are 16 bits apart,
+so `(w >> 4i) & 0x000f000f | 0x43004300` is register i as bfloat16 128 + code (Kim et al., arXiv:2211.10017). For fp16
+the masks 0x000f000f and 0x00f000f0 on w and w >> 8 make registers 0 to 3 (the second of each times 16). For e4m3,
+`w & 0x0f0f0f0f` is row g and `(w >> 4) & 0x0f0f0f0f` row g + 8 with k in the order 2t, 2t + 8, 2t + 1, 2t + 9.
+
+8-bit: two loads; load h holds the 16 k from 32h and from 32h + 16 on, a word for each row, its bytes in that same order
+of k, so that `(w >> 8i) & 0x00ff00ff` is a pair of neighbouring k.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, as_quantized
+from jax_splitk.quantized.formats import FORMATS, Format, from_codes, to_codes
+
+LAYOUT_VERSION = 1
+TILE = 64
+
+# How the two dimensions of a tile split, k first, then features, and the order of the parts in memory. The last parts
+# (as many as make 8 nibbles or 4 bytes) lie in one word, from its low bits up (the last part the fastest).
+#   k = 32 kh + 16 kj + 8 octet + 2 t + e;  feature = 16 block + 8 half + g
+_SPLIT_K, _SPLIT_FEATURES = (2, 2, 2, 4, 2), (4, 2, 8)
+_KT, _KH, _KJ, _OCTET, _T, _E, _MT, _BLOCK, _HALF, _G = range(10)
+_ORDER = {
+    4: (_MT, _KT, _BLOCK, _G, _T, _KH, _KJ, _E, _OCTET, _HALF),
+    8: (_MT, _KT, _BLOCK, _KH, _G, _T, _KJ, _HALF, _E, _OCTET),
+}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scale", "zero_point"],
+    meta_fields=["shape", "qtype", "group_size", "zero_dtype", "layout"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A quantized weight [k, features] in the order of the kernels; made by `prepack`. A pytree.
+
+    Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight.
+
+    Attributes:
+      words: uint32 [tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
+        [..., 1024] of four 8-bit codes. Codes are the elements' bits, int4 as q + 8. Padding has the code of 0.
+      scale: [tiles of features, groups, 64]; the 64 features of a tile in the order 16 block + 2 g + half for feature
+        16 block + 8 half + g, so that rows g and g + 8 are neighbours. Padding has scale 0.
+      zero_point: None, or in the same order, of scale's dtype if the zero points were integers.
+      shape: (k, features), static, as are all that follow.
+      qtype: the name of the format.
+      group_size: how many k share a scale; k itself per channel.
+      zero_dtype: the dtype of the zero points before packing, or None.
+      layout: version of this order.
+    """
+
+    words: Any
+    scale: Any
+    zero_point: Any
+    shape: tuple[int, int]
+    qtype: str
+    group_size: int
+    zero_dtype: str | None = None
+    layout: int = LAYOUT_VERSION
+
+    @property
+    def dtype(self) -> Any:
+        """The scale's dtype."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def prepack(q: Any) -> PackedWeight:
+    """Puts a quantized weight into the order that the kernels read, once, before it is used many times.
+
+    Runs under jit on any platform; `jax.vmap(prepack)` packs a batch. k and features that are no multiples of 64 are
+    padded inside.
+
+    Args:
+      q: a QuantizedArray (or qwix QArray, AQT QTensor) [k, features] with groups of 32, 64 or 128 along axis 0, or
+        per channel. Scales that serve several features are repeated for each.
+
+    Raises:
+      TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
+    """
+    q = per_feature(q)
+    k = q.shape[0]
+    if q.group_size not in (*GROUP_SIZES, k):
+        raise ValueError(f"groups of {q.group_size} along axis 0; accepted: {', '.join(map(str, GROUP_SIZES))} or {k}")
+    return _prepack(q)
+
+
+@jax.jit
+def _prepack(q: QuantizedArray) -> PackedWeight:
+    fmt, (k, features) = FORMATS[str(q.qtype)], q.shape
+    zero_dtype = zero_point = None
+    if q.zero_point is not None:
+        zero_dtype, zero_point = q.zero_point.dtype.name, q.zero_point
+        if not jnp.issubdtype(zero_point.dtype, jnp.floating):
+            zero_point = zero_point.astype(q.scale.dtype)  # exact: integers of 8 bits
+        zero_point = pack_groups(zero_point, k, q.group_size)
+    return PackedWeight(
+        pack_codes(fmt, to_codes(fmt, q.qvalue)),
+        pack_groups(q.scale, k, q.group_size),
+        zero_point,
+        (k, features),
+        fmt.name,
+        q.group_size,
+        zero_dtype,
+    )
+
+
+def unpack(packed: PackedWeight) -> QuantizedArray:
+    """The exact inverse of `prepack`: the same elements, scales for each feature and zero points."""
+    return _unpack(checked(packed))
+
+
+@jax.jit
+def _unpack(packed: PackedWeight) -> QuantizedArray:
+    k, features = packed.shape
+    fmt, groups = FORMATS[packed.qtype], k // packed.group_size
+    zero_point = packed.zero_point
+    if zero_point is not None:
+        zero_point = unpack_groups(zero_point, groups, features).astype(packed.zero_dtype)
+    return QuantizedArray(
+        from_codes(fmt, unpack_codes(fmt, packed.words, packed.shape)),
+        unpack_groups(packed.scale, groups, features),
+        zero_point,
+        fmt.name,
+    )
+
+
+def per_feature(q: Any) -> QuantizedArray:
+    """A quantized weight [k, features] whose scales (and zero points) are [groups, features].
+
+    Raises ValueError for another rank and for what `as_quantized` refuses.
+    """
+    q = as_quantized(q)
+    if q.ndim != 2:
+        raise ValueError(f"a weight of shape {q.shape}; accepted: [k, features] (jax.vmap for a batch of weights)")
+    repeats = q.shape[1] // q.scale.shape[1]
+    if repeats == 1:
+        return q
+    spread = functools.partial(jnp.repeat, repeats=repeats, axis=1)
+    zero_point = None if q.zero_point is None else spread(q.zero_point)
+    return QuantizedArray(q.qvalue, spread(q.scale), zero_point, q.qtype)
+
+
+def checked(packed: PackedWeight) -> PackedWeight:
+    """`packed`, if its leaves belong to its static part. Raises ValueError."""
+    if packed.layout != LAYOUT_VERSION:
+        raise ValueError(f"a PackedWeight of layout {packed.layout}; accepted: {LAYOUT_VERSION}; pack it again")
+    k, features = packed.shape
+    words = (_tiles(features), _tiles(k), TILE * TILE * FORMATS[packed.qtype].bits // 32)
+    scale = (_tiles(features), _padded_groups(k, packed.group_size), TILE)
+    zero_point = None if packed.zero_point is None else tuple(packed.zero_point.shape)
+    if tuple(packed.words.shape) != words or tuple(packed.scale.shape) != scale or zero_point not in (None, scale):
+        raise ValueError(
+            f"a PackedWeight of shape {packed.shape} with words {tuple(packed.words.shape)}, scale "
+            f"{tuple(packed.scale.shape)} and zero_point {zero_point}; accepted: {words}, {scale} and {scale} or None "
+            "(jax.vmap for a batch of weights)"
+        )
+    return packed
+
+
+def pack_codes(fmt: Format, codes: jax.Array) -> jax.Array:
+    """uint32 codes [k, features] to words [tiles of features, tiles of k, words]."""
+    k, features = codes.shape
+    kt, mt = _tiles(k), _tiles(features)
+    padding = ((0, kt * TILE - k), (0, mt * TILE - features))
+    codes = jnp.pad(codes, padding, constant_values=np.uint32(fmt.zero_code))
+    codes = codes.reshape(kt, *_SPLIT_K, mt, *_SPLIT_FEATURES).transpose(_ORDER[fmt.bits])
+    codes = codes.reshape(mt, kt, -1, 32 // fmt.bits) << _shifts(fmt)
+    return jnp.sum(codes, axis=-1, dtype=jnp.uint32)
+
+
+def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Inverse of `pack_codes`."""
+    k, features = shape
+    mt, kt, _ = words.shape
+    codes = (words[..., None] >> _shifts(fmt)) & jnp.uint32(2**fmt.bits - 1)
+    sizes = (kt, *_SPLIT_K, mt, *_SPLIT_FEATURES)
+    codes = codes.reshape([sizes[part] for part in _ORDER[fmt.bits]]).transpose(np.argsort(_ORDER[fmt.bits]))
+    return codes.reshape(kt * TILE, mt * TILE)[:k, :features]
+
+
+def pack_groups(x: jax.Array, k: int, group_size: int) -> jax.Array:
+    """Scales or zero points [groups, features] to [tiles of features, padded groups, 64]; its inverse's adjoint."""
+    groups, features = x.shape
+    mt, padded = _tiles(features), _padded_groups(k, group_size)
+    x = jnp.pad(x, ((0, padded - groups), (0, mt * TILE - features)))
+    return x.reshape(padded, mt, *_SPLIT_FEATURES).transpose(1, 0, 2, 4, 3).reshape(mt, padded, TILE)
+
+
+def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
+    """Inverse of `pack_groups`."""
+    mt, padded, _ = x.shape
+    block, half, g = _SPLIT_FEATURES
+    x = x.reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)
+    return x[:groups, :features]
+
+
+def _tiles(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _padded_groups(k: int, group_size: int) -> int:
+    """Groups that a kernel sees: of the padded k, or the one group of a weight quantized per channel."""
+    return 1 if group_size == k else _tiles(k) * TILE // group_size
+
+
+def _shifts(fmt: Format) -> jax.Array:
+    return jnp.arange(0, 32, fmt.bits, dtype=jnp.uint32)
