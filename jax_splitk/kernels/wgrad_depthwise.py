@@ -1,0 +1,522 @@
+"""Kernel family: weight gradients of depthwise convolutions on Hopper, on the tensor cores (device code:
+wgrad_depthwise.cu).
+
+A channel's filter taps of one row are products of rows of the input, shifted by the tap, with rows of the cotangent,
+summed over columns: [16 rows of X] x [8 rows of dY] for each shift. The taps are sums along the diagonals of these
+products. Where the filter is 7 rows high, 56 of a product's 128 elements are taps, and that is enough: memory is the
+limit. The reduction over images, tiles of columns and rows is cut into splits, whose fp32 partial sums a second kernel
+adds in a fixed order (split_k.py).
+
+Strides and dilations are reduced to unit stride: the taps fall into classes by their residue, each class reads every
+stride-th row and column (TMA's element strides), and its taps are a fixed number of those apart.
+"""
+
+import dataclasses
+import functools
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk import compiler, plan
+from jax_splitk.kernels import split_k
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import Target, hopper_limit
+
+name = "wgrad_depthwise"
+implementation = "cutlass"
+platform = "cuda"
+ABI = 1
+
+ROWS = 8  # of a block
+CHANNELS = (8, 16, 32)
+SEGMENTS = (1, 2, 4)
+MAX_STAGES = 4
+MAX_ROW_REACH = 8  # a product has 16 rows of X for 8 of dY
+# Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has two channels.
+MAX_COLUMN_REACH = 12
+MAX_COLUMN_TAPS = 9
+MAX_WIDE_TAPS = 3
+MAX_WIDE_REACH = 6
+MAX_BOX = 256  # TMA
+SHARED_BYTES = 227 * 1024
+RESERVED_BYTES = 1024 + 256  # alignment of the stages; barriers
+MAX_CANDIDATES = 48
+INT32_MAX = 2**31 - 1
+MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
+# Tensor cores truncate their fp32 sums; see MAX_FLOAT32_CHAIN in wgrad_sm90.py. In blocks of four products.
+MAX_FLOAT32_CHAIN = 256
+
+_DTYPES = ("bfloat16", "float16")
+_SWIZZLES = {8: 0, 16: 1, 32: 2}  # CUtensorMapSwizzle by channels: a pixel is as wide as the swizzle's span
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a weight gradient is computed.
+
+    Attributes:
+      channels: of a thread block: 8, 16 or 32.
+      segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
+      stages: depth of the shared-memory ring, in blocks of 8 rows.
+      splits: parts into which the reduction over blocks of rows is cut; none may be empty.
+    """
+
+    channels: int
+    segments: int
+    stages: int
+    splits: int
+
+    @property
+    def images(self) -> int:
+        return 4 // self.segments
+
+    @property
+    def warps(self) -> int:
+        return min(self.channels, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One spatial dimension of the convolution, and how its taps are cut up.
+
+    Tap t is in class t % step; a class's taps read rows (columns) `shift` apart, of those that the stride leaves. A
+    class has up to `blocks` blocks of at most `size` taps each.
+    """
+
+    size_in: int
+    size_out: int
+    kernel: int
+    stride: int
+    pad: int
+    dilation: int
+    step: int
+    shift: int
+    size: int
+    blocks: int
+
+    @property
+    def tap_blocks(self) -> int:
+        return min(self.step, self.kernel) * self.blocks
+
+    @property
+    def reach(self) -> int:
+        """From the first to the last tap of a block."""
+        return (self.size - 1) * self.shift
+
+    @property
+    def gap(self) -> int:
+        """Rows of zeros between images that lie under each other, so that no tap reaches from one into the next.
+
+        That is the reach, less what is zeros anyhow above and below every image.
+        """
+        gap = 0
+        for block in range(self.tap_blocks):
+            tap = block // self.blocks + block % self.blocks * self.size * self.step
+            if tap < self.kernel:
+                start = tap * self.dilation - self.pad
+                above = -(start // self.stride)
+                below = self.size_out - 1 + self.reach - (self.size_in - 1 - start) // self.stride
+                gap = max(gap, self.reach - max(0, min(above, below)))
+        return gap
+
+
+def _axis(
+    size_in: int, size_out: int, kernel: int, stride: int, pad: int, dilation: int, reach: int, taps: int
+) -> Axis:
+    """With blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
+    common = math.gcd(stride, dilation)
+    step, shift = stride // common, dilation // common
+    longest = -(-kernel // step)
+    blocks = -(-longest // min(taps, 1 + reach // shift))
+    size = -(-longest // blocks)
+    return Axis(size_in, size_out, kernel, stride, pad, dilation, step, shift if size > 1 else 1, size, blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The convolution as the kernel sees it, in two spatial dimensions."""
+
+    height: Axis
+    width: Axis
+    pitch: int  # rows from one image to the next, under each other
+
+    @property
+    def tap_blocks(self) -> int:
+        return self.height.tap_blocks * self.width.tap_blocks
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(p: ConvWgradProblem) -> Geometry:
+    def extents(i: int) -> tuple[int, int, int, int, int, int]:
+        stride, dilation = p.window_strides[i], p.rhs_dilation[i]
+        return (p.input_spatial[i], p.output_spatial[i], p.kernel_spatial[i], stride, p.padding[i][0], dilation)
+
+    height = _axis(*((1, 1, 1, 1, 0, 1) if p.rank == 1 else extents(0)), MAX_ROW_REACH, MAX_ROW_REACH + 1)
+    width = _axis(*extents(p.rank - 1), MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
+    return Geometry(height, width, height.size_out + height.gap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Shared memory of X or dY; `Layout` of the device code."""
+
+    box_w: int  # pixels of a row of a stage
+    bytes: int  # in a stage
+    read_chunks: int  # a lane's, of 8 columns
+    plane_bytes: int
+
+    @staticmethod
+    def of(config: Config, segment: int, columns: int, read: int) -> "Operand":
+        chunks, read_chunks = -(-columns // 8), -(-read // 8)
+        size = chunks * 8 * ROWS * config.images * config.channels * 2
+        row = max(chunks, (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
+        channel = config.images * image | 1
+        return Operand(chunks * 8, size, read_chunks, channel * config.warps * 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What follows from a problem and a config's channels and segments."""
+
+    segment: int  # columns of a lane
+    columns: int  # of dY in a tile
+    tiles: int  # in a row of dY
+    x: Operand
+    y: Operand
+    groups: int  # of channels
+    blocks: int  # of the reduction
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x.bytes + self.y.bytes
+
+    @property
+    def planes_bytes(self) -> int:
+        return self.x.plane_bytes + self.y.plane_bytes
+
+    def shared_bytes(self, stages: int) -> int:
+        return stages * self.stage_bytes + 2 * self.planes_bytes + RESERVED_BYTES
+
+    def max_stages(self, ctas_per_sm: int = 1) -> int:
+        return min(MAX_STAGES, (SHARED_BYTES // ctas_per_sm - self.shared_bytes(0)) // self.stage_bytes)
+
+    def ctas_per_sm(self, config: Config) -> int:
+        """2 where registers and shared memory allow it."""
+        return 2 if config.warps == 8 and 2 * self.shared_bytes(config.stages) <= SHARED_BYTES else 1
+
+
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    return _tiling(p, config.channels, config.segments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
+    config = Config(channels, segments, 2, 1)
+    g = geometry(p)
+    width = g.width.size_out
+    segment = 8 if width <= 8 and segments == 1 else 16
+    columns = -(-width // -(-width // (segment * segments)))
+    columns = -(-columns // 8) * 8
+    tiles = -(-width // columns)
+    reach = g.width.reach
+    return Tiling(
+        segment=segment,
+        columns=columns,
+        tiles=tiles,
+        x=Operand.of(config, segment, columns + reach, segment + reach),
+        y=Operand.of(config, segment, columns, segment),
+        groups=-(-p.out_channels // channels),
+        blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
+    )
+
+
+def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
+    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
+    return split_k.whole_splits(tiling(problem, config).blocks, splits)
+
+
+def least_splits(problem: ConvWgradProblem, config: Config) -> int:
+    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+    blocks = tiling(problem, config).blocks
+    least = 1 if problem.out_dtype != "float32" else -(-blocks // MAX_FLOAT32_CHAIN)
+    while least < blocks and least > 1 and -(-blocks // whole_splits(problem, config, least)) > MAX_FLOAT32_CHAIN:
+        least += 1  # rounding to whole splits may have gone below
+    return least
+
+
+def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """fp32 partial sums, one set for each split; none when there is a single split."""
+    return split_k.workspace_bytes(problem, config.splits)
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+
+def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
+    """None when the family (with that config, on that target) can compute the problem, else the reason."""
+    reason = hopper_limit(target) or _problem_limit(problem)
+    if reason is None and config is not None:
+        reason = _config_limit(problem, config)
+    return reason
+
+
+def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
+    """Always chosen where it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
+    del problem, target
+    return None
+
+
+def _problem_limit(p: ConvWgradProblem) -> str | None:
+    if p.rank > 2:
+        return f"{p.rank} spatial dimensions; accepted: 1 or 2"
+    if p.dtype not in _DTYPES:
+        return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
+    if p.out_dtype not in split_k.OUT_CODES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    if p.feature_group_count != p.in_channels or p.batch_group_count != 1:
+        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
+        return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
+    if p.in_channels % 8:  # and with it the output's
+        return f"{p.in_channels} channels; accepted: multiples of 8"
+    if any(d != 1 for d in p.lhs_dilation):
+        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
+    if 0 in p.input_spatial:
+        return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
+    if p.reduction_size < 1:
+        return f"{p.reduction_size} output pixels; accepted: at least 1"
+    if math.prod(p.out_shape) > INT32_MAX:
+        return f"{math.prod(p.out_shape)} weights; accepted: at most {INT32_MAX}"
+    return _extent_limit(p)
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
+    for i in range(p.rank):
+        where = f"in spatial dimension {i}"
+        stride, (low, _) = p.window_strides[i], p.padding[i]
+        reach = (p.kernel_spatial[i] - 1) * p.rhs_dilation[i]
+        if stride > 8:
+            return f"window stride {stride} {where}; accepted: at most 8"
+        if abs(low) > MAX_EXTENT:
+            return f"padding {low} {where}; accepted: {-MAX_EXTENT} to {MAX_EXTENT}"
+        if reach > MAX_EXTENT:
+            return f"dilated window's reach {reach} {where}; accepted: at most {MAX_EXTENT}"
+    g = geometry(p)
+    for what, size in (
+        ("input rows", g.height.size_in),
+        ("input columns", g.width.size_in),
+        ("output rows times stride", g.pitch * g.height.stride),
+        ("output columns times stride", g.width.size_out * g.width.stride),
+        ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.size_out // 8)),
+    ):
+        if size > MAX_EXTENT:
+            return f"{size} {what}; accepted: at most {MAX_EXTENT}"
+    return None
+
+
+def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
+    if config.channels not in CHANNELS:
+        return f"channels {config.channels}; accepted: {', '.join(map(str, CHANNELS))}"
+    if config.segments not in SEGMENTS:
+        return f"segments {config.segments}; accepted: {', '.join(map(str, SEGMENTS))}"
+    g, t = geometry(p), tiling(p, config)
+    if config.channels == 32:
+        if p.in_channels != p.out_channels:
+            return (
+                f"channels 32 with {p.out_channels // p.in_channels} output channels for an input channel; accepted: 1"
+            )
+        if g.width.size > MAX_WIDE_TAPS:
+            return f"channels 32 with {g.width.size} taps in a row; accepted: at most {MAX_WIDE_TAPS}"
+        if g.width.reach > MAX_WIDE_REACH:
+            return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
+    if t.x.box_w * g.width.stride > MAX_BOX:
+        pixels = t.x.box_w * g.width.stride
+        return f"segments {config.segments}: {pixels} columns of input under a tile; accepted: at most {MAX_BOX}"
+    if not 1 <= config.stages <= t.max_stages():
+        return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages()}"
+    most = min(t.blocks, 65535)
+    if not 1 <= config.splits <= most:
+        return f"splits {config.splits}; accepted for {t.blocks} blocks of rows: 1 to {most}"
+    nearest = whole_splits(p, config, config.splits)
+    if nearest != config.splits:
+        return f"splits {config.splits} leaves some of {t.blocks} blocks of rows' splits empty; use {nearest}"
+    return None
+
+
+# ---- candidates and their cost -------------------------------------------------------------------------------------
+
+
+def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
+    """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
+    found = {}
+    for channels in CHANNELS:
+        for segments in SEGMENTS:
+            shallow = Config(channels, segments, 1, 1)
+            t = tiling(problem, shallow)
+            depths = {min(2, t.max_stages()), t.max_stages(), t.max_stages(ctas_per_sm=2) if channels == 8 else 0}
+            for stages in sorted(depths):
+                single = dataclasses.replace(shallow, stages=stages)
+                if _config_limit(problem, single) is not None:
+                    continue
+                slots = target.cores * t.ctas_per_sm(single)
+                tiles = t.groups * geometry(problem).tap_blocks
+                least = least_splits(problem, single)
+                wanted = [least, *(slots * waves // tiles for waves in range(1, 5))]
+                for count in wanted:
+                    splits = whole_splits(problem, single, max(least, min(count, 65535)))
+                    config = dataclasses.replace(single, splits=splits)
+                    if _config_limit(problem, config) is None:
+                        found[config] = None
+    return sorted(found, key=lambda config: estimate(problem, config, target))[:MAX_CANDIDATES]
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+    """A stage less or more, and split counts nearby, doubled and halved."""
+    t = tiling(problem, config)
+    each = -(-t.blocks // config.splits)
+    wanted = {config.splits // 2, config.splits * 2}
+    wanted |= {-(-t.blocks // blocks) for blocks in (each - 1, each + 1) if blocks > 0}  # a block more or less
+    least = least_splits(problem, config)
+    splits = {whole_splits(problem, config, s) for s in wanted if s >= least}
+    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
+    depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages() + 1))
+    return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
+
+
+# Of an H200; predicted, not fitted. Cycles are of one SM.
+_CLOCK = 1.755e9
+_SHARED_BYTES_PER_CYCLE = 128
+_L2_BYTES_PER_CYCLE = 48
+_MMA_CYCLES = 2.0  # m16n8k16
+_PIXEL_CYCLES = 1.0  # TMA, for each pixel of a box, however few its channels
+_TURN_CYCLES = 350  # waiting, barrier and latencies that other warps do not hide
+_SHADOW = 0.25  # part of the shared-memory and tensor-core times that is not hidden by the longest
+_START_SECONDS = 2.0e-6  # first loads and the epilogue of a thread block
+_HBM_BYTES = 4.0e12
+_LAUNCH_SECONDS = 4.5e-6
+_REDUCE_SECONDS = 0.7e-6
+_PARTIAL_BYTES = 4.8e12
+
+
+def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
+    """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
+    g, t = geometry(problem), tiling(problem, config)
+    turns = -(-t.blocks // config.splits) + 1
+    pixels = (t.x.box_w + t.y.box_w) * ROWS * config.images
+    # Written by TMA, read by ldmatrix, written to the planes; read from there 16 bytes at a time by each lane.
+    transposed = 3 * pixels * config.channels * 2
+    operands = (t.x.read_chunks + t.segment // 8) * 16 * 32 * config.channels
+    shared = (transposed + operands) / _SHARED_BYTES_PER_CYCLE
+    mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
+    useful = g.width.size_out / (t.tiles * t.columns)
+    load = max(pixels * max(config.channels * 2, 32) * useful / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES)
+    longest = max(shared, mma, load)
+    ctas = t.ctas_per_sm(config)
+    cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES / ctas
+    thread_blocks = t.groups * g.tap_blocks * config.splits
+    seconds = -(-thread_blocks // target.cores) * turns * cycles / _CLOCK
+    seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
+    seconds += -(-thread_blocks // (target.cores * ctas)) * _START_SECONDS + _LAUNCH_SECONDS
+    if config.splits > 1:
+        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
+    return seconds
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------
+
+
+def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+    """The device code's specialisation: it depends on dtypes, tile and taps of a row, not on stages or splits."""
+    t, width = tiling(problem, config), geometry(problem).width
+    return compiler.Source(
+        "wgrad_depthwise.cu",
+        (
+            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
+            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
+            ("CHANNELS", config.channels),
+            ("SEGMENT", t.segment),
+            ("SEGMENTS", config.segments),
+            ("COLUMNS", t.columns),
+            ("TAPS", width.size),
+            ("SHIFT", width.shift),
+            ("STAGE_BYTES", t.stage_bytes),
+            ("PLANES_BYTES", t.planes_bytes),
+        ),
+    )
+
+
+def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order."""
+    g, t = geometry(p), tiling(p, config)
+    height, width = g.height, g.width
+    values = (
+        *(p.batch, p.in_channels, p.out_channels, p.out_channels // p.in_channels),
+        *(height.size_in, width.size_in, height.size_out, width.size_out),
+        *(height.stride, width.stride, height.pad, width.pad, height.dilation, width.dilation),
+        *(height.kernel, height.step, height.size, height.blocks),
+        *(width.kernel, width.step, width.size, width.blocks),
+        height.shift,
+        *(width.tap_blocks, g.tap_blocks),
+        t.tiles,
+        g.pitch,
+        *(t.blocks, -(-t.blocks // config.splits)),
+        config.stages,
+    )
+    return plan.Int32Struct(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class StridedMap(plan.TiledMap):
+    """A TMA descriptor of a box of every `element_strides`-th element; `box` counts those in between as well."""
+
+    element_strides: tuple[int, ...] = ()
+
+    def words(self) -> list[int]:
+        rank = len(self.dims)
+        words = super().words()
+        start = 4 + rank + rank - 1  # after the dimensions and their strides
+        return [*words[:start], *self.element_strides, *words[start + rank :]]
+
+
+def _map(buffer: int, dtype: str, dims: tuple[int, ...], box_w: int, config: Config, stride: int = 1) -> StridedMap:
+    """Of rows of every `stride`-th pixel."""
+    return StridedMap(
+        buffer,
+        dtype,
+        dims,
+        plan.tensor_map_strides(dims, 2),
+        box=(config.channels, box_w * stride, 1, config.images),
+        swizzle=_SWIZZLES[config.channels],
+        element_strides=(1, stride, 1, 1),
+    )
+
+
+def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
+    """Exact launches. Buffers: lhs, g, dW, workspace."""
+    p, g, t = problem, geometry(problem), tiling(problem, config)
+    item = jnp.dtype(p.dtype).itemsize
+    buffers = (
+        plan.Buffer(math.prod(p.lhs_shape) * item, 16),
+        plan.Buffer(math.prod(p.g_shape) * item, 16),
+        plan.Buffer(math.prod(p.out_shape) * jnp.dtype(p.out_dtype).itemsize, 16),
+        plan.Buffer(workspace_bytes(p, config), 16),
+    )
+    x_dims = (p.in_channels, g.width.size_in, g.height.size_in, p.batch)
+    y_dims = (p.out_channels, g.width.size_out, g.height.size_out, p.batch)
+    maps = (
+        _map(0, p.dtype, x_dims, t.x.box_w, config, g.width.stride),
+        _map(1, p.dtype, y_dims, t.y.box_w, config),
+    )
+    split = config.splits > 1
+    main = plan.Launch(
+        kernel="wgrad_partial" if split else "wgrad_direct",
+        grid=(g.tap_blocks * t.groups, config.splits, 1),
+        block=(32 * config.warps, 1, 1),
+        params=(
+            *(plan.MapParam(0), plan.MapParam(1), _args(p, config)),
+            *(plan.Pointer(0), plan.Pointer(1), plan.Pointer(3 if split else 2)),
+        ),
+        shared_bytes=t.shared_bytes(config.stages),
+    )
+    launches = (main, split_k.reduce_launch(p, config.splits)) if split else (main,)
+    return plan.DevicePlan(source(p, config), buffers, maps, launches, label=f"{name} {config}")
