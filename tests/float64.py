@@ -1,4 +1,4 @@
-"""Weight gradients in float64, by one matrix product for each filter tap: independent of any convolution code."""
+"""Weight gradients in float64, by matrix products over windows of the input: independent of any convolution code."""
 
 import itertools
 
@@ -10,7 +10,10 @@ from jax_splitk.problem import ConvWgradProblem
 
 
 def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
-    """dW in float64, [*kernel, C/groups, K]; lhs_dilation and batch groups are not covered."""
+    """dW in float64, [*kernel, C/groups, K], by one matrix product for each filter tap on the default device.
+
+    lhs_dilation and batch groups are not covered.
+    """
     groups = problem.feature_group_count
     with jax.enable_x64(True):
         lhs, g = jnp.asarray(lhs, jnp.float64), jnp.asarray(g, jnp.float64)
@@ -41,3 +44,43 @@ def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.nd
             product = jnp.einsum("xgc,xgk->cgk", rows, columns, precision="highest")
             taps.append(np.asarray(product).reshape(problem.in_channels // groups, problem.out_channels))
     return np.stack(taps).reshape(problem.out_shape)
+
+
+def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """The same by one matrix product for each feature group in NumPy, for small problems; batch groups are not
+    covered."""
+    p, groups = problem, problem.feature_group_count
+    # What the windows cover of the dilated and padded (or cropped) input.
+    covered = [
+        (out - 1) * stride + (k - 1) * dilation + 1
+        for out, stride, k, dilation in zip(
+            p.output_spatial, p.window_strides, p.kernel_spatial, p.rhs_dilation, strict=True
+        )
+    ]
+    padded = np.zeros((p.batch, *covered, p.in_channels))
+    inside, places = [np.arange(p.batch)], [np.arange(p.batch)]
+    for size, dilation, (low, _), extent in zip(p.input_spatial, p.lhs_dilation, p.padding, covered, strict=True):
+        place = np.arange(size) * dilation + low
+        inside.append(np.flatnonzero((place >= 0) & (place < extent)))
+        places.append(place[inside[-1]])
+    padded[np.ix_(*places)] = lhs[np.ix_(*inside)]
+    image, *spatial, channel = padded.strides
+    windows = np.lib.stride_tricks.as_strided(
+        padded,
+        (p.batch, *p.output_spatial, *p.kernel_spatial, groups, p.in_channels // groups),
+        (
+            image,
+            *(step * stride for step, stride in zip(spatial, p.window_strides, strict=True)),
+            *(step * dilation for step, dilation in zip(spatial, p.rhs_dilation, strict=True)),
+            p.in_channels // groups * channel,
+            channel,
+        ),
+        writeable=False,
+    )
+    rows = windows.reshape(p.reduction_size, p.taps, groups, -1)
+    columns = g.astype(np.float64).reshape(p.reduction_size, groups, -1)
+    # [groups, taps * C/groups, pixels] @ [groups, pixels, K/groups]
+    left = rows.transpose(2, 1, 3, 0).reshape(groups, -1, p.reduction_size)
+    product = left @ columns.transpose(1, 0, 2)
+    product = product.reshape(groups, p.taps, p.in_channels // groups, -1)
+    return product.transpose(1, 2, 0, 3).reshape(p.out_shape)

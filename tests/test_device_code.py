@@ -112,13 +112,33 @@ def test_variant_is_good_machine_code(
     assert set(found) == {*MAIN_KERNELS, "reduce_splits"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128), (192, 192), (128, 256), (256, 128)], ids=str)
+def test_tail_is_good_machine_code(tile: tuple[int, int], swap: bool) -> None:
+    problem = small("c320k320", out_dtype="bfloat16")
+    config = Config(*tile, wgrad_sm90.max_stages(*tile), swap, 2, whole_tiles=5)
+    plan = wgrad_sm90.make_plan(problem, config)
+    compiled = compiler.compile_source(plan.source)
+    assert not cubin.warnings(compiled.log, plan.source.file)
+    assert not compiled.serialized_wgmma
+    assert compiled.spill_bytes == 0
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    main, reduce = plan.launches
+    assert {main.kernel, reduce.kernel} <= set(found)
+    assert reports[main.kernel].registers * main.block[0] <= REGISTERS_PER_SM
+    assert main.shared_bytes + found[main.kernel].shared_bytes <= SHARED_PER_SM
+    assert found[reduce.kernel].opcodes[cubin.HGMMA] == 0
+
+
 def test_every_config_that_can_be_chosen_is_compiled() -> None:
     compiled = {wgrad_sm90.source(p, variant) for p, variant in COMPILATIONS}
     for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES):
         problem = dataclasses.replace(case, dtype="bfloat16").problem("float32")
         if wgrad_sm90.supports(problem) is None:
             for config in wgrad_sm90.candidates(problem, DEFAULT_CUDA):
-                assert wgrad_sm90.source(problem, config) in compiled, (case.name, config)
+                plain = dataclasses.replace(config, whole_tiles=0)
+                assert wgrad_sm90.source(problem, plain) in compiled, (case.name, config)
 
 
 def test_choice_of_compilations_covers_dtypes_widths_and_orientations() -> None:

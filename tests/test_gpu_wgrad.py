@@ -211,6 +211,19 @@ def test_nan_and_infinity_stay_with_their_channels(config):
     np.testing.assert_array_equal(out[~bad_only], expected[~bad_only])
 
 
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("tile", [(64, 64), (64, 192), (128, 128), (192, 192), (128, 256), (256, 128)], ids=str)
+def test_split_tail_is_exact(tile, swap):
+    case = next(c for c in cases.SMALL_CASES if c.name == "c320k320")
+    for out_dtype, whole, splits in (("float32", 1, 2), ("bfloat16", 7, 3)):
+        problem = case.problem(out_dtype)
+        splits = wgrad_sm90.whole_splits(problem, splits)
+        config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, splits, whole_tiles=whole)
+        lhs, g = integers(case, seed=whole)
+        out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
+        np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), out_dtype))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.SMALL_CASES, ids=lambda case: case.name)
 def test_odd_shapes_are_exact(case, dtype):

@@ -399,6 +399,52 @@ def test_tile_counts_cover_the_output_and_no_more() -> None:
             assert wgrad_sm90.tile_counts(p, config) == expected, (p, config)
 
 
+def work_of_block(p: ConvWgradProblem, config: Config, index: int, rest: int) -> tuple[int, int, int]:
+    """(tile, kt, kt_end): the device code's function of that name, under TAIL."""
+    blocks = wgrad_sm90.k_tiles(p)
+    if index < config.whole_tiles:
+        return index, 0, blocks
+    split, tile = divmod(index - config.whole_tiles, rest)
+    each = math.ceil(blocks / config.splits)
+    return config.whole_tiles + tile, split * each, min((split + 1) * each, blocks)
+
+
+def test_tail_covers_every_block_of_every_tile_once() -> None:
+    with seeded(34) as rng:
+        for _ in range(60):
+            p = random_case(rng).problem()
+            variant = list(wgrad_sm90.variants())[int(rng.integers(0, 20))]
+            tiles = math.prod(wgrad_sm90.tile_counts(p, variant))
+            splits = wgrad_sm90.whole_splits(p, int(rng.integers(2, 9)))
+            if tiles < 2 or splits == 1:
+                continue
+            config = dataclasses.replace(variant, splits=splits, whole_tiles=int(rng.integers(1, tiles)))
+            assert supports(p, config) is None
+            made, rest = wgrad_sm90.make_plan(p, config), tiles - config.whole_tiles
+            main, reduce = made.launches
+            assert (main.kernel, reduce.kernel, reduce.programmatic) == ("wgrad_tail", "reduce_tail", True)
+            seen = [work_of_block(p, config, index, rest) for index in range(main.grid[0])]
+            covered = sorted((tile, kt) for tile, begin, end in seen for kt in range(begin, end))
+            assert covered == [(tile, kt) for tile in range(tiles) for kt in range(wgrad_sm90.k_tiles(p))]
+            assert made.workspace_bytes == rest * splits * config.tile_m * config.tile_n * 4
+            assert reduce.grid[0] * reduce.block[0] * wgrad_sm90.TAIL_CHUNKS * 4 == config.tile_m * config.tile_n
+            assert reduce.grid[1] == rest
+
+
+def test_tail_limits() -> None:
+    p = problem(in_channels=256, out_channels=256, batch=16)
+    config = Config(128, 128, 4, False, 2, whole_tiles=20)
+    tiles = math.prod(wgrad_sm90.tile_counts(p, config))
+    assert supports(p, config) is None
+    assert supports(p, dataclasses.replace(config, whole_tiles=tiles - 1)) is None
+    for changes in ({"whole_tiles": tiles}, {"whole_tiles": -1}):
+        reason = supports(p, dataclasses.replace(config, **changes)) or ""
+        assert f"whole_tiles {changes['whole_tiles']}; accepted for {tiles} tiles: 0 to {tiles - 1}" == reason
+    for changes in ({"splits": 1}, {"reduction": "cluster"}, {"cluster": 2}):
+        reason = supports(p, dataclasses.replace(config, **changes)) or ""
+        assert reason == "whole_tiles 20; accepted but for several splits in the workspace, one group: 0"
+
+
 def test_pairs_cover_the_tiles() -> None:
     """As wgrad_sm90.cu numbers them: a pair of thread blocks is two neighbours along the side they do not share."""
     with seeded(6) as rng:
@@ -521,9 +567,9 @@ def test_candidates_are_legal_unique_and_of_known_code(case: cases.Case) -> None
     assert 300 >= len(set(configs)) == len(configs) >= len(variants)
     for config in configs:
         assert supports(p, config, DEFAULT_CUDA) is None, config
-    assert {dataclasses.replace(c, splits=1, reduction="workspace") for c in configs} == set(variants)
+    assert {dataclasses.replace(c, splits=1, reduction="workspace", whole_tiles=0) for c in configs} == set(variants)
     assert {config.splits for config in configs} >= {1}
-    if wgrad_sm90.k_tiles(p) > 1:
+    if 1 < wgrad_sm90.k_tiles(p) <= 2 * wgrad_sm90.MAX_CLUSTER_K_TILES:
         assert {config.reduction for config in configs} == {"workspace", "cluster"}
     if wgrad_sm90.k_tiles(p) >= 8 * DEFAULT_CUDA.cores:
         assert len({config.splits for config in configs}) > 5
@@ -644,14 +690,6 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
             assert {("splits",), ("reduction",)} <= changed
         else:
             assert changed & {("splits",), ("cluster",), ("splits", "reduction")}
-
-
-def test_one_launch_is_predicted_to_win_where_partial_sums_are_the_cost() -> None:
-    """A small problem with a large output: a cluster adds in place what a second kernel would read again."""
-    p = next(case for case in cases.WGRAD_CASES if case.name == "c256k256_r3_14x14_b8").problem()
-    two = Config(128, 128, 7, False, 3)
-    one = dataclasses.replace(two, reduction="cluster")
-    assert wgrad_sm90.estimate(p, one, DEFAULT_CUDA) < wgrad_sm90.estimate(p, two, DEFAULT_CUDA)
 
 
 def test_estimate_counts_clusters_that_fit() -> None:

@@ -23,7 +23,8 @@
 // barrier waits for threads that have not exited.
 //
 // Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X is a
-// plain matrix), RANK3 (three spatial dimensions; else two), OUT (split_k.cuh).
+// plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
+// (split_k.cuh).
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -52,6 +53,11 @@ struct Args {
   int columns;                         // tiles along N; pairs of them where pairs go along N
   int k_tiles, k_tiles_per_split;      // blocks of BLOCK_K pixels
   int step_n, step_o, step_p, step_q;  // BLOCK_K pixels as a mixed-radix number (n, o, p, q)
+};
+
+// Under TAIL: tiles that are not split, those after them, and the splits of these.
+struct TailArgs {
+  int whole, rest, splits;
 };
 
 constexpr int BLOCK_K = 64;
@@ -403,12 +409,17 @@ __device__ inline void add(float4& sum, uint32_t address, int block) {
   sum.w += v.w;
 }
 
-// Writes block `block`'s share of the tile into out[taps][C][K], leaving out rows and columns beyond the problem. The
+// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are `pitch` apart.
+struct Place {
+  const Rows* slots;
+  int column, columns, pitch;
+};
+
+// Writes block `block`'s share of the tile into `out`, leaving out rows and columns beyond the problem. The
 // sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is read by all
 // the others at once.
 template <bool CLUSTERED, class T>
-__device__ inline void store_tile(const Args& g, uint32_t tile, const Rows* slots, int dy_tile, int block, int blocks,
-                                  T* out) {
+__device__ inline void store_tile(const Place& place, uint32_t tile, int block, int blocks, T* out) {
   // Four chunks are under way at a time; without a cluster a thread has a multiple of that.
   constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;
   static_assert(TOTAL % (CONSUMER_THREADS * BATCH) == 0);
@@ -421,12 +432,12 @@ __device__ inline void store_tile(const Args& g, uint32_t tile, const Rows* slot
     for (int b = 0; b < BATCH; ++b) {
       const bool mine = !CLUSTERED || i + b * step < TOTAL;
       const int at = mine ? i + b * step : i;
-      const int row = at / CHUNKS, chunk = at % CHUNKS, k = dy_tile * DY_TILE + chunk * 4;
+      const int row = at / CHUNKS, chunk = at % CHUNKS, k = place.column + chunk * 4;
       address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
       sum[b] = read_own(address[b]);
-      const Rows rows = slots[row / SLOT];
-      const bool inside = mine && row % SLOT < rows.count && k < g.out_channels;
-      to[b] = inside ? out + rows.offset + row % SLOT * g.pitch + k : nullptr;
+      const Rows rows = place.slots[row / SLOT];
+      const bool inside = mine && row % SLOT < rows.count && k < place.columns;
+      to[b] = inside ? out + rows.offset + row % SLOT * place.pitch + k : nullptr;
     }
     if constexpr (CLUSTERED) {
 #pragma unroll 2
@@ -450,23 +461,41 @@ __device__ inline void store_tile(const Args& g, uint32_t tile, const Rows* slot
   }
 }
 
+// What a thread block computes.
+struct Work {
+  int tile, split, kt, kt_end;
+};
+
 // Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z over groups.
 // Split s covers pixel blocks [s, s+1) * k_tiles_per_split; the plan leaves no split empty. Partial sums of split s go
-// to out + s * (output size); without PARTIAL the splits are a cluster.
-template <bool PARTIAL, class T>
-__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
+// to partials + s * (output size); without PARTIAL the splits are a cluster.
+__device__ inline Work work_of_block(const Args& g) {
+  const int kt = blockIdx.y * g.k_tiles_per_split;
+  return {int(blockIdx.x) / CLUSTER, int(blockIdx.y), kt, min(kt + g.k_tiles_per_split, g.k_tiles)};
+}
+
+// Grid under TAIL: the tiles that are not split, then the splits of the others. These go to partials as tiles.
+__device__ inline Work work_of_block(const Args& g, const TailArgs& tail) {
+  const int index = int(blockIdx.x) - tail.whole;
+  if (index < 0) return {int(blockIdx.x), 0, 0, g.k_tiles};
+  const int split = index / tail.rest, kt = split * g.k_tiles_per_split;
+  return {tail.whole + index - split * tail.rest, split, kt, min(kt + g.k_tiles_per_split, g.k_tiles)};
+}
+
+template <bool PARTIAL>
+__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
+                             Output* out, float* partials, const TailArgs* tail) {
   extern __shared__ uint8_t raw[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
   __shared__ Rows slots[X_BOXES];
   uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
 
-  const int tile = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-  const int row = tile / g.columns, column = tile - row * g.columns;
+  const int rank = blockIdx.x % CLUSTER;
+  const int row = work.tile / g.columns, column = work.tile - row * g.columns;
   const int tile_m = PAIR_ALONG_M ? row * CLUSTER + rank : row;
   const int tile_n = PAIR_ALONG_M ? column : column * CLUSTER + rank;
   const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
-  const int kt = blockIdx.y * g.k_tiles_per_split;
-  const int kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
+  const bool as_tile = tail != nullptr && work.tile >= tail->whole;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -475,7 +504,10 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     }
     cutlass::arch::fence_barrier_init();
   }
-  if (threadIdx.x - 128 < X_BOXES) slots[threadIdx.x - 128] = rows_of(g, x_tile * X_BOXES + threadIdx.x - 128);
+  if (threadIdx.x - 128 < X_BOXES) {
+    const int slot = threadIdx.x - 128;
+    slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
+  }
   __syncthreads();
   if constexpr (CLUSTER == 2) {
     cute::cluster_arrive_relaxed();
@@ -487,39 +519,95 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, warp, x_tile, dy_tile, kt, kt_end);
+      produce(x_map, dy_map, g, ring, full, empty, warp, x_tile, dy_tile, work.kt,
+              work.kt_end);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
     Accumulator acc;
-    consume(ring_address, full, empty, warpgroup, kt_end - kt, acc);
+    consume(ring_address, full, empty, warpgroup, work.kt_end - work.kt, acc);
     if constexpr (PARTIAL) cutlass::arch::launch_dependent_grids();
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
     sync_consumers();
     stage_tile(ring_address, warpgroup, acc);
-    if (PARTIAL || gridDim.y == 1) {
+    const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
+                                : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
+    if (as_tile) {
+      sync_consumers();
+      const int part = work.split * tail->rest + work.tile - tail->whole;
+      store_tile<false>(place, ring_address, 0, 1, partials + size_t(part) * (TILE_M * TILE_N));
+    } else if (PARTIAL && tail == nullptr) {
       sync_consumers();
       const size_t size = size_t(g.taps) * g.channels * g.pitch;
-      store_tile<false>(g, ring_address, slots, dy_tile, 0, 1, PARTIAL ? out + blockIdx.y * size : out);
+      store_tile<false>(place, ring_address, 0, 1, partials + work.split * size);
+      if constexpr (CLUSTER == 2) cute::cluster_sync();
+    } else if (PARTIAL || gridDim.y == 1) {
+      sync_consumers();
+      store_tile<false>(place, ring_address, 0, 1, out);
       if constexpr (CLUSTER == 2) cute::cluster_sync();
     } else {
       cute::cluster_sync();
-      store_tile<true>(g, ring_address, slots, dy_tile, blockIdx.y, gridDim.y, out);
+      store_tile<true>(place, ring_address, blockIdx.y, gridDim.y, out);
       cute::cluster_sync();
     }
   }
 }
 
+#if TAIL
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_tail(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
+  wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
+}
+
+constexpr int TAIL_CHUNKS = 4;  // of each thread: enough loads under way
+
+// Grid: x over pieces of a tile, y over the tiles that were split. Adds the splits in order.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
+    reduce_tail(const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, const float4* partials,
+                Output* out) {
+  static_assert(TILE_M * TILE_N / 4 % (REDUCE_THREADS * TAIL_CHUNKS) == 0);
+  const int tile = tail.whole + blockIdx.y, row = tile / g.columns, column = tile - row * g.columns;
+  const int x_tile = SWAP ? column : row, dy_tile = SWAP ? row : column;
+  const int first = blockIdx.x * REDUCE_THREADS * TAIL_CHUNKS + threadIdx.x;
+  cutlass::arch::wait_on_dependent_grids();
+  float4 sum[TAIL_CHUNKS] = {};
+  for (int split = 0; split < tail.splits; ++split) {
+    const float4* from = partials + (size_t(split) * tail.rest + blockIdx.y) * (TILE_M * TILE_N / 4) + first;
+#pragma unroll
+    for (int i = 0; i < TAIL_CHUNKS; ++i) {
+      const float4 v = __ldcg(from + i * REDUCE_THREADS);
+      sum[i].x += v.x;
+      sum[i].y += v.y;
+      sum[i].z += v.z;
+      sum[i].w += v.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < TAIL_CHUNKS; ++i) {
+    const int at = first + i * REDUCE_THREADS, line = at / CHUNKS, k = dy_tile * DY_TILE + at % CHUNKS * 4;
+    const Rows rows = rows_of(g, x_tile * X_BOXES + line / SLOT);
+    if (line % SLOT >= rows.count || k >= g.out_channels) continue;
+    Vec<Output, 4> result;
+    convert(sum[i].x, result.v[0]);
+    convert(sum[i].y, result.v[1]);
+    convert(sum[i].z, result.v[2]);
+    convert(sum[i].w, result.v[3]);
+    *reinterpret_cast<Vec<Output, 4>*>(out + rows.offset + line % SLOT * g.pitch + k) = result;
+  }
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                   const __grid_constant__ Args g, float* partials) {
-  wgrad<true>(x_map, dy_map, g, partials);
+  wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                  const __grid_constant__ Args g, Output* out) {
-  wgrad<false>(x_map, dy_map, g, out);
+  wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
 }
+#endif

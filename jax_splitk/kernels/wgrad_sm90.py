@@ -45,6 +45,8 @@ MAX_GRID_YZ = 65535
 # Larger clusters leave multiprocessors empty, and longer ones wait for each other: both lost by half (measured).
 MAX_CLUSTER_CANDIDATE = 8
 MAX_CLUSTER_K_TILES = 64
+MAX_TAIL_SPLITS = 8
+TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
 REDUCTIONS = ("workspace", "cluster")
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
@@ -86,6 +88,8 @@ class Config:
       reduction: where the splits' sums meet: "workspace", or "cluster" (one launch, no workspace; 2 to 16 splits). A
         single split is spelled "workspace", though it needs none.
       cluster: 2 if thread blocks of neighbouring tiles form pairs that load what both need once; else 1.
+      whole_tiles: the first so many tiles are not split: whole waves of them, so that the splits of the others fill
+        the last one.
     """
 
     tile_m: int
@@ -95,6 +99,7 @@ class Config:
     splits: int
     reduction: str = "workspace"
     cluster: int = 1
+    whole_tiles: int = 0
 
     @property
     def in_cluster(self) -> bool:
@@ -179,12 +184,19 @@ def _columns_and_blocks(problem: ConvWgradProblem, config: Config) -> tuple[int,
     return -(-tiles_n // 2), tiles_m * -(-tiles_n // 2) * 2
 
 
+def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
+    """Tiles that are split."""
+    return math.prod(tile_counts(problem, config)) - config.whole_tiles
+
+
 def output_size(problem: ConvWgradProblem) -> int:
     return math.prod(problem.out_shape)
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     """fp32 partial sums, one set for each split; none for a single split and for a reduction in clusters."""
+    if config.whole_tiles:
+        return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
     return split_k.workspace_bytes(problem, 1 if config.in_cluster else config.splits)
 
 
@@ -270,6 +282,12 @@ def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
         return f"cluster {config.cluster}; accepted: 1 or 2"
     if config.cluster == 2 and config.in_cluster:
         return "cluster 2 with reduction 'cluster'; accepted: 1"
+    if config.whole_tiles:
+        tiles = math.prod(tile_counts(problem, config))
+        if config.splits == 1 or config.in_cluster or config.cluster == 2 or problem.feature_group_count != 1:
+            return f"whole_tiles {config.whole_tiles}; accepted but for several splits in the workspace, one group: 0"
+        if not 0 < config.whole_tiles < tiles:
+            return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
     if config.cluster == 2 and tile_counts(problem, config)[0 if _pair_along_m(config) else 1] == 1:
         return f"cluster 2 with one tile along {'M' if _pair_along_m(config) else 'N'}; accepted: 1"
     return None
@@ -343,6 +361,13 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
             legal = [c for c in configs if _config_limit(problem, c) is None]
             best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
             found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
+        if blocks > slots and least == 1:
+            tails = [
+                dataclasses.replace(variant, splits=whole_splits(problem, s), whole_tiles=blocks // slots * slots)
+                for s in range(2, MAX_TAIL_SPLITS + 1)
+            ]
+            legal = [c for c in dict.fromkeys(tails) if _config_limit(problem, c) is None]
+            found |= dict.fromkeys(sorted(legal, key=lambda config: estimate(problem, config, target))[:2])
     return list(found)
 
 
@@ -365,23 +390,24 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     return found
 
 
-# Fitted to 380 device times of 16 suite shapes on one H200.
-_MMA_FLOPS_PER_SM = 870e12 / 132
-_ONE_WARPGROUP = 0.87  # of that rate, where a single consumer warpgroup issues
+# Fitted to 430 device times of 21 suite shapes on one H200: over these the config that the model puts first is on
+# average 3% slower than the fastest (worst 13%).
+_MMA_FLOPS_PER_SM = 990e12 / 132
+_ONE_WARPGROUP = 0.86  # of that rate, where a single consumer warpgroup issues
 # Part of the rate where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in 32
 # clocks, all that it gives.
-_NARROW = 0.62
-_L2_BYTES_PER_SM = 181e9
-_SHADOW = 0.03  # part of the shorter of arithmetic and loads that is not hidden by the longer
-_SWAP_GAIN = 0.012
+_NARROW = 0.95
+_L2_BYTES_PER_SM = 167e9
+_SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden by the longer
+_SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
-_PARTIAL_BYTES = 4.5e12  # partial sums stay in L2 for the most part
-_WAVE_SECONDS = 0.6e-6  # filling the ring and the epilogue
-_LAUNCH_SECONDS = 4.0e-6
-_REDUCE_SECONDS = 1.0e-6
+_PARTIAL_BYTES = 4.75e12  # partial sums stay in L2 for the most part
+_WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
+_LAUNCH_SECONDS = 4.3e-6
+_REDUCE_SECONDS = 1.1e-6
 _CLUSTER_SECONDS = 3.5e-6  # a larger launch, and two barriers
-_CLUSTER_BYTES_PER_SM = 87e9  # distributed shared memory
-_PAIR_STEP = 1.08  # what waiting for each other costs a pair, relative: it won on no suite shape
+_CLUSTER_BYTES_PER_SM = 58e9  # distributed shared memory
+_PAIR_STEP = 1.1  # what waiting for each other costs a pair, relative: it won on no suite shape
 # Streaming multiprocessors that share a graphics processing cluster, which a thread-block cluster cannot leave.
 _GPC_CORES = (18, 18, 18, 18, 16, 16, 14, 14)
 
@@ -415,8 +441,13 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
         step *= _PAIR_STEP
     # Thread blocks that share an SM share its rates, but hide each other's ramp.
     resident = _resident_blocks(config, target)
+    if config.whole_tiles:
+        blocks = rest_tiles(problem, config) * config.splits
     steps = -(-blocks * config.ctas_per_sm // resident) * -(-k_tiles(problem) // config.splits)
     waves = -(-blocks // resident)
+    if config.whole_tiles:
+        steps += -(-config.whole_tiles * config.ctas_per_sm // resident) * k_tiles(problem)
+        waves += -(-config.whole_tiles // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
     if config.in_cluster:
@@ -441,6 +472,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("CTAS_PER_SM", config.ctas_per_sm),
             ("CLUSTER", config.cluster),
             ("RANK3", int(folded(problem).rank == 3)),
+            ("TAIL", int(config.whole_tiles > 0)),
         ),
     )
 
@@ -506,6 +538,9 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         plan.Buffer(workspace_bytes(problem, config), 16),
     )
     maps = (_x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size))
+    if config.whole_tiles:
+        launches = _tail_launches(problem, config)
+        return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
     partial = config.splits > 1 and not config.in_cluster
     blocks = _columns_and_blocks(problem, config)[1]
     main = plan.Launch(
@@ -518,3 +553,24 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     )
     launches = (main, split_k.reduce_launch(problem, config.splits)) if partial else (main,)
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+
+
+def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+    rest, args = rest_tiles(problem, config), _args(problem, config)
+    tail = plan.Int32Struct((config.whole_tiles, rest, config.splits))
+    chunks = config.tile_m * config.tile_n // 4
+    main = plan.Launch(
+        kernel="wgrad_tail",
+        grid=(config.whole_tiles + rest * config.splits, 1, 1),
+        block=(128 * (config.consumers + 1), 1, 1),
+        params=(plan.MapParam(0), plan.MapParam(1), args, tail, plan.Pointer(2), plan.Pointer(3)),
+        shared_bytes=config.shared_bytes,
+    )
+    reduce = plan.Launch(
+        kernel="reduce_tail",
+        grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
+        block=(split_k.REDUCE_THREADS, 1, 1),
+        params=(args, tail, plan.Pointer(3), plan.Pointer(2)),
+        programmatic=True,
+    )
+    return main, reduce

@@ -1,0 +1,203 @@
+"""Random problems for every CUDA family, and configs for them that share device code where they can.
+
+A kind of problem is one that a certain family supports, so that every family gets its share; each problem goes to every
+family that supports it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_splitk import kernels
+from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_sm90
+from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
+from jax_splitk.target import DEFAULT_CUDA
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+
+FAMILIES = kernels.families("conv_wgrad", "cuda")
+OUT_DTYPES = ("float32", "bfloat16", "float16")
+HALVES = (("bfloat16", "default"), ("bfloat16", "default"), ("float16", "default"))
+FLOATS = (("float32", "default"), ("float32", "highest"))
+MAX_WINDOWS = 2_000_000  # elements of all windows: what the reference multiplies
+MAX_FLOPS = 2e8
+SIBLINGS = 0.7  # of the problems have the window, channels and dtypes of an earlier one
+REUSE = 0.85  # of the configs come with device code that there is already, where there is any
+SINGLE_SPLITS = 0.3  # of the other split counts that are drawn
+MATRIX_PRODUCTS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Problems that a family supports.
+
+    Attributes:
+      channels: draws (input channels, output channels, groups).
+    """
+
+    family: kernels.Family
+    channels: Callable[[np.random.Generator], tuple[int, int, int]]
+    ranks: tuple[int, ...]
+    dtypes: Sequence[tuple[str, str]] = HALVES
+    strides: int = 4  # the largest
+    lhs_dilation: bool = False
+
+
+def _eights(rng: np.random.Generator) -> tuple[int, int, int]:
+    return 8 * int(rng.integers(1, 20)), 8 * int(rng.integers(1, 20)), 1
+
+
+def _any(rng: np.random.Generator) -> tuple[int, int, int]:
+    few = int(rng.choice([1, 2, 3, 4, 5, 7, 12])), int(rng.choice([1, 3, 8, 10, 64, 100]))
+    many = int(rng.integers(1, 140)), int(rng.integers(1, 140))
+    return (*(few if rng.random() < 0.5 else many), 1)
+
+
+def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
+    groups = int(rng.integers(2, 4))
+    return 64 * groups * int(rng.integers(1, 3)), 64 * groups * int(rng.integers(1, 3)), groups
+
+
+def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:
+    each = [int(n) for n in rng.choice(wgrad_grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
+    step = max(1, 8 // min(each))  # for whole eights of channels
+    groups = step * int(rng.integers(1, max(2, 128 // (step * max(each)) + 1)))
+    return groups * each[0], groups * each[1], groups
+
+
+def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
+    channels = 8 * int(rng.integers(1, 8))
+    return channels, channels * int(rng.choice([1, 1, 2, 3])), channels
+
+
+KINDS = {
+    "unit_stride": Kind(wgrad_halo, _eights, (2,), strides=1),
+    "dense": Kind(wgrad_sm90, _eights, (1, 2, 2, 3), strides=8),
+    "wide_groups": Kind(wgrad_sm90, _wide_groups, (1, 2, 2, 3)),
+    "small_groups": Kind(wgrad_grouped, _small_groups, (1, 2, 2)),
+    "depthwise": Kind(wgrad_depthwise, _depthwise, (1, 2, 2)),
+    "any_channels": Kind(wgrad_gather, _any, (1, 2, 2, 3), lhs_dilation=True),
+    "float32": Kind(wgrad_gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
+}
+# How many of 25 problems are of each kind.
+MIXTURE = {
+    "unit_stride": 4,
+    "dense": 4,
+    "wide_groups": 2,
+    "small_groups": 4,
+    "depthwise": 4,
+    "any_channels": 4,
+    "float32": 3,
+}
+
+
+def problems(rng: np.random.Generator, mixtures: int) -> list[ConvWgradProblem]:
+    """25 times `mixtures` problems, the kinds in turns."""
+    earlier: dict[str, list[ConvWgradProblem]] = {name: [] for name in KINDS}
+    found = []
+    for _ in range(mixtures):
+        for name, count in MIXTURE.items():
+            for _ in range(count):
+                known = earlier[name]
+                sibling = known[rng.integers(len(known))] if known and rng.random() < SIBLINGS else None
+                problem = _problem(rng, KINDS[name], sibling)
+                found.append(problem)
+                if sibling is None:
+                    known.append(problem)
+    return found
+
+
+def _problem(rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None) -> ConvWgradProblem:
+    """Of that kind and, with a sibling, with its window, channels and dtypes."""
+    while True:
+        p = _resized(rng, _drawn(rng, kind) if sibling is None else sibling)
+        windows = p.reduction_size * p.taps * p.in_channels
+        if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.supports(p, None, DEFAULT_CUDA) is None:
+            return p
+
+
+def _drawn(rng: np.random.Generator, kind: Kind) -> ConvWgradProblem:
+    """Everything but the batch, sizes and padding."""
+    rank = int(rng.choice(kind.ranks))
+    ones = (1,) * rank
+    in_channels, out_channels, groups = kind.channels(rng)
+    dtype, precision = kind.dtypes[rng.integers(len(kind.dtypes))]
+
+    def draw(most: int, part: float) -> tuple[int, ...]:
+        return tuple(int(n) for n in rng.integers(1, most + 1, rank)) if rng.random() < part else ones
+
+    matrix = rng.random() < MATRIX_PRODUCTS
+    return ConvWgradProblem(
+        batch=1,
+        input_spatial=ones,
+        output_spatial=ones,
+        kernel_spatial=ones if matrix else draw({1: 9, 2: 7, 3: 3}[rank], 0.95),
+        in_channels=in_channels,
+        out_channels=out_channels,
+        window_strides=ones if matrix else draw(kind.strides if rng.random() < 0.3 else min(2, kind.strides), 0.6),
+        padding=((0, 0),) * rank,
+        lhs_dilation=draw(3, 0.35) if kind.lhs_dilation and not matrix else ones,
+        rhs_dilation=ones if matrix else draw(3, 0.35),
+        feature_group_count=groups,
+        dtype=dtype,
+        out_dtype=str(rng.choice([dtype, "float32", *OUT_DTYPES])),
+        precision=precision,
+    )
+
+
+def _resized(rng: np.random.Generator, p: ConvWgradProblem) -> ConvWgradProblem:
+    """With another batch, and other sizes and padding."""
+    size = tuple(int(n) for n in rng.integers(1, {1: 400, 2: 32, 3: 11}[p.rank], p.rank))
+    reach = [(k - 1) * d for k, d in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
+    mode = rng.random()
+    if p.taps == 1 and set(p.window_strides) == {1}:
+        mode *= 2  # a plain matrix product for the most part
+    if mode < 0.45:
+        padding = tuple((int(low), int(high)) for low, high in rng.integers(-2, 6, (p.rank, 2)))
+    elif mode < 0.75:
+        padding = tuple((n // 2, n - n // 2) for n in reach)
+    else:
+        padding = ((0, 0),) * p.rank
+    out = conv_output_spatial(size, p.kernel_spatial, p.window_strides, padding, p.lhs_dilation, p.rhs_dilation)
+    batch = int(rng.integers(1, 7))
+    return dataclasses.replace(p, batch=batch, input_spatial=size, output_spatial=out, padding=padding)
+
+
+class Configs:
+    """Draws legal configs, most of them with device code that was drawn before: compiling is what takes time."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.known: dict[str, dict[Any, None]] = {family.name: {} for family in FAMILIES}
+        self.sources: set[Any] = set()
+
+    def draw(self, family: kernels.Family, p: ConvWgradProblem) -> Any:
+        """A candidate, or a config that an earlier problem had, for the most part with other splits."""
+        known = self.known[family.name]
+        pool = [c for c in known if self._serves(family, p, c)] if self.rng.random() < REUSE else []
+        if pool:
+            config = self._with_other_splits(family, p, pool[self.rng.integers(len(pool))])
+        else:
+            configs = family.candidates(p, DEFAULT_CUDA)
+            pool = [c for c in configs if family.workspace_bytes(p, c) <= DEFAULT_WORKSPACE_LIMIT]
+            config = pool[self.rng.integers(len(pool))]
+            # Without the splits, which may not be legal for others.
+            clustered = getattr(config, "reduction", None) == "cluster"
+            known[dataclasses.replace(config, splits=2 if clustered else 1)] = None
+            if self.rng.random() < 0.5:
+                config = self._with_other_splits(family, p, config)
+        self.sources.add(family.make_plan(p, config).source)
+        return config
+
+    def _serves(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> bool:
+        return family.supports(p, config, DEFAULT_CUDA) is None and family.make_plan(p, config).source in self.sources
+
+    def _with_other_splits(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> Any:
+        wanted = self.rng.permutation(17)  # 0 is stream-k for some
+        for splits in [1, *wanted] if self.rng.random() < SINGLE_SPLITS else wanted:
+            other = dataclasses.replace(config, splits=int(splits))
+            if family.supports(p, other, DEFAULT_CUDA) is None:
+                return other
+        return config
+

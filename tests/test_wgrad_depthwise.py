@@ -1,0 +1,391 @@
+"""The depthwise family's decisions and geometry: what is legal, how the work is cut, what is compiled. No GPU."""
+
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import cases
+from benchmarks.cases import Case
+from jax_splitk import compiler, kernels
+from jax_splitk.kernels import wgrad_depthwise
+from jax_splitk.kernels.wgrad_depthwise import Axis, Config, supports
+from jax_splitk.plan import Int32Struct, TiledMap
+from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.target import DEFAULT_CUDA, Target
+from tests import cubin
+from tests.depthwise import ODD, SEQUENCES, SUITE
+from tests.problems import seeded
+
+PLAIN = ODD[0]
+PROBLEMS = [*(case.problem() for case in (*SUITE, *ODD)), *SEQUENCES]
+ARGS = (
+    *("batch", "in_channels", "out_channels", "multiplier", "in_h", "in_w", "out_h", "out_w"),
+    *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w"),
+    *("kernel_h", "step_h", "size_h", "blocks_h", "kernel_w", "step_w", "size_w", "blocks_w"),
+    *("shift_h", "tap_blocks_w", "tap_blocks", "tiles_w", "pitch", "blocks", "blocks_per_split", "stages"),
+)
+MAX = wgrad_depthwise.MAX_EXTENT
+
+
+def problem(**changes: Any) -> ConvWgradProblem:
+    return dataclasses.replace(PLAIN, **changes).problem()
+
+
+def channels(count: int) -> dict[str, int]:
+    return {"in_channels": count, "out_channels": count, "groups": count}
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+EDGES = [
+    (problem(), problem(dtype="float32"), "dtype float32; accepted: bfloat16, float16"),
+    (
+        dataclasses.replace(problem(), out_dtype="float32"),
+        dataclasses.replace(problem(), out_dtype="float64"),
+        "preferred_element_type float64; accepted: float32, bfloat16, float16",
+    ),
+    (
+        problem(out_channels=48),
+        problem(groups=8),
+        "feature_group_count 8, batch_group_count 1; accepted: 16 (the input channels), 1",
+    ),
+    (
+        problem(),
+        dataclasses.replace(problem(), batch_group_count=3),
+        "feature_group_count 16, batch_group_count 3; accepted: 16 (the input channels), 1",
+    ),
+    (problem(**channels(8)), problem(**channels(12)), "12 channels; accepted: multiples of 8"),
+    (problem(), dataclasses.replace(problem(), lhs_dilation=(1, 2)), "lhs_dilation (1, 2); accepted: 1"),
+    (problem(height=1), problem(height=0), "input of (0, 12) pixels; accepted: at least 1 in each dimension"),
+    (problem(batch=1), problem(batch=0), "0 output pixels; accepted: at least 1"),
+    (
+        problem(height=80, stride=(8, 1)),
+        problem(height=80, stride=(9, 1)),
+        "window stride 9 in spatial dimension 0; accepted: at most 8",
+    ),
+    (
+        problem(width=80, stride=(1, 8)),
+        problem(width=80, stride=(1, 9)),
+        "window stride 9 in spatial dimension 1; accepted: at most 8",
+    ),
+    (
+        problem(batch=1, kernel=(1, 1), height=1, width=MAX),
+        problem(batch=1, kernel=(1, 1), height=1, width=MAX + 1),
+        f"{MAX + 1} input columns; accepted: at most {MAX}",
+    ),
+    (
+        problem(batch=MAX, kernel=(1, 1), height=1, width=8),
+        problem(batch=MAX, kernel=(1, 1), height=1, width=9),
+        f"{2 * MAX} rows of 8 columns of all images; accepted: at most {MAX}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
+def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
+    assert supports(legal) is None
+    assert supports(illegal) == reason
+    assert supports(illegal, Config(8, 1, 1, 1), DEFAULT_CUDA) == reason
+
+
+def test_far_padding_and_dilation() -> None:
+    far = problem(height=4, padding=((MAX, 3 - MAX), (1, 1)), kernel=(1, 3))
+    assert supports(far) is None
+    assert "padding" in str(supports(problem(height=4, padding=((MAX + 1, 2 - MAX), (1, 1)), kernel=(1, 3))))
+    wide = problem(kernel=(1, 2), dilation=(1, MAX), padding=((0, 0), (0, MAX)))
+    assert supports(wide) is None
+    wider = problem(kernel=(1, 2), dilation=(1, MAX + 1), padding=((0, 0), (0, MAX + 1)))
+    assert f"dilated window's reach {MAX + 1}" in str(supports(wider))
+
+
+def test_ranks() -> None:
+    assert all(supports(p) is None for p in SEQUENCES)
+    ones = (1, 1, 1)
+    three = ConvWgradProblem(
+        2, (8,) * 3, (8,) * 3, ones, 8, 8, ones, ((0, 0),) * 3, ones, ones, 8, "bfloat16", "float32"
+    )
+    assert supports(three) == "3 spatial dimensions; accepted: 1 or 2"
+
+
+def test_only_hopper() -> None:
+    assert "needs a GPU of compute capability 9.0" in str(
+        supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108))
+    )
+    assert supports(problem(), None, DEFAULT_CUDA) is None
+    assert wgrad_depthwise.preferred(problem(), DEFAULT_CUDA) is None
+
+
+def test_config_limits() -> None:
+    p = problem()  # 12x12, 3 images: one group of 4 images in one segment, 12 rows, 2 blocks
+    good = Config(16, 1, 2, 2)
+    assert supports(p, good) is None
+    for change, reason in [
+        ({"channels": 24}, "channels 24; accepted: 8, 16, 32"),
+        ({"segments": 3}, "segments 3; accepted: 1, 2, 4"),
+        ({"stages": 0}, "stages 0; accepted with these channels and segments: 1 to "),
+        ({"stages": 5}, "stages 5; accepted with these channels and segments: 1 to "),
+        ({"splits": 0}, "splits 0; accepted for 2 blocks of rows: 1 to 2"),
+        ({"splits": 3}, "splits 3; accepted for 2 blocks of rows: 1 to 2"),
+    ]:
+        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+    for change in ({"stages": 1}, {"splits": 1}, {"channels": 8}, {"channels": 32, "stages": 1}):
+        assert supports(p, dataclasses.replace(good, **change)) is None, change
+    assert "leaves some of" in str(supports(problem(batch=20), Config(16, 1, 2, 6)))
+    wide = Config(32, 4, 1, 1)
+    assert supports(problem(kernel=(3, 3)), wide) is None
+    assert str(supports(problem(kernel=(3, 4)), wide)) == "channels 32 with 4 taps in a row; accepted: at most 3"
+    assert supports(problem(kernel=(3, 3), dilation=(1, 3)), wide) is None
+    far = problem(kernel=(3, 3), dilation=(1, 4))
+    assert str(supports(far, wide)) == "channels 32 with taps 8 columns apart; accepted: at most 6"
+    assert "channels 32 with 2 output channels" in str(supports(problem(out_channels=32), wide))
+    strided = problem(width=500, stride=(1, 5), kernel=(3, 3))
+    assert supports(strided, Config(16, 2, 1, 1)) is None
+    assert "columns of input under a tile; accepted: at most 256" in str(supports(strided, Config(16, 4, 1, 1)))
+
+
+# ---- how the work is cut -------------------------------------------------------------------------------------------
+
+
+def taps_of_blocks(axis: Axis) -> list[list[int]]:
+    """As the device code enumerates them: `Work::first`, `Work::r`."""
+    found = []
+    for block in range(axis.tap_blocks):
+        first = block // axis.blocks + block % axis.blocks * axis.size * axis.step
+        found.append([t for i in range(axis.size) if (t := first + i * axis.step) < axis.kernel])
+    return found
+
+
+def test_every_tap_is_in_one_block_and_a_block_fits_an_operand() -> None:
+    for p in PROBLEMS:
+        g = wgrad_depthwise.geometry(p)
+        for axis, reach in ((g.height, wgrad_depthwise.MAX_ROW_REACH), (g.width, wgrad_depthwise.MAX_COLUMN_REACH)):
+            blocks = taps_of_blocks(axis)
+            assert sorted(t for block in blocks for t in block) == list(range(axis.kernel)), p
+            assert axis.reach <= reach
+            for block in blocks:
+                for a, b in itertools.pairwise(block):
+                    # What the stride leaves of the rows between two taps of a block.
+                    assert (b - a) * axis.dilation == axis.shift * axis.stride, p
+
+
+def test_no_tap_reaches_from_one_image_into_the_next() -> None:
+    """Rows of the tall image: what a block of taps reads under a row of dY is its image's, or zeros in every image."""
+    with seeded(1) as rng:
+        for _ in range(300):
+            kernel, stride, dilation = (int(v) for v in rng.integers(1, (12, 9, 5)))
+            size, low, high = (int(v) for v in rng.integers((1, -3, -3), (40, 12, 12)))
+            out = (size + low + high - (kernel - 1) * dilation - 1) // stride + 1
+            if out < 1 or size + low + high < (kernel - 1) * dilation + 1:
+                continue
+            p = problem(
+                height=size,
+                kernel=(kernel, 1),
+                stride=(stride, 1),
+                dilation=(dilation, 1),
+                padding=((low, high), (0, 0)),
+            )
+            axis, pitch = wgrad_depthwise.geometry(p).height, wgrad_depthwise.geometry(p).pitch
+            assert pitch == axis.size_out + axis.gap <= axis.size_out + axis.reach
+            for taps in taps_of_blocks(axis):
+                if not taps:
+                    continue
+                start = taps[0] * dilation - low
+                inside = [0 <= start + i * stride < size for i in range(pitch + axis.reach + 1)]
+                for i in range(pitch, out + axis.reach):
+                    assert not inside[i], "a row of this image is read as the next one's"
+                    assert not inside[i - pitch], "a row of the next image is read as this one's"
+
+
+def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
+    with seeded(2) as rng:
+        for p in PROBLEMS:
+            for segments in (1, 2, 4):
+                config = Config(8, segments, 1, 1)
+                t, g = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p)
+                assert t.columns % 8 == 0
+                assert t.columns <= t.segment * segments
+                assert (t.tiles - 1) * t.columns < g.width.size_out <= t.tiles * t.columns
+                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.size_out - 1
+                assert last // 8 == t.blocks - 1
+                splits = wgrad_depthwise.whole_splits(p, config, int(rng.integers(1, 50)))
+                each = math.ceil(t.blocks / splits)
+                assert (splits - 1) * each < t.blocks <= splits * each
+
+
+def test_args_are_the_device_codes_struct_in_its_order() -> None:
+    p = problem(
+        batch=5, height=40, width=90, kernel=(5, 3), stride=(2, 3), dilation=(4, 2), padding=((7, 1), (2, 4)),
+        **channels(24) | {"out_channels": 48},
+    )  # fmt: skip
+    config = Config(8, 2, 1, 1)
+    config = dataclasses.replace(config, splits=wgrad_depthwise.whole_splits(p, config, 3))
+    device_plan = wgrad_depthwise.make_plan(p, config)
+    text = re.sub(r"//.*", "", device_plan.source.text())
+    fields = {}
+    for name in ("Taps", "Args"):
+        struct = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
+        assert struct is not None
+        fields[name] = re.findall(r"\w+(?=[,;])", struct[1])
+    nested = {f"taps_{axis}": [f"{field}_{axis}" for field in fields["Taps"]] for axis in "hw"}
+    assert [name for field in fields["Args"] for name in nested.get(field, [field])] == list(ARGS)
+    struct = device_plan.launches[0].params[2]
+    assert isinstance(struct, Int32Struct)
+    t = wgrad_depthwise.tiling(p, config)
+    out_h, out_w = p.output_spatial
+    assert dict(zip(ARGS, struct.values, strict=True)) == {
+        "batch": 5, "in_channels": 24, "out_channels": 48, "multiplier": 2,
+        "in_h": 40, "in_w": 90, "out_h": out_h, "out_w": out_w, "stride_h": 2, "stride_w": 3, "pad_h": 7, "pad_w": 2,
+        "dilation_h": 4, "dilation_w": 2, "kernel_h": 5, "step_h": 1, "size_h": 5, "blocks_h": 1,
+        "kernel_w": 3, "step_w": 3, "size_w": 1, "blocks_w": 1, "shift_h": 2, "tap_blocks_w": 3, "tap_blocks": 3,
+        "tiles_w": t.tiles, "pitch": out_h + 8, "blocks": t.blocks,
+        "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1,
+    }  # fmt: skip
+
+
+def test_plan() -> None:
+    p = problem(batch=4, height=40, width=90, kernel=(5, 3), stride=(2, 2))
+    for splits in (1, 3):
+        config = Config(16, 2, 2, splits)
+        device_plan = wgrad_depthwise.make_plan(p, config)
+        t, g = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p)
+        main, *rest = device_plan.launches
+        assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
+        assert [launch.kernel for launch in rest] == ["reduce_splits"] * (splits > 1)
+        assert (main.grid, main.block) == ((g.tap_blocks, splits, 1), (512, 1, 1))
+        assert main.shared_bytes == t.shared_bytes(2) <= wgrad_depthwise.SHARED_BYTES
+        assert device_plan.workspace_bytes == (0 if splits == 1 else splits * 5 * 3 * 16 * 4)
+        x, y = device_plan.maps
+        assert isinstance(x, TiledMap)
+        assert (x.dims, x.box) == ((16, 90, 40, 4), (16, t.x.box_w * 2, 1, 2))
+        assert x.words()[:20] == [0, 0, 9, 4, 16, 90, 40, 4, 32, 32 * 90, 32 * 90 * 40, 1, 2, 1, 1, *x.box, 1]
+        assert (y.dims, y.words()[11:15]) == ((16, 45, 20, 4), [1, 1, 1, 1])
+
+
+def test_shared_memory_fits_and_is_aligned_for_tma() -> None:
+    for p in PROBLEMS:
+        for config in wgrad_depthwise.candidates(p, DEFAULT_CUDA):
+            t = wgrad_depthwise.tiling(p, config)
+            assert t.shared_bytes(config.stages) * t.ctas_per_sm(config) <= wgrad_depthwise.SHARED_BYTES
+            for operand in (t.x, t.y):
+                assert operand.bytes % 1024 == 0, "the swizzle's pattern starts at multiples of it"
+                assert operand.bytes // wgrad_depthwise.ROWS % 128 == 0, "TMA writes a row"
+                assert operand.plane_bytes % 16 == 0
+            # The epilogue's sums and scratch take the planes' place.
+            g = wgrad_depthwise.geometry(p)
+            assert 9 * g.width.size * config.channels * 4 + config.warps * 512 <= 2 * t.planes_bytes
+
+
+# ---- candidates and the cost model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
+    configs = wgrad_depthwise.candidates(p, DEFAULT_CUDA)
+    assert 1 <= len(configs) == len(set(configs)) <= wgrad_depthwise.MAX_CANDIDATES
+    for config in configs:
+        assert supports(p, config, DEFAULT_CUDA) is None, config
+        seconds = wgrad_depthwise.estimate(p, config, DEFAULT_CUDA)
+        assert p.bytes_moved / 4.8e12 < seconds < 1
+    near = wgrad_depthwise.neighbours(p, configs[0], DEFAULT_CUDA)
+    assert configs[0] not in near
+
+
+def test_float32_results_are_summed_in_short_chains() -> None:
+    case = dataclasses.replace(SUITE[0], batch=2048)
+    for out, chained in (("float32", True), ("bfloat16", False)):
+        p = case.problem(out)
+        each = [
+            math.ceil(wgrad_depthwise.tiling(p, config).blocks / config.splits)
+            for config in wgrad_depthwise.candidates(p, DEFAULT_CUDA)
+        ]
+        assert (max(each) <= wgrad_depthwise.MAX_FLOAT32_CHAIN) is chained
+
+
+def test_estimates_of_the_suite_are_below_cudnns_times() -> None:
+    for case in cases.find(["depthwise"]):
+        p = case.problem()
+        best = min(wgrad_depthwise.estimate(p, c, DEFAULT_CUDA) for c in wgrad_depthwise.candidates(p, DEFAULT_CUDA))
+        assert case.floor_us is not None
+        assert case.xla_us is not None
+        assert case.floor_us < best * 1e6 < 0.5 * case.xla_us
+
+
+def test_depthwise_is_this_familys_before_any_other() -> None:
+    first = next(f for f in kernels.families("conv_wgrad", "cuda") if f.supports(problem()) is None)
+    assert first is wgrad_depthwise
+
+
+# ---- device code ---------------------------------------------------------------------------------------------------
+
+
+def compilations() -> list[tuple[ConvWgradProblem, Config]]:
+    """The most taps and the fewest at each distance, every tile, both dtypes."""
+    found = []
+    spread = ((7, 2), (5, 3), (3, 3), (4, 4), (3, 6), (2, 12))
+    for width in (7, 14, 28, 56):
+        for taps, dilation in ((3, 1), (7, 1), (9, 1), *(spread if width > 14 else spread[:2]), (1, 1)):
+            case = Case("", 4, width, width, 32, 32, (3, taps), groups=32, dilation=(1, dilation))
+            for count in wgrad_depthwise.CHANNELS:
+                segments = {7: 1, 14: 1, 28: 2, 56: 4}[width]
+                dtype = ("bfloat16", "float16")[(taps + count) // 8 % 2]
+                out = ("float32", "bfloat16", "float16")[(taps + width) % 3]
+                found.append((dataclasses.replace(case, dtype=dtype).problem(out), Config(count, segments, 1, 1)))
+    return [(p, config) for p, config in found if supports(p, config) is None]
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[compiler.Source, compiler.Compiled]:
+    assert compiler.unavailable() is None, compiler.unavailable()
+    sources = list(dict.fromkeys(wgrad_depthwise.source(p, config) for p, config in compilations()))
+    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("p", "config"), compilations(), ids=[f"{p} {config.channels}x{config.segments}" for p, config in compilations()]
+)
+def test_variant_is_good_machine_code(
+    p: ConvWgradProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
+) -> None:
+    source = wgrad_depthwise.source(p, config)
+    compiled = machine_code[source]
+    assert not cubin.warnings(compiled.log, source.file)
+    assert compiled.spill_bytes == 0, compiled.log
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
+    for name in ("wgrad_partial", "wgrad_direct"):
+        assert reports[name].registers <= 128, "all variants have 512 threads on an SM"
+        assert reports[name].stack_bytes == 0
+        # The loop is unrolled by two turns.
+        t, taps = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p).width.size
+        products = taps * t.segment // 4 * (2 if config.channels == 32 else 1)
+        opcodes = found[name].opcodes
+        assert opcodes[HMMA] == 2 * products
+        assert opcodes[GENERIC_LOAD] == opcodes[GENERIC_STORE] == 0, "shared memory is addressed as such"
+
+
+HMMA, GENERIC_LOAD, GENERIC_STORE = 0x23C, 0x980, 0x985
+
+
+def test_planes_have_no_bank_conflicts() -> None:
+    """Of `Layout` in the device code: stores of a word by lane (channel, column pair), 16-byte loads by lane
+    (row, segment), in quarters of a warp."""
+    lane = np.arange(32)
+    for p in PROBLEMS:
+        for segments in (1, 2, 4):
+            config = Config(8, segments, 1, 1)
+            t = wgrad_depthwise.tiling(p, config)
+            for operand in (t.x, t.y):
+                row = max(operand.box_w // 8, (segments - 1) * (t.segment // 8) + operand.read_chunks) | 1
+                image = 8 * row + {1: 2, 2: 4, 4: 0}[segments]
+                channel = config.images * image | 1
+                assert channel * config.warps * 16 == operand.plane_bytes
+                assert len(set((lane // 4 * channel * 4 + lane % 4) % 32)) == 32
+                loads = lane // 4 * row + lane % 4 // segments * image + lane % 4 % segments * (t.segment // 8)
+                for quarter in loads.reshape(4, 8):
+                    assert len(set(quarter % 8)) == 8
