@@ -5,6 +5,7 @@ family that supports it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgr
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from tests import float64
 
 FAMILIES = kernels.families("conv_wgrad", "cuda")
+TARGET = DEFAULT_CUDA
 OUT_DTYPES = ("float32", "bfloat16", "float16")
-HALVES = (("bfloat16", "default"), ("bfloat16", "default"), ("float16", "default"))
+HALVES = (("bfloat16", "default"), ("float16", "default"))
 FLOATS = (("float32", "default"), ("float32", "highest"))
 MAX_WINDOWS = 2_000_000  # elements of all windows: what the reference multiplies
 MAX_FLOPS = 2e8
@@ -76,7 +79,7 @@ KINDS = {
     "dense": Kind(wgrad_sm90, _eights, (1, 2, 2, 3), strides=8),
     "wide_groups": Kind(wgrad_sm90, _wide_groups, (1, 2, 2, 3)),
     "small_groups": Kind(wgrad_grouped, _small_groups, (1, 2, 2)),
-    "depthwise": Kind(wgrad_depthwise, _depthwise, (1, 2, 2)),
+    "depthwise": Kind(wgrad_depthwise, _depthwise, (1, 2, 2), strides=8),
     "any_channels": Kind(wgrad_gather, _any, (1, 2, 2, 3), lhs_dilation=True),
     "float32": Kind(wgrad_gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
 }
@@ -100,29 +103,32 @@ def problems(rng: np.random.Generator, mixtures: int) -> list[ConvWgradProblem]:
         for name, count in MIXTURE.items():
             for _ in range(count):
                 known = earlier[name]
-                sibling = known[rng.integers(len(known))] if known and rng.random() < SIBLINGS else None
-                problem = _problem(rng, KINDS[name], sibling)
-                found.append(problem)
-                if sibling is None:
-                    known.append(problem)
+                if known and rng.random() < SIBLINGS:
+                    found.append(_problem(rng, KINDS[name], sibling=known[rng.integers(len(known))]))
+                else:
+                    found.append(_problem(rng, KINDS[name], number=len(known)))
+                    known.append(found[-1])
     return found
 
 
-def _problem(rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None) -> ConvWgradProblem:
-    """Of that kind and, with a sibling, with its window, channels and dtypes."""
+def _problem(
+    rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None = None, number: int = 0
+) -> ConvWgradProblem:
+    """Of that kind, with a sibling's window, channels and dtypes; without one, those in turns by `number`."""
     while True:
-        p = _resized(rng, _drawn(rng, kind) if sibling is None else sibling)
+        p = _resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
         windows = p.reduction_size * p.taps * p.in_channels
-        if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.supports(p, None, DEFAULT_CUDA) is None:
+        if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.supports(p, None, TARGET) is None:
             return p
 
 
-def _drawn(rng: np.random.Generator, kind: Kind) -> ConvWgradProblem:
-    """Everything but the batch, sizes and padding."""
+def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProblem:
+    """Everything but the batch, sizes and padding; the combinations of dtypes in turns."""
     rank = int(rng.choice(kind.ranks))
     ones = (1,) * rank
     in_channels, out_channels, groups = kind.channels(rng)
-    dtype, precision = kind.dtypes[rng.integers(len(kind.dtypes))]
+    dtypes = list(itertools.product(kind.dtypes, OUT_DTYPES))
+    (dtype, precision), out_dtype = dtypes[number % len(dtypes)]
 
     def draw(most: int, part: float) -> tuple[int, ...]:
         return tuple(int(n) for n in rng.integers(1, most + 1, rank)) if rng.random() < part else ones
@@ -135,13 +141,13 @@ def _drawn(rng: np.random.Generator, kind: Kind) -> ConvWgradProblem:
         kernel_spatial=ones if matrix else draw({1: 9, 2: 7, 3: 3}[rank], 0.95),
         in_channels=in_channels,
         out_channels=out_channels,
-        window_strides=ones if matrix else draw(kind.strides if rng.random() < 0.3 else min(2, kind.strides), 0.6),
+        window_strides=ones if matrix else draw(kind.strides if rng.random() < 0.5 else min(2, kind.strides), 0.6),
         padding=((0, 0),) * rank,
         lhs_dilation=draw(3, 0.35) if kind.lhs_dilation and not matrix else ones,
         rhs_dilation=ones if matrix else draw(3, 0.35),
         feature_group_count=groups,
         dtype=dtype,
-        out_dtype=str(rng.choice([dtype, "float32", *OUT_DTYPES])),
+        out_dtype=out_dtype,
         precision=precision,
     )
 
@@ -179,7 +185,7 @@ class Configs:
         if pool:
             config = self._with_other_splits(family, p, pool[self.rng.integers(len(pool))])
         else:
-            configs = family.candidates(p, DEFAULT_CUDA)
+            configs = family.candidates(p, TARGET)
             pool = [c for c in configs if family.workspace_bytes(p, c) <= DEFAULT_WORKSPACE_LIMIT]
             config = pool[self.rng.integers(len(pool))]
             # Without the splits, which may not be legal for others.
@@ -191,13 +197,33 @@ class Configs:
         return config
 
     def _serves(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> bool:
-        return family.supports(p, config, DEFAULT_CUDA) is None and family.make_plan(p, config).source in self.sources
+        return family.supports(p, config, TARGET) is None and family.make_plan(p, config).source in self.sources
 
     def _with_other_splits(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> Any:
         wanted = self.rng.permutation(17)  # 0 is stream-k for some
         for splits in [1, *wanted] if self.rng.random() < SINGLE_SPLITS else wanted:
             other = dataclasses.replace(config, splits=int(splits))
-            if family.supports(p, other, DEFAULT_CUDA) is None:
+            if family.supports(p, other, TARGET) is None:
                 return other
         return config
 
+
+
+def integers(rng: np.random.Generator, p: ConvWgradProblem) -> tuple[np.ndarray, np.ndarray]:
+    """lhs and g, small enough that every product and sum is exact in every dtype."""
+    lhs, g = (rng.integers(-2, 3, shape).astype(np.float32) for shape in (p.lhs_shape, p.g_shape))
+    return lhs, g
+
+
+def place(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """An element, in each dimension often the first or the last."""
+    return tuple(int(rng.choice([0, n - 1, rng.integers(n)])) for n in shape)
+
+
+def reached(p: ConvWgradProblem, lhs_place: tuple[int, ...], g_place: tuple[int, ...]) -> np.ndarray:
+    """Which weights depend on these two elements. One of g meets every filter tap, also in padding, which is zeros."""
+    lhs = np.zeros(p.lhs_shape)
+    lhs[lhs_place] = 1
+    found = float64.conv_wgrad_on_host(p, lhs, np.ones(p.g_shape)) != 0
+    found[..., g_place[-1]] = True
+    return found

@@ -132,7 +132,7 @@ struct Work {
     r0 = first(g.taps_h, taps / g.tap_blocks_w);
     s0 = first(g.taps_w, taps % g.tap_blocks_w);
     k0 = blockIdx.x / g.tap_blocks * CHANNELS;
-    c0 = k0 / g.multiplier;
+    c0 = k0 / g.multiplier & ~7;  // TMA wants whole 16 bytes
     begin = blockIdx.y * g.blocks_per_split;
     end = min(begin + g.blocks_per_split, g.blocks);
   }
