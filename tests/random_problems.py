@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_splitk import kernels
 from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_sm90
+from jax_splitk.plan import DevicePlan
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
@@ -170,6 +171,12 @@ def _resized(rng: np.random.Generator, p: ConvWgradProblem) -> ConvWgradProblem:
     return dataclasses.replace(p, batch=batch, input_spatial=size, output_spatial=out, padding=padding)
 
 
+def device_plan(family: kernels.Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
+    found = family.make_plan(p, config)
+    assert isinstance(found, DevicePlan)
+    return found
+
+
 class Configs:
     """Draws legal configs, most of them with device code that was drawn before: compiling is what takes time."""
 
@@ -188,16 +195,17 @@ class Configs:
             configs = family.candidates(p, TARGET)
             pool = [c for c in configs if family.workspace_bytes(p, c) <= DEFAULT_WORKSPACE_LIMIT]
             config = pool[self.rng.integers(len(pool))]
-            # Without the splits, which may not be legal for others.
-            clustered = getattr(config, "reduction", None) == "cluster"
-            known[dataclasses.replace(config, splits=2 if clustered else 1)] = None
+            # With few splits, which are legal for most.
+            single = dataclasses.replace(config, splits=1)
+            legal = family.supports(p, single, TARGET) is None
+            known[single if legal else dataclasses.replace(config, splits=2)] = None
             if self.rng.random() < 0.5:
                 config = self._with_other_splits(family, p, config)
-        self.sources.add(family.make_plan(p, config).source)
+        self.sources.add(device_plan(family, p, config).source)
         return config
 
     def _serves(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> bool:
-        return family.supports(p, config, TARGET) is None and family.make_plan(p, config).source in self.sources
+        return family.supports(p, config, TARGET) is None and device_plan(family, p, config).source in self.sources
 
     def _with_other_splits(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> Any:
         wanted = self.rng.permutation(17)  # 0 is stream-k for some
@@ -208,7 +216,6 @@ class Configs:
         return config
 
 
-
 def integers(rng: np.random.Generator, p: ConvWgradProblem) -> tuple[np.ndarray, np.ndarray]:
     """lhs and g, small enough that every product and sum is exact in every dtype."""
     lhs, g = (rng.integers(-2, 3, shape).astype(np.float32) for shape in (p.lhs_shape, p.g_shape))
@@ -217,7 +224,7 @@ def integers(rng: np.random.Generator, p: ConvWgradProblem) -> tuple[np.ndarray,
 
 def place(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
     """An element, in each dimension often the first or the last."""
-    return tuple(int(rng.choice([0, n - 1, rng.integers(n)])) for n in shape)
+    return tuple(int((0, n - 1, rng.integers(n))[rng.integers(3)]) for n in shape)
 
 
 def reached(p: ConvWgradProblem, lhs_place: tuple[int, ...], g_place: tuple[int, ...]) -> np.ndarray:

@@ -35,7 +35,7 @@ class Run:
         return f"{self.problem!r}\n  {self.family.name} {self.config} inputs of seed {self.seed}"
 
     def __call__(self, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
-        plan = self.family.make_plan(self.problem, self.config)
+        plan = random_problems.device_plan(self.family, self.problem, self.config)
         inputs = (jnp.asarray(a.astype(jnp.dtype(self.problem.dtype))) for a in (lhs, g))
         return poison.run(plan, self.problem, *inputs)
 

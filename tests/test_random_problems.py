@@ -14,7 +14,6 @@ from tests import float64, random_problems
 from tests.problems import seeded
 from tests.random_problems import FAMILIES, TARGET
 
-
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -78,7 +77,7 @@ def test_configs_are_legal_and_share_device_code() -> None:
                     config = configs.draw(family, p)
                     assert family.supports(p, config, TARGET) is None
                     assert family.workspace_bytes(p, config) <= DEFAULT_WORKSPACE_LIMIT
-                    assert family.make_plan(p, config).source in configs.sources
+                    assert random_problems.device_plan(family, p, config).source in configs.sources
                     single[config.splits == 1] += 1
                     runs += 1
         assert len(configs.sources) < runs

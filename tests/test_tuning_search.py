@@ -705,3 +705,23 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
             break
     print(f"selection on a hit: {min(medians) * 1e6:.0f} us (seed {SEED})")
     assert min(medians) < 1e-3
+
+
+# ---- the decision ---------------------------------------------------------------------------------------------------
+
+
+def contestant(name: str, *device_times: float) -> measure.Contestant:
+    return measure.Contestant(Candidate(name), lambda: None, [1.0], list(device_times))
+
+
+def test_a_disturbed_round_does_not_hide_a_faster_candidate() -> None:
+    """The model's choice had one bad round: it is no tie, and certainly no reason to take XLA."""
+    best, predicted = contestant("best", 65.5, 65.6, 65.7), contestant("predicted", 74.9, 90.1, 74.8)
+    assert tuner._decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
+
+
+def test_the_models_choice_is_kept_within_the_noise_unless_xla_beats_it() -> None:
+    best, predicted = contestant("best", 99.0, 99.2, 99.1), contestant("predicted", 100.0, 100.1, 100.2)
+    assert tuner._decide([best, predicted], contestant("xla", 130.0, 130.0, 130.0), predicted.candidate) is predicted
+    xla = contestant("xla", 97.0, 97.1, 97.2)
+    assert tuner._decide([best, predicted], xla, predicted.candidate) is xla

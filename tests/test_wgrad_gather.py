@@ -210,7 +210,9 @@ def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
     assert wgrad_gather.preferred(STEM, DEFAULT_CUDA) is None
     assert wgrad_gather.preferred(conv((56, 56), channels=(64, 64), batch=8, dtype="float32"), DEFAULT_CUDA) is None
     assert wgrad_gather.preferred(conv((112, 112), (7, 7), (8, 64), batch=64), DEFAULT_CUDA) is None
-    assert "wgrad_sm90 serves" in str(wgrad_gather.preferred(conv(channels=(64, 64)), DEFAULT_CUDA))
+    assert "64 input channels" in str(wgrad_gather.preferred(conv(channels=(64, 64)), DEFAULT_CUDA))
+    strided = conv((56, 56), channels=(64, 64), batch=8, dtype="float32", strides=(2, 2))
+    assert "not known to be faster" in str(wgrad_gather.preferred(strided, DEFAULT_CUDA))
 
 
 def test_long_float32_chains_are_cut() -> None:

@@ -233,7 +233,8 @@ VARIANTS = [
 def test_variant_is_good_machine_code(variant: tuple[int, int, int, str, str]) -> None:
     taps_h, taps_w, tile_q, dtype, out_dtype = variant
     p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
-    source = wgrad_halo.source(p, Config(4, tile_q, taps_h, taps_w, 1))
+    config = Config(4, tile_q, taps_h, taps_w, 1)
+    source = wgrad_halo.source(p, config)
     compiled = compiler.compile_source(source)
     assert not cubin.warnings(compiled.log, source.file)
     assert not compiled.serialized_wgmma
@@ -242,7 +243,8 @@ def test_variant_is_good_machine_code(variant: tuple[int, int, int, str, str]) -
     threads = 128 * (taps_h + 1)
     registers = -(-report.registers // 8) * 8
     assert registers * threads <= 65536
-    steps = max(4, tile_q // (16 if tile_q % 16 == 0 else 8))
+    rows = 1 if tile_q % 16 == 0 else 2
+    steps = wgrad_halo.batch_rows(p, config) // rows * (tile_q * rows // 16)
     assert kernel.opcodes[cubin.HGMMA] % steps == 0
     assert kernel.opcodes[cubin.HGMMA] >= steps
     roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))

@@ -34,7 +34,7 @@ MAX_TAPS = (3, 3)
 REDUCE_ELEMENTS = 4  # float4 that a thread of the reduction sums where parts are few (ELEMENTS in the device code)
 INT32_MAX = 2**31 - 1
 # Float32 results are summed in chains of at most so many pixels: see MAX_FLOAT32_CHAIN in wgrad_sm90.py.
-MAX_FLOAT32_PIXELS = 256 * 64
+MAX_FLOAT32_PIXELS = 128 * 64
 
 
 @dataclasses.dataclass(frozen=True)

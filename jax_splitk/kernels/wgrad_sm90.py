@@ -38,7 +38,7 @@ MAX_STAGES = 8
 # WGMMA truncates its fp32 sums, an error that grows with the number of additions in a row: 2.8e-5 relative over 380
 # blocks of pixels (measured). A float32 result, which keeps it, is summed in splits of at most this many blocks; in a
 # 16-bit result rounding hides it.
-MAX_FLOAT32_CHAIN = 256
+MAX_FLOAT32_CHAIN = 128
 INT32_MAX = 2**31 - 1
 MAX_CLUSTER = 16  # thread blocks; beyond 8 it is not portable to other GPUs of the architecture
 MAX_GRID_YZ = 65535

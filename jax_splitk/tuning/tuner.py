@@ -171,7 +171,7 @@ def _decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate |
     if best is None:
         return xla
     for contestant in finalists:
-        if contestant.candidate == predicted and not _beats(best, contestant):
+        if contestant.candidate == predicted and not _beats(best, contestant) and not _beats(xla, contestant):
             best = contestant
     if xla.device_times and best.device_times:
         return xla if xla.us < best.us else best
@@ -179,6 +179,11 @@ def _decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate |
 
 
 def _beats(challenger: Contestant, holder: Contestant) -> bool:
+    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns; else by
+    more than the spread of both."""
+    if challenger.device_times and holder.device_times:
+        rounds = zip(challenger.device_times, holder.device_times, strict=True)
+        return challenger.us < holder.us * (1 - NOISE) and all(mine < theirs for mine, theirs in rounds)
     margin = max(NOISE, challenger.spread + holder.spread)
     return challenger.us < holder.us * (1 - margin)
 
