@@ -227,10 +227,13 @@ def place(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int((0, n - 1, rng.integers(n))[rng.integers(3)]) for n in shape)
 
 
-def reached(p: ConvWgradProblem, lhs_place: tuple[int, ...], g_place: tuple[int, ...]) -> np.ndarray:
-    """Which weights depend on these two elements. One of g meets every filter tap, also in padding, which is zeros."""
-    lhs = np.zeros(p.lhs_shape)
-    lhs[lhs_place] = 1
+def reached(p: ConvWgradProblem, lhs_place: tuple[int, ...], g_place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(which weights depend on these two elements, which may be said to): one of g meets padding in some filter taps,
+    and whether that is a product with zero or none is the kernel's business."""
+    lhs, g = np.zeros(p.lhs_shape), np.zeros(p.g_shape)
+    lhs[lhs_place] = g[g_place] = 1
     found = float64.conv_wgrad_on_host(p, lhs, np.ones(p.g_shape)) != 0
-    found[..., g_place[-1]] = True
-    return found
+    found |= float64.conv_wgrad_on_host(p, np.ones(p.lhs_shape), g) != 0
+    possible = found.copy()
+    possible[..., g_place[-1]] = True
+    return found, possible

@@ -215,9 +215,9 @@ def test_nan_and_infinity_stay_with_their_channels(config):
 @pytest.mark.parametrize("tile", [(64, 64), (64, 192), (128, 128), (192, 192), (128, 256), (256, 128)], ids=str)
 def test_split_tail_is_exact(tile, swap):
     case = dataclasses.replace(next(c for c in cases.SMALL_CASES if c.name == "c320k320"), batch=6)
-    for out_dtype, whole, splits in (("float32", 1, 2), ("bfloat16", 7, 3)):
+    for out_dtype, whole, wanted in (("float32", 1, 2), ("bfloat16", 7, 3)):
         problem = case.problem(out_dtype)
-        splits = wgrad_sm90.whole_splits(problem, splits)
+        splits = wgrad_sm90.whole_splits(problem, wanted)
         config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, splits, whole_tiles=whole)
         lhs, g = integers(case, seed=whole)
         out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
