@@ -26,6 +26,7 @@ logger = logging.getLogger("jax_splitk")
 
 FIRST_ROUND = 24  # candidates that are timed at first
 FINALISTS = 4
+SEARCH_SHARE = 0.75  # of the budget; the rest is for the finalists' device times
 NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
 
 
@@ -72,7 +73,7 @@ def ranked(key: Key, target: Target) -> list[Candidate]:
 
 def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
     started = time.monotonic()
-    deadline = started + seconds
+    deadline = started + SEARCH_SHARE * seconds
     ranking = ranked(key, target)
     progress = _Progress(key)
     with jax.default_device(jax.local_devices()[0]):
