@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, target_for
 from jax_splitk.tuning import select as selection
+from jax_splitk.tuning import store
+from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
 from jax_splitk.tuning.select import Choice, announce, select
 
@@ -96,7 +99,8 @@ def test_an_explicit_config_comes_before_the_cost_model() -> None:
     assert choose(PROBLEM, DEFAULT_CUDA, config=other, implementation="cutlass") == choice
 
 
-def test_the_best_of_the_candidates_is_taken() -> None:
+def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(store, "SHIPPED", tmp_path)  # which has an answer for this problem
     choice = choose(PROBLEM, DEFAULT_CUDA)
     serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.supports(PROBLEM, None, DEFAULT_CUDA) is None]
     serving = [f for f in serving if f.preferred(PROBLEM, DEFAULT_CUDA) is None]
@@ -179,6 +183,17 @@ def test_options_are_checked() -> None:
     check_options("conv_wgrad", Options(wgrad_sm90.Config(1, 2, 3, False, 4), "cutlass"))
     assert {family.implementation for family in kernels.families("conv_wgrad")} | {"xla"} == set(IMPLEMENTATIONS)
     assert {f.name for f in kernels.families("conv_wgrad", "cuda")} >= {"wgrad_sm90", "wgrad_halo", "wgrad_gather"}
+
+
+@pytest.mark.parametrize("case", cases.WGRAD_CASES, ids=lambda case: case.name)
+def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
+    problem = case.problem()
+    entry = store.shipped(key_for(problem, DEFAULT_CUDA, Options()), DEFAULT_CUDA)
+    assert entry is not None
+    choice = choose(problem, DEFAULT_CUDA)
+    assert choice.why.startswith("shipped table: ")
+    if choice.family is not None:
+        assert choice.family.supports(problem, choice.config, DEFAULT_CUDA) is None
 
 
 # ---- the log -------------------------------------------------------------------------------------------------------
