@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -194,6 +195,17 @@ def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
     assert choice.why.startswith("shipped table: ")
     if choice.family is not None:
         assert choice.family.supports(problem, choice.config, DEFAULT_CUDA) is None
+
+
+def test_the_keys_of_the_suite_take_little_of_a_lookups_millisecond() -> None:
+    """Every family's legality is part of a key, and of every lowering."""
+    for case in cases.WGRAD_CASES:
+        problem, seconds = case.problem(), []
+        for _ in range(10):
+            began = time.perf_counter()
+            key_for(problem, DEFAULT_CUDA, Options())
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 5e-4, case.name
 
 
 # ---- the log -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ a fixed order.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k
@@ -147,10 +150,9 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
 def _problem_limit(p: ConvWgradProblem) -> str | None:
     if p.rank != 2:
         return f"{p.rank} spatial dimensions; accepted: 2"
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"dtype {p.dtype}; accepted: bfloat16, float16"
-    if p.out_dtype not in split_k.OUT_CODES:
-        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    types = split_k.type_limit(p, ("bfloat16", "float16"))
+    if types is not None:
+        return types
     if p.feature_group_count != 1 or p.batch_group_count != 1:
         groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
         return f"{groups}; accepted: 1"
@@ -220,23 +222,34 @@ def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
     return height, width
 
 
-def _strips(problem: ConvWgradProblem) -> list[Config]:
+@functools.lru_cache(maxsize=4096)
+def _strips(problem: ConvWgradProblem) -> tuple[Config, ...]:
     """The largest strips that fit: for each width, heights that cut the output into equal parts."""
     if _problem_limit(problem) is not None:
-        return []
-    height, width = problem.output_spatial
-    found: dict[Config, None] = {}
+        return ()
+    width = problem.output_spatial[1]
+    found: list[Config] = []
     for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
         if tile_q < MIN_TILE_Q and found:
             break
-        fitting = []
-        for count in range(1, height + 1):
-            tile_p = -(-height // count)
-            config = Config(tile_p + (tile_p % 2 if tile_q % 16 else 0), tile_q, *_taps(problem), 1)
-            if config not in fitting and _config_limit(problem, config) is None:
-                fitting.append(config)
-        found |= dict.fromkeys(fitting[:3])
-    return list(found)
+        found += itertools.islice(_strips_of_width(problem, tile_q), 3)
+    return tuple(found)
+
+
+def _strips_of_width(problem: ConvWgradProblem, tile_q: int) -> Iterator[Config]:
+    """The legal ones, the highest first."""
+    height, row = problem.output_spatial[0], Config(1, tile_q, *_taps(problem), 1)
+    if pitch(problem, row) > MAX_PITCH:
+        return
+    # Every lookup of a decision comes by here: begin where shared memory may suffice for dY and X, halo aside.
+    most = min(SHARED_BYTES // (PIXEL_BYTES * (tile_q + pitch(problem, row))), MAX_LINES)
+    last = None
+    for count in range(-(-height // max(most, 1)), height + 1):
+        tile_p = -(-height // count)
+        strip = dataclasses.replace(row, tile_p=tile_p + (tile_p % 2 if pairs(row) else 0))
+        if strip != last and _config_limit(problem, strip) is None:
+            last = strip
+            yield strip
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
