@@ -13,9 +13,8 @@ from benchmarks import cases
 from jax_splitk import compiler, reference
 from jax_splitk.kernels import wgrad_gather
 from jax_splitk.target import target_for
-from tests import poison
+from tests import float64, poison
 from tests.test_wgrad_gather import STEM, conv, random_problem
-from tests.test_wgrad_gather import reference as in_float64
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +97,7 @@ def compile_everything_first():
 def test_odd_shapes_are_exact(p, index):
     for seed, config in enumerate(varied(p, 3)):
         lhs, g = integers(p, 100 * index + seed)
-        exact = in_float64(p, lhs.astype(np.float64), g.astype(np.float64))
+        exact = float64.conv_wgrad_on_host(p, lhs.astype(np.float64), g.astype(np.float64))
         np.testing.assert_array_equal(run(p, config, lhs, g), rounded(exact, p.out_dtype), err_msg=str(config))
 
 
@@ -109,7 +108,7 @@ def test_random_problems_are_exact():
     compiler.compile_sources({wgrad_gather.source(p, config) for p, config in chosen})
     for seed, (p, config) in enumerate(chosen):
         lhs, g = integers(p, seed)
-        exact = in_float64(p, lhs.astype(np.float64), g.astype(np.float64))
+        exact = float64.conv_wgrad_on_host(p, lhs.astype(np.float64), g.astype(np.float64))
         np.testing.assert_array_equal(run(p, config, lhs, g), rounded(exact, p.out_dtype), err_msg=f"{p} {config}")
 
 
@@ -135,7 +134,7 @@ ACCURACY = [
 @pytest.mark.parametrize("p", ACCURACY, ids=lambda p: f"{p.dtype}_{p.precision}")
 def test_as_accurate_as_xla(p):
     lhs, g = normals(p)
-    exact = in_float64(p, np.asarray(lhs, np.float64), np.asarray(g, np.float64))
+    exact = float64.conv_wgrad_on_host(p, np.asarray(lhs, np.float64), np.asarray(g, np.float64))
     error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
     theirs = error(xla(p)(lhs, g))
     for config in varied(p, 4):
@@ -178,7 +177,7 @@ def test_infinities_and_nan_reach_what_depends_on_them(index, dtype, precision, 
         g[(0, *(size // 2 for size in p.output_spatial), 0)] = value
         out = run(p, config, lhs, g)
         # Where padding meets the gradient 0 * inf may be NaN; other output channels are whole numbers.
-        exact = in_float64(p, lhs.astype(np.float64), np.where(np.isfinite(g), g, 0).astype(np.float64))
+        exact = float64.conv_wgrad_on_host(p, lhs.astype(np.float64), np.where(np.isfinite(g), g, 0).astype(np.float64))
         np.testing.assert_array_equal(out[..., 1:], exact[..., 1:].astype(np.float32), err_msg=str(config))
         assert not np.isfinite(out[..., 0]).all()
 
@@ -186,8 +185,8 @@ def test_infinities_and_nan_reach_what_depends_on_them(index, dtype, precision, 
 def dependent(p, lhs, g):
     """The exact result, in which only the products with the special value are not finite."""
     special = ~np.isfinite(lhs)
-    finite = in_float64(p, np.where(special, 0, lhs).astype(np.float64), g.astype(np.float64))
-    reached = in_float64(p, special.astype(np.float64), g.astype(np.float64)) != 0
+    finite = float64.conv_wgrad_on_host(p, np.where(special, 0, lhs).astype(np.float64), g.astype(np.float64))
+    reached = float64.conv_wgrad_on_host(p, special.astype(np.float64), g.astype(np.float64)) != 0
     return np.where(reached, lhs[special][0], finite)
 
 

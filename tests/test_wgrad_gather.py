@@ -15,7 +15,7 @@ from jax_splitk.kernels import wgrad_gather
 from jax_splitk.kernels.wgrad_gather import Config, supports
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import DEFAULT_CUDA, Target
-from tests import cubin
+from tests import cubin, float64
 from tests.problems import seeded
 
 REGISTERS_PER_SM = 65536
@@ -238,25 +238,6 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
     assert re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", struct[1])) == ARGS
 
 
-def reference(p: ConvWgradProblem, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    dilated = np.zeros(
-        (p.batch, *((s - 1) * d + 1 for s, d in zip(p.input_spatial, p.lhs_dilation, strict=True)), p.in_channels)
-    )
-    dilated[(slice(None), *(slice(None, None, d) for d in p.lhs_dilation))] = x
-    out = np.zeros(p.out_shape)
-    for tap in itertools.product(*map(range, p.kernel_spatial)):
-        window = dilated
-        for axis, (size, stride, (low, _), dilation) in enumerate(
-            zip(p.output_spatial, p.window_strides, p.padding, p.rhs_dilation, strict=True), start=1
-        ):
-            at = np.arange(size) * stride - low + tap[axis - 1] * dilation
-            inside = (at >= 0) & (at < window.shape[axis])
-            window = np.take(window, np.clip(at, 0, window.shape[axis] - 1), axis)
-            window = window * inside.reshape([-1 if a == axis else 1 for a in range(window.ndim)])
-        out[tap] = window.reshape(-1, p.in_channels).T @ dy.reshape(-1, p.out_channels)
-    return out
-
-
 class Device:
     """wgrad_gather.cu's way from a plan and arrays to the result, with unwritten shared memory full of NaN."""
 
@@ -411,7 +392,7 @@ def test_index_arithmetic_of_random_problems() -> None:
             configs = wgrad_gather.candidates(p, DEFAULT_CUDA)
             for i in rng.choice(len(configs), min(2, len(configs)), replace=False):
                 np.testing.assert_array_equal(
-                    Device(p, configs[i])(x, dy), reference(p, x, dy), err_msg=f"{p} {configs[i]}"
+                    Device(p, configs[i])(x, dy), float64.conv_wgrad_on_host(p, x, dy), err_msg=f"{p} {configs[i]}"
                 )
 
 
@@ -424,7 +405,7 @@ def test_index_arithmetic_of_the_stem(pad: int) -> None:
         for config in wgrad_gather.candidates(p, DEFAULT_CUDA)[::6]:
             layout = wgrad_gather.layout(p, config)
             assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
-            np.testing.assert_array_equal(Device(p, config)(x, dy), reference(p, x, dy))
+            np.testing.assert_array_equal(Device(p, config)(x, dy), float64.conv_wgrad_on_host(p, x, dy))
 
 
 def test_splitting_into_parts_is_what_the_device_code_assumes() -> None:

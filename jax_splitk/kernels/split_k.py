@@ -5,6 +5,7 @@ resident, and wait, while the first kernel ends.
 """
 
 import math
+from collections.abc import Sequence
 
 from jax_splitk import plan
 from jax_splitk.problem import ConvWgradProblem
@@ -13,6 +14,15 @@ OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro OUT
 REDUCE_THREADS = 256
 MAX_LANES = 32
 FILL = 132 * 1024  # threads that keep the machine busy
+
+
+def type_limit(problem: ConvWgradProblem, dtypes: Sequence[str]) -> str | None:
+    """Why a family for inputs of `dtypes` cannot serve the problem's types; None where it can."""
+    if problem.dtype not in dtypes:
+        return f"dtype {problem.dtype}; accepted: {', '.join(dtypes)}"
+    if problem.out_dtype not in OUT_CODES:
+        return f"preferred_element_type {problem.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+    return None
 
 
 def stride(problem: ConvWgradProblem) -> int:

@@ -40,14 +40,12 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "split_k.cuh"
+#include "wgmma.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-namespace GMMA = cute::SM90::GMMA;
 
 // Must match `_args` in wgrad_gather.py.
 struct Args {
@@ -120,30 +118,9 @@ constexpr int LOADER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][0];
 constexpr int CONSUMER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][1];
 
 template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I>
-struct MakeIndices<0, I...> {
-  using type = Indices<I...>;
-};
-
-template <int... I>
 __device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[ACCUMULATORS],
                              GMMA::ScaleOut scale, Indices<I...>) {
   Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
-}
-
-// Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are one box apart
-// (leading offset), groups of 8 rows along k are 1024 bytes apart (stride offset).
-__device__ inline uint64_t operand(uint32_t smem_address) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = smem_address >> 4;
-  desc.bitfield.leading_byte_offset_ = BOX_BYTES >> 4;
-  desc.bitfield.stride_byte_offset_ = 1024 >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-  return desc.desc_;
 }
 
 // A tile of pixels, by its first one.
@@ -409,11 +386,6 @@ __device__ inline int row_offset(int m) {
 using Accumulator = float[BLOCKS][ACCUMULATORS];
 using Fragment = uint32_t[COPIES][4];
 
-__device__ inline void fence(float (&acc)[ACCUMULATORS]) {
-#pragma unroll
-  for (int i = 0; i < ACCUMULATORS; ++i) cute::warpgroup_fence_operand(acc[i]);
-}
-
 __device__ inline void fence(Fragment& a) {
 #pragma unroll
   for (int copy = 0; copy < COPIES; ++copy) {
@@ -552,7 +524,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
   for (; kt < kt_end; ++kt) {
     FullBarrier::wait(&full[stage], phase);
     const uint32_t base = ring + stage * STAGE_BYTES;
-    const uint64_t b = operand(base);
+    const uint64_t b = operand(base, BOX_BYTES);
 #if RAGGED
     const bool whole =
         tile.q + TILE_Q <= g.out_w && tile.p + TILE_P <= g.out_h && tile.image + TILE_IMAGES <= g.batch;

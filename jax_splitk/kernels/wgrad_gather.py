@@ -362,26 +362,19 @@ def supports(problem: ConvWgradProblem, config: Config | None = None, target: Ta
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Where it was measured to be faster than XLA: few channels, true float32, and float32 without strides. Where
-    wgrad_sm90 serves, only if predicted faster than that."""
+    """Where it was measured to be faster than XLA: few channels, true float32, and float32 without strides."""
+    del target
     float32 = problem.dtype == "float32"
     dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
-    if not (problem.in_channels <= FEW_CHANNELS or dense or (float32 and "highest" in problem.precision)):
-        return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
-    if wgrad_sm90.supports(problem, None, target) is not None:
+    if problem.in_channels <= FEW_CHANNELS or dense or (float32 and "highest" in problem.precision):
         return None
-    ours = min((estimate(problem, c, target) for c in candidates(problem, target)), default=math.inf)
-    theirs = min(wgrad_sm90.estimate(problem, c, target) for c in wgrad_sm90.candidates(problem, target))
-    if ours < theirs:
-        return None
-    return f"{ours * 1e6:.1f} us predicted, {theirs * 1e6:.1f} us for {wgrad_sm90.name}"
+    return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
 
 def _problem_limit(p: ConvWgradProblem) -> str | None:
-    if p.dtype not in _ELEMENTS:
-        return f"dtype {p.dtype}; accepted: {', '.join(_ELEMENTS)}"
-    if p.out_dtype not in split_k.OUT_CODES:
-        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    types = split_k.type_limit(p, tuple(_ELEMENTS))
+    if types is not None:
+        return types
     if p.feature_group_count != 1 or p.batch_group_count != 1:
         groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
         return f"{groups}; accepted: 1"

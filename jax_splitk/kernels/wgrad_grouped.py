@@ -261,10 +261,9 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
 def _problem_limit(p: ConvWgradProblem) -> str | None:
     if p.rank not in (1, 2):
         return f"{p.rank} spatial dimensions; accepted: 1, 2"
-    if p.dtype not in _DTYPES:
-        return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
-    if p.out_dtype not in split_k.OUT_CODES:
-        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    types = split_k.type_limit(p, _DTYPES)
+    if types is not None:
+        return types
     if p.batch_group_count != 1:
         return f"batch_group_count {p.batch_group_count}; accepted: 1"
     if p.feature_group_count == 1:

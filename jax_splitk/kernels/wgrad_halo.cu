@@ -24,16 +24,14 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "split_k.cuh"
+#include "wgmma_ss.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-namespace GMMA = cute::SM90::GMMA;
 
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
@@ -67,56 +65,7 @@ constexpr int TILE_FLOATS = CONSUMERS * 128 * ACCUMULATORS;
 constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : 232;
 
-#if ELEMENT_BF16
-using Element = __nv_bfloat16;
-template <int N>
-struct Wgmma;
-template <> struct Wgmma<64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<128> : cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<192> : cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<256> : cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-#else
-using Element = __half;
-template <int N>
-struct Wgmma;
-template <> struct Wgmma<64> : cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<128> : cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<192> : cute::SM90::GMMA::MMA_64x192x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<256> : cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-#endif
-
-template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I>
-struct MakeIndices<0, I...> {
-  using type = Indices<I...>;
-};
-
 using Accumulator = float[ACCUMULATORS];
-
-template <int... I>
-__device__ inline void wgmma(uint64_t a, uint64_t b, Accumulator& acc, GMMA::ScaleOut scale, Indices<I...>) {
-  Wgmma<TILE_N>::fma(a, b, acc[I]..., scale);
-}
-
-__device__ inline void fence(Accumulator& acc) {
-#pragma unroll
-  for (int i = 0; i < ACCUMULATORS; ++i) cute::warpgroup_fence_operand(acc[i]);
-}
-
-// Descriptor of an MN-major operand under the 128-byte swizzle: 64-channel blocks are `block_bytes` apart, groups of 8
-// pixels `group_bytes`.
-__device__ inline uint64_t operand(uint32_t smem_address, int block_bytes, int group_bytes) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = smem_address >> 4;
-  desc.bitfield.leading_byte_offset_ = block_bytes >> 4;
-  desc.bitfield.stride_byte_offset_ = group_bytes >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-  return desc.desc_;
-}
 
 struct Geometry {
   int halo, lines;                      // lines of a buffer; the first `halo` come without a row of dY
@@ -293,8 +242,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
     for (int row = 0; row < BATCH_ROWS; row += ROWS) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        wgmma(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc, scale,
-              MakeIndices<ACCUMULATORS>::type{});
+        wgmma(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc, scale);
         scale = GMMA::ScaleOut::One;
       }
     }

@@ -28,16 +28,14 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "split_k.cuh"
+#include "wgmma_ss.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-namespace GMMA = cute::SM90::GMMA;
 
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
@@ -83,50 +81,6 @@ constexpr uint16_t BOTH = 3;  // multicast mask
 // The register file, shared out by role (setmaxnreg wants multiples of 8).
 constexpr int PRODUCER_REGS = CONSUMERS >= 3 ? (CONSUMERS == 4 ? 24 : 32) : 40;
 constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : CTAS_PER_SM == 2 ? 208 : 232;
-
-#if ELEMENT_BF16
-using Element = __nv_bfloat16;
-template <int N>
-struct Wgmma;
-template <> struct Wgmma<64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<128> : cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<192> : cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<256> : cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-#else
-using Element = __half;
-template <int N>
-struct Wgmma;
-template <> struct Wgmma<64> : cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<128> : cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<192> : cute::SM90::GMMA::MMA_64x192x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-template <> struct Wgmma<256> : cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<GMMA::Major::MN, GMMA::Major::MN> {};
-#endif
-
-template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I>
-struct MakeIndices<0, I...> {
-  using type = Indices<I...>;
-};
-
-template <int... I>
-__device__ inline void wgmma(uint64_t a, uint64_t b, float (&acc)[ACCUMULATORS], GMMA::ScaleOut scale, Indices<I...>) {
-  Wgmma<TILE_N>::fma(a, b, acc[I]..., scale);
-}
-
-// Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are one box apart (leading
-// offset), groups of 8 rows along k are 1024 bytes apart (stride offset).
-__device__ inline uint64_t operand(uint32_t smem_address) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = smem_address >> 4;
-  desc.bitfield.leading_byte_offset_ = BOX_BYTES >> 4;
-  desc.bitfield.stride_byte_offset_ = 1024 >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-  return desc.desc_;
-}
 
 struct Slot {
   int tap, c0;
@@ -281,10 +235,7 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
 __device__ inline void fence(Accumulator& acc) {
 #pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) {
-#pragma unroll
-    for (int i = 0; i < ACCUMULATORS; ++i) cute::warpgroup_fence_operand(acc[m][i]);
-  }
+  for (int m = 0; m < M_PER_WG; ++m) fence(acc[m]);
 }
 
 // The stage may be filled again, by whoever writes to it.
@@ -305,15 +256,15 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
   for (int kt = 0; kt < k_tiles; ++kt) {
     FullBarrier::wait(&full[stage], phase);
     uint32_t m_side = ring + stage * STAGE_BYTES + warpgroup * BOX_BYTES;
-    uint64_t b = operand(ring + stage * STAGE_BYTES + M_BOXES * BOX_BYTES);
+    uint64_t b = operand(ring + stage * STAGE_BYTES + M_BOXES * BOX_BYTES, BOX_BYTES);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
-        uint64_t a = operand(m_side + m * CONSUMERS * BOX_BYTES);
-        wgmma(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale, MakeIndices<ACCUMULATORS>::type{});
+        uint64_t a = operand(m_side + m * CONSUMERS * BOX_BYTES, BOX_BYTES);
+        wgmma(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale);
       }
       scale = GMMA::ScaleOut::One;
     }
