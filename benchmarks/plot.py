@@ -1,4 +1,5 @@
-"""A chart of a report of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and XLA's.
+"""Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
+XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight.
 
 python -m benchmarks.plot RESULTS.json OUT.svg
 """
@@ -12,9 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.quantized_cases import crossover
+
 OURS, XLA = "#1f5fa8", "#b9bec6"
+# Of a quantized report: the line's label and color, and the contestants whose fastest it shows.
+LINES = {
+    "jax_splitk": (OURS, ("ours",)),
+    "fp8 x fp8": ("#c2571a", ("xla_fp8", "torch_fp8")),
+    "bf16": ("#4d8f57", ("xla_16bit", "torch_bf16")),
+    "XLA, quantized": (XLA, ("xla_quantized",)),
+}
 
 
 def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -55,15 +66,80 @@ def chart(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """By weight and line: (rows, microseconds), rows ascending.
+
+    Raises:
+      ValueError: the report has no results.
+    """
+    if not report["results"]:
+        raise ValueError("no results; accepted: reports with some")
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for result in sorted(report["results"], key=lambda r: r["case"]["rows"]):
+        of_weight = found.setdefault(result["weight"], {label: [] for label in LINES})
+        for label, (_, names) in LINES.items():
+            times = [result["times"][name]["us"] for name in names if name in result["times"]]
+            if times:
+                of_weight[label].append((result["case"]["rows"], min(times)))
+    return found
+
+
+def crossing(lines: dict[str, list[tuple[int, float]]], other: str) -> float | None:
+    """Rows from which on we are slower than the line `other`; None for never."""
+    theirs = dict(lines[other])
+    return crossover((rows, us, theirs[rows]) for rows, us in lines["jax_splitk"] if rows in theirs)
+
+
+def quantized_chart(report: dict[str, Any]) -> Figure:
+    found = curves(report)
+    case = report["results"][0]["case"]
+    figure = Figure(figsize=(4 * max(2, len(found)), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, (weight, lines) in zip(panels, found.items(), strict=True):
+        _draw_curves(axes, weight, lines)
+    panels[0].set_ylabel("time, microseconds", fontsize=8)
+    panels[0].legend(fontsize=8, loc="upper left")
+    group = f"groups of {case['group_size']}" if case["group_size"] else "per channel"
+    figure.suptitle(
+        f"{case['x_dtype']} activations x {case['qtype']} weights ({group}) on {report['environment']['device_kind']}",
+        fontsize=9,
+    )
+    return figure
+
+
+def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float]]]) -> None:
+    for label, points in lines.items():
+        if points:
+            axes.loglog(
+                *zip(*points, strict=True), "o-", color=LINES[label][0], label=label, markersize=3, linewidth=1.4
+            )
+    rows = [n for n, _ in lines["jax_splitk"]]
+    axes.set_xticks(rows, [str(n) for n in rows], fontsize=7)
+    axes.minorticks_off()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(True, linewidth=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("rows of the activation, n", fontsize=8)
+    said = []
+    for other in ("fp8 x fp8", "bf16"):
+        n = crossing(lines, other)
+        if n is not None:
+            axes.axvline(n, color=LINES[other][0], linewidth=0.8, linestyle="--")
+        if lines[other]:
+            said.append(f"{other} is faster from n = {n:.0f}" if n is not None else f"{other} is never faster")
+    axes.set_title("\n".join([f"weight {weight}", *said]), fontsize=8)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description="A chart of a report of benchmarks.wgrad."
+        prog="python -m benchmarks.plot", description="A chart of a report of benchmarks.wgrad or benchmarks.quantized."
     )
-    parser.add_argument("report", type=pathlib.Path, help="JSON file of benchmarks.wgrad")
+    parser.add_argument("report", type=pathlib.Path, help="JSON file of one of these")
     parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file")
     options = parser.parse_args(argv)
     try:
-        figure = chart(json.loads(options.report.read_text()))
+        report = json.loads(options.report.read_text())
+        figure = quantized_chart(report) if "crossovers" in report else chart(report)
     except ValueError as error:
         print(f"{options.report}: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from digits import BATCH, adam, load
 from jax import numpy as jnp
 from tqdm import trange
 
-from jax_splitk.quantized import prepack, quantize, quantized_matmul
+from jax_splitk import prepack, quantize, quantized_matmul
 
 WIDTHS = (64, 256, 256, 10)
 EPOCHS, ADAPTER_EPOCHS, RANK = 12, 20, 8

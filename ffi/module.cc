@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "host_quantized.h"
 #include "host_wgrad.h"
 #include "inflate.h"
 #include "launcher.h"
@@ -40,6 +41,7 @@ NB_MODULE(_ffi, m) {
     return type;
   });
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
+  m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedMatmul); });
   // `sgemm` is a capsule of scipy.linalg.cython_blas; its name is the C signature.
   m.def("set_sgemm", [](nb::capsule sgemm) { js::SetSgemm(sgemm.data()); });
 

@@ -9,8 +9,8 @@ from jax_splitk.quantized import QuantizedArray as QuantizedArray
 from jax_splitk.quantized import dequantize as dequantize
 from jax_splitk.quantized import prepack as prepack
 from jax_splitk.quantized import quantize as quantize
-from jax_splitk.quantized import quantized_matmul as quantized_matmul
 from jax_splitk.quantized import unpack as unpack
+from jax_splitk.quantized.matmul import quantized_matmul as quantized_matmul
 from jax_splitk.tuning.ahead import tune as tune
 from jax_splitk.tuning.ahead import tune_problems as tune_problems
 from jax_splitk.tuning.options import options as options

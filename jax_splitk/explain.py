@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jax_splitk import trace
-from jax_splitk.primitive import choose
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.kernels import Problem
+from jax_splitk.lowering import choose
 from jax_splitk.target import local_platform, target_for
 
 
@@ -26,7 +26,7 @@ class Decision:
       count: how many operations of the function are this one.
     """
 
-    problem: ConvWgradProblem
+    problem: Problem
     implementation: str
     config: Any
     splits: int | None

@@ -1,11 +1,8 @@
 """The `conv_wgrad` primitive: its type, its transformation rules and its lowering.
 
-A primitive rather than an `ffi_call` at trace time, so that the decision is taken at lowering, where the platform and
-the final (batched, per-shard) shapes are known. It is bilinear in (lhs, g); its transposes are convolutions that lax
-already has.
+It is bilinear in (lhs, g); its transposes are convolutions that lax already has.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +11,11 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from jax_splitk import _compat, execute, reference
+from jax_splitk import _compat, execute, lowering, reference
+from jax_splitk.plan import CustomCall
 from jax_splitk.problem import ConvWgradProblem
-from jax_splitk.target import Target, target_for
-from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import Choice, announce, select, xla
-
-PLATFORMS = ("cpu", "cuda")
 
 conv_wgrad_p = core.Primitive("conv_wgrad")
 
@@ -60,12 +53,6 @@ def _abstract_eval(lhs: Any, g: Any, **params: Any) -> Any:
 
 
 conv_wgrad_p.def_abstract_eval(_abstract_eval)
-conv_wgrad_p.def_impl(lambda lhs, g, **params: _jitted(**params)(lhs, g))
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(**params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(conv_wgrad_p.bind, **params))
 
 
 # ---- differentiation -----------------------------------------------------------------------------------------------
@@ -152,32 +139,6 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
-def choose(
-    problem: ConvWgradProblem,
-    target: Target,
-    options: Options,
-    *,
-    partitioned: bool,
-    measure: bool = False,
-    final: bool = False,
-) -> Choice:
-    """`select`, except that code which XLA will partition by itself is left to XLA.
-
-    A custom call is opaque to XLA's partitioner, which would gather its operands onto every device; inside shard_map
-    each device's part is a problem of its own and this does not apply.
-    """
-    if not isinstance(problem.reduction_size, int):
-        return xla(problem, "symbolic shapes")
-    if partitioned and options.implementation != "xla":
-        if options.implementation is not None or options.config is not None:
-            raise NotImplementedError(
-                f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
-                "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
-            )
-        return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
-    return select(problem, target, options, measure=measure, final=final)
-
-
 def canonicalize(lhs: jax.Array, g: jax.Array, specs: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
     """lhs and g as N, spatial..., C."""
     to_last = lambda spec: (spec[0], *spec[2:], spec[1])  # noqa: E731
@@ -190,26 +151,16 @@ def from_hwio(out: jax.Array, specs: lax.ConvDimensionNumbers) -> jax.Array:
     return out.transpose(tuple(int(i) for i in np.argsort(hwio)))
 
 
-def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, g: Any, *, platform: str, **params: Any) -> Any:
-    problem = problem_of(ctx.avals_in, params)
-    target = target_for(platform)
-    partitioned = _compat.is_automatically_partitioned(ctx)
-    # Only what will run here can be measured here.
-    measure = not partitioned and not _compat.is_export(ctx) and target.is_local
-    choice = choose(problem, target, params["options"], partitioned=partitioned, measure=measure, final=True)
-    announce(choice)
+def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
+    specs, sharding = params["dimension_numbers"], _compat.explicit_sharding(out)
+    return lambda lhs, g: reference.conv_wgrad(lhs, g, problem, specs, sharding)
+
+
+def _with_kernel(
+    problem: ConvWgradProblem, params: dict[str, Any], custom_call: CustomCall
+) -> Callable[..., jax.Array]:
     specs = params["dimension_numbers"]
-    if choice.family is None:
-        sharding = _compat.explicit_sharding(ctx.avals_out[0])
-        return mlir.lower_fun(lambda x, y: reference.conv_wgrad(x, y, problem, specs, sharding), False)(ctx, lhs, g)
-    custom_call = choice.family.make_plan(problem, choice.config).custom_call()
-
-    def with_kernel(lhs: jax.Array, g: jax.Array) -> jax.Array:
-        return from_hwio(execute.call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
-
-    return mlir.lower_fun(with_kernel, False)(ctx, lhs, g)
+    return lambda lhs, g: from_hwio(execute.call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
 
 
-for _platform in PLATFORMS:
-    mlir.register_lowering(conv_wgrad_p, functools.partial(_lower, platform=_platform), platform=_platform)
-mlir.register_lowering(conv_wgrad_p, functools.partial(_lower, platform="other"))
+lowering.define(conv_wgrad_p, problem_of, _with_xla, _with_kernel)

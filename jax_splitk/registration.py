@@ -6,6 +6,7 @@ import jax
 import scipy.linalg.cython_blas
 
 from jax_splitk import _ffi
+from jax_splitk.kernels.mixed_host import TARGET as HOST_QUANTIZED_TARGET
 from jax_splitk.kernels.wgrad_host import TARGET as HOST_WGRAD_TARGET
 from jax_splitk.plan import LAUNCH_TARGET
 
@@ -18,3 +19,4 @@ def register() -> None:
     # The BLAS that jax already depends on: SciPy's, as a table of function pointers.
     _ffi.set_sgemm(scipy.linalg.cython_blas.__pyx_capi__["sgemm"])
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
+    jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")

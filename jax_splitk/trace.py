@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jax_splitk import primitive
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk import lowering
+from jax_splitk.kernels import Problem
 
 
 def operations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Our equations in the order of the trace, also those inside other equations' functions."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive is primitive.conv_wgrad_p:
+        if eqn.primitive in lowering.PROBLEMS:
             yield eqn
         for value in eqn.params.values():
             for inner in jax.tree.leaves(value, is_leaf=_is_jaxpr):
@@ -23,9 +23,9 @@ def operations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
                     yield from operations(inner)
 
 
-def problem_of(eqn: core.JaxprEqn) -> ConvWgradProblem:
+def problem_of(eqn: core.JaxprEqn) -> Problem:
     """What one of our equations computes."""
-    return primitive.problem_of([var.aval for var in eqn.invars], eqn.params)
+    return lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -6,37 +6,39 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from jax_splitk.kernels import Problem
 from jax_splitk.plan import DevicePlan, Launch, Pointer
-from jax_splitk.problem import ConvWgradProblem
 
 
 def with_preset_results(plan: DevicePlan) -> DevicePlan:
     """The plan for a call that gets its two results' initial contents as further operands, aliased to them."""
+    operands = len(plan.buffers) - 2
 
     def moved(launch: Launch) -> Launch:
         params = tuple(
-            dataclasses.replace(p, buffer=p.buffer + 2) if isinstance(p, Pointer) and p.buffer >= 2 else p
+            dataclasses.replace(p, buffer=p.buffer + 2) if isinstance(p, Pointer) and p.buffer >= operands else p
             for p in launch.params
         )
         return dataclasses.replace(launch, params=params)
 
-    results = plan.buffers[2:]
+    results = plan.buffers[operands:]
     return dataclasses.replace(
         plan, buffers=plan.buffers + results, launches=tuple(moved(launch) for launch in plan.launches)
     )
 
 
-def run(plan: DevicePlan, problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
+def run(plan: DevicePlan, problem: Problem, *operands: jax.Array) -> np.ndarray:
     """The plan's output; raises AssertionError if the poison did not arrive (which would make the test void)."""
     call = with_preset_results(plan).custom_call()
     out = jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))
     workspace = jax.ShapeDtypeStruct((plan.workspace_bytes,), np.uint8)
-    kernel = jax.ffi.ffi_call(call.target, (out, workspace), input_output_aliases={2: 0, 3: 1})
+    count = len(operands)
+    kernel = jax.ffi.ffi_call(call.target, (out, workspace), input_output_aliases={count: 0, count + 1: 1})
 
     @jax.jit
-    def poisoned(lhs: jax.Array, g: jax.Array) -> jax.Array:
+    def poisoned(*operands: jax.Array) -> jax.Array:
         # An all-ones byte pattern is a NaN in every float format.
         nan = jax.lax.bitcast_convert_type(jnp.full(out.shape, -1, f"int{8 * out.dtype.itemsize}"), out.dtype)
-        return kernel(lhs, g, nan, jnp.full(workspace.shape, 255, np.uint8), **call.attributes)[0]
+        return kernel(*operands, nan, jnp.full(workspace.shape, 255, np.uint8), **call.attributes)[0]
 
-    return np.asarray(poisoned(lhs, g))
+    return np.asarray(poisoned(*operands))

@@ -18,7 +18,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk import primitive
+from jax_splitk import lowering
 from jax_splitk.__main__ import main
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.problem import ConvWgradProblem
@@ -208,14 +208,14 @@ def test_tune_says_when_the_decision_was_not_stored(
 
 def test_tune_script_tunes_what_it_lowers(cache: pathlib.Path, script: pathlib.Path, capsys: Any) -> None:
     state = (list(sys.argv), list(sys.path), os.environ.get("JAX_SPLITK_AUTOTUNE"))
-    functions = (primitive.announce, agreement.agree, tuner.tune)
+    functions = (lowering.announce, agreement.agree, tuner.tune)
     assert main(["tune", str(script), "--json", "--", "--json", "x y"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert "arguments ['--json', 'x y']" in captured.err
     assert f"tuned {PROBLEM} in " in captured.err
     assert (list(sys.argv), list(sys.path), os.environ.get("JAX_SPLITK_AUTOTUNE")) == state
-    assert (primitive.announce, agreement.agree, tuner.tune) == functions
+    assert (lowering.announce, agreement.agree, tuner.tune) == functions
     assert [(d["problem"], d["measured"]) for d in found["decided"]] == [(as_json(PROBLEM), True)]
     # The operation for which XLA was asked has nothing to tune. It runs eagerly, so that its lowering may be cached.
     assert {u["why"] for u in found["undecided"]} <= {"implementation='xla' was asked for"}
@@ -283,7 +283,7 @@ def test_the_callers_constraints_are_part_of_what_is_tuned(cache: pathlib.Path, 
         ("[" * 100_000, "not JSON"),
         ("[1]", "problem 0: 1 is not an object with 'op'"),
         ('{"batch": 1}', "is not an object with 'op'"),
-        ('{"op": "gemm"}', "op='gemm'; accepted: 'conv_wgrad'"),
+        ('{"op": "gemm"}', "op='gemm'; accepted: 'conv_wgrad', 'quantized_matmul'"),
         ('{"op": []}', "unhashable"),
         ('{"op": "conv_wgrad", "batch": 1, "size": 2}', "unknown fields ['size']"),
         (json.dumps({**as_json(PROBLEM), "dtype": "int8"}), "dtype='int8'; accepted:"),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import _ffi, primitive
+from jax_splitk import _ffi, lowering
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.kernels.wgrad_host import TARGET as HOST
 from jax_splitk.plan import LAUNCH_TARGET
@@ -335,7 +335,7 @@ def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("selected")
 
-    monkeypatch.setattr(primitive, "select", fail)
+    monkeypatch.setattr(lowering, "select", fail)
     conv = Conv((7, 5), (2, 2), 3)
     lhs, rhs, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (conv.lhs_shape, conv.rhs_shape, conv.g_shape))
     wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
@@ -593,8 +593,8 @@ def test_first_parameters_are_laxs_in_laxs_order() -> None:
 def test_equal_calls_are_traced_to_one_compilation() -> None:
     lhs, _, g = Conv((4, 4), (2, 2), 1).integers(generator(61))
     conv = Conv((4, 4), (2, 2), 1)
-    before = primitive._jitted.cache_info()
+    before = lowering.jitted.cache_info()
     for _, _ in itertools.product(range(2), range(2)):
         conv.wgrad(lhs, g)
-    after = primitive._jitted.cache_info()
+    after = lowering.jitted.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jax_splitk import plan
-from jax_splitk.kernels import wgrad_host
+from jax_splitk.kernels import mixed_host, wgrad_host
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jax_splitk"
@@ -79,6 +79,7 @@ def test_the_one_file_says_why() -> None:
 def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
     assert re.fullmatch(r"jax_splitk_\w+_v\d", plan.LAUNCH_TARGET)
     assert re.fullmatch(r"jax_splitk_\w+_v\d", wgrad_host.TARGET)
+    assert re.fullmatch(r"jax_splitk_\w+_v\d", mixed_host.TARGET)
     # What is registered is one of these or a literal of the same form.
     tree = ast.parse((PACKAGE / "registration.py").read_text())
     first_arguments = [
@@ -86,8 +87,9 @@ def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jax.ffi.register_ffi")
     ]
-    assert len(first_arguments) == 3
+    assert len(first_arguments) == 4
     constants = {"LAUNCH_TARGET": plan.LAUNCH_TARGET, "HOST_WGRAD_TARGET": wgrad_host.TARGET}
+    constants["HOST_QUANTIZED_TARGET"] = mixed_host.TARGET
     for argument in first_arguments:
         text = argument.value if isinstance(argument, ast.Constant) else constants[argument.id]
         assert re.fullmatch(r"jax_splitk_\w+_v\d", text)

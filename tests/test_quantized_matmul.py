@@ -11,7 +11,9 @@ import pytest
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, quantized_matmul
+from jax_splitk import quantized_matmul
+from jax_splitk.kernels import mixed_host, wgrad_host
+from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize
 from tests.quantized import CASES, GROUPS, every_code
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
@@ -95,15 +97,16 @@ def test_extreme_scales(form: str, scale_dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16", "float32"])
-def test_bad_numbers_stay_where_they_belong(x_dtype: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_bad_numbers_stay_where_they_belong(form: str, x_dtype: str) -> None:
     q, _ = every_code("int8", 128, 5, 64)
     x = normals(3, 4, 128, dtype=x_dtype)
-    clean = quantized_matmul(x, q)
+    clean = quantized_matmul(x, FORMS[form](q))
     for bad in (jnp.nan, jnp.inf):
-        out = quantized_matmul(x, dataclasses.replace(q, scale=q.scale.at[1, 2].set(bad)))
+        out = quantized_matmul(x, FORMS[form](dataclasses.replace(q, scale=q.scale.at[1, 2].set(bad))))
         assert not np.isfinite(out[:, 2]).any()
         np.testing.assert_array_equal(np.delete(out, 2, axis=1), np.delete(clean, 2, axis=1))
-        out = quantized_matmul(x.at[1, 7].set(bad), prepack(q))
+        out = quantized_matmul(x.at[1, 7].set(bad), FORMS[form](q))
         assert not np.isfinite(out[1]).any()
         np.testing.assert_array_equal(np.delete(out, 1, axis=0), np.delete(clean, 1, axis=0))
 
@@ -332,10 +335,13 @@ def test_export_with_a_symbolic_batch() -> None:
     ({"w": jnp.ones((64, 5))}, TypeError, "a weight of type ArrayImpl; accepted: QuantizedArray"),
     ({"w": QuantizedArray(jnp.ones((2, 64, 5), jnp.int4), jnp.ones((2, 1, 5)))}, ValueError, "a weight of shape (2, "),
     ({"preferred_element_type": jnp.int32}, TypeError, "accepted: bfloat16, float16, float32"),
-    ({"implementation": "cutlass"}, NotImplementedError, "there is no such kernel for quantized_matmul; use None or"),
-    ({"implementation": "host"}, NotImplementedError, "implementation='host'"),
+    ({"implementation": "cutlass"}, NotImplementedError, "implementation='cutlass': kernels take packed weights; use "),
+    ({"implementation": "host"}, NotImplementedError, "use jax_splitk.prepack, once. Or use implementation=None or"),
+    ({"config": mixed_host.Config(1, 24)}, NotImplementedError, "config=Config(splits=1, row_block=24): kernels take"),
     ({"implementation": "triton"}, ValueError, "implementation='triton'; accepted: None, 'cutlass', 'host', 'xla'"),
-    ({"config": object()}, TypeError, "accepted: None"),
+    ({"config": object()}, TypeError, "of type object; accepted: jax_splitk.kernels.mixed_"),
+    ({"config": wgrad_host.Config(1, 64)}, TypeError, "accepted: jax_splitk.kernels.mixed_"),
+    ({"transposed": 3}, TypeError, "transposed of type int; accepted: PackedWeight, None"),
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     q, _ = every_code("int4", 64, 5, 32)

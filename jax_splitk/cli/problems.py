@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from jax_splitk.cli.usage import UsageError
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.kernels import Problem
 from jax_splitk.tuning.key import problem_from_dict
 
 NAME = "SCRIPT_OR_PROBLEMS"
@@ -17,7 +17,7 @@ ACCEPTED = (
 )
 
 
-def script_or_problems(text: str) -> pathlib.Path | list[ConvWgradProblem]:
+def script_or_problems(text: str) -> pathlib.Path | list[Problem]:
     """The script's path, or the problems, each once."""
     if text.lstrip()[:1] in ("{", "["):
         return problems(text, text)
@@ -31,7 +31,7 @@ def script_or_problems(text: str) -> pathlib.Path | list[ConvWgradProblem]:
     raise UsageError(f"{NAME}={text!r}; accepted: {ACCEPTED}")
 
 
-def problems(text: str | bytes, shown: str) -> list[ConvWgradProblem]:
+def problems(text: str | bytes, shown: str) -> list[Problem]:
     """The problems in JSON text; `shown` is what messages call it."""
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     try:
@@ -53,6 +53,6 @@ def problems(text: str | bytes, shown: str) -> list[ConvWgradProblem]:
     return list(found)
 
 
-def as_dict(problem: ConvWgradProblem) -> dict[str, Any]:
+def as_dict(problem: Problem) -> dict[str, Any]:
     """Plain data, which `tune` and `explain` accept."""
     return {"op": problem.op, **dataclasses.asdict(problem)}

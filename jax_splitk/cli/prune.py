@@ -5,6 +5,7 @@ import pathlib
 import time
 
 from jax_splitk.cli.stored import UNDATED, Stored, Unusable, date, read_all
+from jax_splitk.operations import OPERATIONS
 from jax_splitk.target import target_for
 from jax_splitk.tuning import key as keys
 
@@ -17,7 +18,7 @@ def local_environments() -> set[str]:
     """Digests of the environments in which this machine, with this version, looks entries up."""
     return {
         environment.digest()
-        for op in keys.PROBLEMS
+        for op in OPERATIONS
         for platform in PLATFORMS
         for environment in keys.environments(op, target_for(platform))
     }

@@ -9,6 +9,7 @@ from typing import Any
 from jax_splitk import storage
 from jax_splitk.cli.output import note, number
 from jax_splitk.cli.problems import as_dict
+from jax_splitk.operations import OPERATIONS
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
@@ -59,8 +60,8 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     if schema != keys.SCHEMA:
         return Unusable(path, f"schema {schema!r}; accepted: {keys.SCHEMA}", foreign=type(schema) is int)
     op = fields["key"].get("op") if isinstance(fields.get("key"), dict) else None
-    if isinstance(op, str) and op not in keys.PROBLEMS:
-        return Unusable(path, f"op={op!r}; accepted: {', '.join(map(repr, keys.PROBLEMS))}", foreign=True)
+    if isinstance(op, str) and op not in OPERATIONS:
+        return Unusable(path, f"op={op!r}; accepted: {', '.join(map(repr, OPERATIONS))}", foreign=True)
     foreign = False
     try:
         key = key_from_dict(fields.get("key"))

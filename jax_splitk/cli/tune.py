@@ -11,7 +11,7 @@ from jax_splitk.cli import constraints, output, stored
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
 from jax_splitk.cli.script import environment, run
 from jax_splitk.cli.usage import UsageError, positive, require_writable
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.kernels import Problem
 from jax_splitk.tuning import ahead, store, tuner
 from jax_splitk.tuning.watch import Watched, watching
 
@@ -65,7 +65,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _tune_each(
-    problems: list[ConvWgradProblem], seconds: float, again: bool, watched: Watched
+    problems: list[Problem], seconds: float, again: bool, watched: Watched
 ) -> list[tuple[str, dict[str, Any] | None]]:
     """One by one, so that a problem which fails does not keep the others from being tuned."""
     failures = []
@@ -80,8 +80,8 @@ def _tune_each(
 
 
 def _undecided(
-    what: pathlib.Path | list[ConvWgradProblem], watched: Watched, failures: list[tuple[str, dict[str, Any] | None]]
-) -> list[tuple[ConvWgradProblem, str]]:
+    what: pathlib.Path | list[Problem], watched: Watched, failures: list[tuple[str, dict[str, Any] | None]]
+) -> list[tuple[Problem, str]]:
     """What was not up for a measurement, and why."""
     seen = {key.problem for key in watched.entries}
     if isinstance(what, pathlib.Path):
@@ -92,7 +92,7 @@ def _undecided(
 
 def _show(
     watched: Watched,
-    undecided: list[tuple[ConvWgradProblem, str]],
+    undecided: list[tuple[Problem, str]],
     failures: list[tuple[str, dict[str, Any] | None]],
     as_json: bool,
 ) -> None:

@@ -5,17 +5,56 @@ A family is a module with `name`, `implementation`, `platform`, `ABI`, a frozen 
 its module, its device source and a line in `FAMILIES`.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_host, wgrad_sm90
+from jax_splitk.kernels import (
+    mixed_host,
+    mixed_mma,
+    mixed_wgmma,
+    wgrad_depthwise,
+    wgrad_gather,
+    wgrad_grouped,
+    wgrad_halo,
+    wgrad_host,
+    wgrad_sm90,
+)
 from jax_splitk.plan import DevicePlan, HostPlan
-from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
 
 
+class Problem(Protocol):
+    """What an operation computes: a frozen, hashable dataclass of integers, strings and tuples of them."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def op(self) -> str:
+        """The operation's name, a key of `FAMILIES`."""
+        ...
+
+    @property
+    def out_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def out_dtype(self) -> str: ...
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes any implementation must move."""
+        ...
+
+    def validate(self) -> None:
+        """Raises ValueError unless the fields have the right types and belong together."""
+        ...
+
+
 class Family(Protocol):
-    """What a kernel family's module offers."""
+    """What a kernel family's module offers. `problem` is of the problem type of the family's operation."""
 
     name: str
     implementation: str  # the word users choose it by: "cutlass" or "host"
@@ -27,35 +66,34 @@ class Family(Protocol):
         """Raised when earlier tuning decisions no longer hold for the family's kernels."""
         ...
 
-    def supports(
-        self, problem: ConvWgradProblem, config: Any | None = None, target: Target | None = None
-    ) -> str | None:
+    def supports(self, problem: Any, config: Any | None = None, target: Target | None = None) -> str | None:
         """None when legal, else the reason: the value and what is accepted."""
         ...
 
-    def preferred(self, problem: ConvWgradProblem, target: Target) -> str | None:
+    def preferred(self, problem: Any, target: Target) -> str | None:
         """None when it should be chosen over XLA without measuring, else the reason."""
         ...
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Any]:
+    def candidates(self, problem: Any, target: Target) -> Sequence[Any]:
         """Legal configs worth considering."""
         ...
 
-    def neighbours(self, problem: ConvWgradProblem, config: Any, target: Target) -> Sequence[Any]:
+    def neighbours(self, problem: Any, config: Any, target: Target) -> Sequence[Any]:
         """Configs one step from `config`, for refining a search; they need not be legal."""
         ...
 
-    def estimate(self, problem: ConvWgradProblem, config: Any, target: Target) -> float:
+    def estimate(self, problem: Any, config: Any, target: Target) -> float:
         """Predicted seconds."""
         ...
 
-    def workspace_bytes(self, problem: ConvWgradProblem, config: Any) -> int: ...
+    def workspace_bytes(self, problem: Any, config: Any) -> int: ...
 
-    def make_plan(self, problem: ConvWgradProblem, config: Any) -> DevicePlan | HostPlan: ...
+    def make_plan(self, problem: Any, config: Any) -> DevicePlan | HostPlan: ...
 
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_wgrad": (wgrad_depthwise, wgrad_grouped, wgrad_halo, wgrad_gather, wgrad_sm90, wgrad_host),
+    "quantized_matmul": (mixed_mma, mixed_wgmma, mixed_host),
 }
 
 

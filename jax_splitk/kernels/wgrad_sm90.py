@@ -400,6 +400,7 @@ _L2_BYTES_PER_SM = 167e9
 _SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden by the longer
 _SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
+_SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
 _PARTIAL_BYTES = 4.75e12  # partial sums stay in L2 for the most part
 _WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
 _LAUNCH_SECONDS = 4.3e-6
@@ -448,7 +449,8 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
         steps += -(-config.whole_tiles * config.ctas_per_sm // resident) * k_tiles(problem)
         waves += -(-config.whole_tiles // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+    crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
     if config.in_cluster:
         seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
     elif config.splits > 1:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, as_quantized
-from jax_splitk.quantized.formats import FORMATS, Format, from_codes, to_codes
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
 
 LAYOUT_VERSION = 1
 TILE = 64
@@ -161,7 +161,7 @@ def per_feature(q: Any) -> QuantizedArray:
 
 
 def checked(packed: PackedWeight) -> PackedWeight:
-    """`packed`, if its leaves belong to its static part. Raises ValueError."""
+    """`packed`, if its leaves have their dtypes (else TypeError) and belong to its static part (else ValueError)."""
     if packed.layout != LAYOUT_VERSION:
         raise ValueError(f"a PackedWeight of layout {packed.layout}; accepted: {LAYOUT_VERSION}; pack it again")
     k, features = packed.shape
@@ -173,6 +173,12 @@ def checked(packed: PackedWeight) -> PackedWeight:
             f"a PackedWeight of shape {packed.shape} with words {tuple(packed.words.shape)}, scale "
             f"{tuple(packed.scale.shape)} and zero_point {zero_point}; accepted: {words}, {scale} and {scale} or None "
             "(jax.vmap for a batch of weights)"
+        )
+    floats = [leaf.dtype for leaf in (packed.scale, packed.zero_point) if leaf is not None]
+    if packed.words.dtype != jnp.uint32 or any(dtype.name not in SCALE_DTYPES for dtype in floats):
+        raise TypeError(
+            f"a PackedWeight with words of dtype {packed.words.dtype}, scale and zero_point of dtypes "
+            f"{', '.join(map(str, floats))}; accepted: uint32, and {', '.join(SCALE_DTYPES)}"
         )
     return packed
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jax_splitk import trace
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk import lowering, trace
+from jax_splitk.kernels import Problem
 from jax_splitk.target import Target, local_platform, target_for
 from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import Entry
@@ -35,7 +35,7 @@ def tune(
     for eqn in trace.operations(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr):
         problem = trace.problem_of(eqn)
         options: Options = eqn.params["options"]
-        if options.config is None and options.implementation != "xla" and isinstance(problem.reduction_size, int):
+        if options.config is None and options.implementation != "xla" and lowering.is_static(problem):
             wanted[(problem, options.deterministic, options.workspace_limit_bytes)] = None
     keys = [
         (problem, Options(deterministic=deterministic, workspace_limit_bytes=limit))
@@ -44,14 +44,13 @@ def tune(
     return _tune_all(keys, seconds, again)
 
 
-def tune_problems(
-    problems: Iterable[ConvWgradProblem], *, seconds: float | None = None, again: bool = False
-) -> TuningResult:
-    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`), under the options in force."""
+def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
+    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`,
+    `jax_splitk.quantized.problem.QuantizedMatmulProblem`), under the options in force."""
     return _tune_all([(problem, current()) for problem in dict.fromkeys(problems)], seconds, again)
 
 
-def _tune_all(wanted: list[tuple[ConvWgradProblem, Options]], seconds: float | None, again: bool) -> TuningResult:
+def _tune_all(wanted: list[tuple[Problem, Options]], seconds: float | None, again: bool) -> TuningResult:
     target = target_for(local_platform())
     pairs: list[tuple[Key, Entry]] = []
     for i, (problem, options) in enumerate(wanted):

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from jax_splitk import kernels
-from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
 from jax_splitk.tuning.key import SCHEMA, Key
 
@@ -154,7 +153,7 @@ def family_named(op: str, name: str) -> kernels.Family:
     raise InvalidEntry(f"family {name!r}; accepted: {', '.join(f.name for f in kernels.families(op))}, {XLA}")
 
 
-def _candidate(data: Any, problem: ConvWgradProblem) -> Candidate:
+def _candidate(data: Any, problem: kernels.Problem) -> Candidate:
     if not isinstance(data, dict) or not isinstance(data.get("family"), str):
         raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
     if data["family"] == XLA:
@@ -170,7 +169,7 @@ def _candidate(data: Any, problem: ConvWgradProblem) -> Candidate:
     return Candidate(data["family"], config_type(**fields))
 
 
-def _measurement(data: Any, problem: ConvWgradProblem) -> Measurement:
+def _measurement(data: Any, problem: kernels.Problem) -> Measurement:
     candidate = _candidate(data, problem)
     us, error = data.get("us"), data.get("error")
     # By comparison: math.isfinite raises for an integer that no float holds.

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_splitk import compiler, kernels
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.operations import OPERATIONS
 from jax_splitk.target import Target
 from jax_splitk.tuning.options import Options
 
 SCHEMA = 1
-PROBLEMS: dict[str, type] = {ConvWgradProblem.op: ConvWgradProblem}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Environment:
 class Key:
     """Identity of a tuning decision."""
 
-    problem: ConvWgradProblem
+    problem: kernels.Problem
     deterministic: bool
     workspace_limit_bytes: int
     environment: Environment
@@ -70,7 +69,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def environment(problem: ConvWgradProblem, target: Target) -> Environment:
+def environment(problem: kernels.Problem, target: Target) -> Environment:
     """The environment for a problem's decisions on `target`."""
     families = kernels.families(problem.op, target.platform)
     return _environment(tuple(f for f in families if f.supports(problem, None, target) is None), target)
@@ -96,26 +95,27 @@ def _cuda_major(platform: str) -> int:
     return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
 
 
-def key_for(problem: ConvWgradProblem, target: Target, options: Options) -> Key:
+def key_for(problem: kernels.Problem, target: Target, options: Options) -> Key:
     return Key(problem, options.deterministic, options.workspace_limit, environment(problem, target))
 
 
-def problem_from_dict(op: str, fields: dict[str, Any]) -> ConvWgradProblem:
+def problem_from_dict(op: str, fields: dict[str, Any]) -> kernels.Problem:
     """A problem from plain data, e.g. from an entry or a command line.
 
     Raises:
       ValueError: an unknown operation, or fields that are missing, unknown or of the wrong type.
     """
-    if op not in PROBLEMS:
-        raise ValueError(f"op={op!r}; accepted: {', '.join(map(repr, PROBLEMS))}")
-    known = {field.name: field for field in dataclasses.fields(PROBLEMS[op])}
+    if op not in OPERATIONS:
+        raise ValueError(f"op={op!r}; accepted: {', '.join(map(repr, OPERATIONS))}")
+    problem_type = OPERATIONS[op].problem
+    known = {field.name: field for field in dataclasses.fields(problem_type)}
     unknown = sorted(set(fields) - set(known))
     missing = sorted(
         name for name, field in known.items() if name not in fields and field.default is dataclasses.MISSING
     )
     if unknown or missing:
         raise ValueError(f"{op} problem: unknown fields {unknown}, missing fields {missing}")
-    problem = PROBLEMS[op](**{name: _as_tuple(value) for name, value in fields.items()})
+    problem = problem_type(**{name: _as_tuple(value) for name, value in fields.items()})
     problem.validate()
     return problem
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute, kernels, reference
+from jax_splitk import compiler, execute, kernels
+from jax_splitk.operations import OPERATIONS
 from jax_splitk.plan import DevicePlan
-from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.tuning import profile
 from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
 
@@ -63,15 +62,16 @@ class Contestant:
 class Bench:
     """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates."""
 
-    def __init__(self, problem: ConvWgradProblem, platform: str):
+    def __init__(self, problem: kernels.Problem, platform: str):
         self.problem = problem
+        self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
-        self._inputs = _random_inputs(problem, self.sets)
+        draw = jax.jit(lambda key: self.operation.random_operands(problem, key))
+        self._inputs = [draw(key) for key in jax.random.split(jax.random.key(0), self.sets)]
         full = dataclasses.replace(problem, out_dtype="float32")
-        first = (self._inputs[0][0], self._inputs[1][0])
-        self._reference = np.asarray(jax.jit(lambda x, g: reference.conv_wgrad(x, g, full))(*first))
+        self._reference = jax.jit(lambda *operands: self.operation.reference(full, *operands))(*self._inputs[0])
 
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
@@ -105,23 +105,21 @@ class Bench:
         if isinstance(plan, str):
             raise RuntimeError(plan)
         if candidate.family == XLA:
-            one = lambda x, g: reference.conv_wgrad(x, g, problem)  # noqa: E731
+            one = lambda *operands: self.operation.reference(problem, *operands)  # noqa: E731
         else:
             custom_call = plan.custom_call()
-            one = lambda x, g: execute.call(custom_call, problem, x, g)  # noqa: E731
+            one = lambda *operands: execute.call(custom_call, problem, *operands)  # noqa: E731
 
-        def every_set(lhs: Sequence[jax.Array], g: Sequence[jax.Array]) -> list[jax.Array]:
-            return [one(x, dy) for x, dy in zip(lhs, g, strict=True)]
+        def every_set(inputs: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
+            return [one(*operands) for operands in inputs]
 
-        compiled = jax.jit(every_set).lower(*self._inputs).compile()
-        return lambda: compiled(*self._inputs)
+        compiled = jax.jit(every_set).lower(self._inputs).compile()
+        return lambda: compiled(self._inputs)
 
     def _check(self, run: Callable[[], Any]) -> str | None:
         for _ in range(WARM_UP_CALLS - 1):
             run()
-        out = np.asarray(run()[0], dtype=np.float32)
-        scale = np.linalg.norm(self._reference)
-        error = float(np.linalg.norm(out - self._reference) / scale) if scale else float(np.abs(out).max())
+        error = float(_relative_error(run()[0], self._reference))
         if error <= TOLERANCE[self.problem.out_dtype]:
             return None
         return f"wrong result: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
@@ -193,14 +191,10 @@ def _attempt(what: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"[:500] or type(error).__name__
 
 
-def _random_inputs(problem: ConvWgradProblem, sets: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`sets` independent (lhs, g), drawn on the device, normally distributed."""
-
-    @jax.jit
-    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        one, two = jax.random.split(key)
-        dtype = jnp.dtype(problem.dtype)
-        return jax.random.normal(one, problem.lhs_shape, dtype), jax.random.normal(two, problem.g_shape, dtype)
-
-    pairs = [draw(key) for key in jax.random.split(jax.random.key(0), sets)]
-    return [x for x, _ in pairs], [g for _, g in pairs]
+@jax.jit
+def _relative_error(out: jax.Array, exact: jax.Array) -> jax.Array:
+    """Norm of the difference over that of `exact`; the greatest number where that is zero. On the device, for an
+    output may have hundreds of megabytes."""
+    out = out.astype(jnp.float32)
+    scale = jnp.linalg.norm(exact)
+    return jnp.where(scale > 0, jnp.linalg.norm(out - exact) / scale, jnp.max(jnp.abs(out), initial=0))

@@ -34,15 +34,8 @@ class Options:
 
 
 def check_options(op: str, options: Options) -> None:
-    """Raises ValueError or TypeError for options that no problem could make right."""
-    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
-        accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
-    limit = options.workspace_limit_bytes
-    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
-        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
-    if not isinstance(options.deterministic, bool):
-        raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
+    """Raises ValueError or TypeError for options that no problem of the operation could make right."""
+    _check_values(options)
     if options.config is None:
         return
     known = [family for family in kernels.families(op) if isinstance(options.config, family.Config)]
@@ -54,6 +47,18 @@ def check_options(op: str, options: Options) -> None:
             f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
             f"not {options.implementation!r}"
         )
+
+
+def _check_values(options: Options) -> None:
+    """The part of `check_options` that is the same for every operation."""
+    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
+        accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
+    limit = options.workspace_limit_bytes
+    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
 
 
 # Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
@@ -83,7 +88,7 @@ def options(
         deterministic=outer.deterministic if deterministic is None else deterministic,
         workspace_limit_bytes=outer.workspace_limit_bytes if workspace_limit_bytes is None else workspace_limit_bytes,
     )
-    check_options("conv_wgrad", inner)
+    _check_values(inner)
     with _context(inner):
         yield
 

@@ -10,7 +10,6 @@ import threading
 from typing import Any
 
 from jax_splitk import compiler, kernels, settings
-from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
 from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
@@ -31,7 +30,7 @@ class Choice:
       estimated_seconds: the cost model's prediction, None for XLA.
     """
 
-    problem: ConvWgradProblem
+    problem: kernels.Problem
     implementation: str
     family: kernels.Family | None
     config: Any
@@ -50,7 +49,7 @@ def autotune(target: Target) -> bool:
 
 
 def select(
-    problem: ConvWgradProblem, target: Target, options: Options, *, measure: bool = False, final: bool = False
+    problem: kernels.Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False
 ) -> Choice:
     """The choice for `problem` on `target`.
 
@@ -95,7 +94,7 @@ def select(
     return xla(problem, reason)
 
 
-def _refusal(family: kernels.Family, problem: ConvWgradProblem, target: Target, explicit: bool) -> str | None:
+def _refusal(family: kernels.Family, problem: kernels.Problem, target: Target, explicit: bool) -> str | None:
     """Why the family cannot serve; "" for another platform's family that nobody asked for."""
     if family.platform != target.platform:
         return f"runs on {family.platform}, not {target.platform}" if explicit else ""
@@ -105,7 +104,7 @@ def _refusal(family: kernels.Family, problem: ConvWgradProblem, target: Target, 
     return reason
 
 
-def _explicit(family: kernels.Family, problem: ConvWgradProblem, target: Target, options: Options) -> Choice:
+def _explicit(family: kernels.Family, problem: kernels.Problem, target: Target, options: Options) -> Choice:
     config, limit = options.config, options.workspace_limit
     reason = family.supports(problem, config, target)
     if reason is not None:
@@ -121,7 +120,7 @@ def _explicit(family: kernels.Family, problem: ConvWgradProblem, target: Target,
 # ---- decisions by measurement --------------------------------------------------------------------------------------
 
 
-def _decided(problem: ConvWgradProblem, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
+def _decided(problem: kernels.Problem, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
     """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
     key = key_for(problem, target, options)
     entry = None if options.tuning is None else options.tuning.get(key)
@@ -236,7 +235,7 @@ def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Opt
 
 
 def _predicted(
-    serving: list[kernels.Family], problem: ConvWgradProblem, target: Target, options: Options
+    serving: list[kernels.Family], problem: kernels.Problem, target: Target, options: Options
 ) -> Choice | dict[str, list[str]]:
     """The cost model's best legal config, or why there is none: families by reason."""
     explicit, limit = options.implementation is not None, options.workspace_limit
@@ -260,7 +259,7 @@ def _predicted(
 
 @functools.lru_cache(maxsize=4096)
 def _best_by_model(
-    family: kernels.Family, problem: ConvWgradProblem, target: Target, workspace_limit: int
+    family: kernels.Family, problem: kernels.Problem, target: Target, workspace_limit: int
 ) -> tuple[Any, int]:
     """(config or None, number of configs that fit in the workspace)."""
     configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
@@ -268,18 +267,18 @@ def _best_by_model(
     return best, len(configs)
 
 
-def _ours(family: kernels.Family, problem: ConvWgradProblem, config: Any, target: Target, why: str) -> Choice:
+def _ours(family: kernels.Family, problem: kernels.Problem, config: Any, target: Target, why: str) -> Choice:
     size = family.workspace_bytes(problem, config)
     seconds = family.estimate(problem, config, target)
     return Choice(problem, family.implementation, family, config, size, seconds, why)
 
 
-def xla(problem: ConvWgradProblem, why: str) -> Choice:
-    """XLA's own convolution, and why."""
+def xla(problem: kernels.Problem, why: str) -> Choice:
+    """The operation in XLA's own terms, and why."""
     return Choice(problem, "xla", None, None, 0, None, why)
 
 
-_announced: set[tuple[ConvWgradProblem, str]] = set()
+_announced: set[tuple[kernels.Problem, str]] = set()
 
 
 def announce(choice: Choice) -> None:

@@ -25,6 +25,7 @@ from jax_splitk.tuning.measure import Bench, Contestant
 logger = logging.getLogger("jax_splitk")
 
 FIRST_ROUND = 24  # candidates that are timed at first
+BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
 FINALISTS = 4
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the finalists' device times
 NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
@@ -87,12 +88,19 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             ours = [m for m in old.measurements if m.us is not None and m.candidate.family != XLA]
             legal = [m for m in ours if illegality(m.candidate, key, target) is None]  # only the choice was checked
             again = sorted(legal, key=lambda m: m.us or 0.0)[:FINALISTS]
-            first += [m.candidate for m in again if m.candidate not in first]
-        tried = set(first)
-        preparing = time.monotonic()
-        contestants, failed = bench.prepare(first)
-        taken = (time.monotonic() - preparing) / 2  # a round of refinement has fewer candidates
-        failures += failed
+            first = list(dict.fromkeys([m.candidate for m in again] + first))
+        tried: set[Candidate] = set()
+        contestants: list[Contestant] = []
+        taken = 0.0
+        for batch in (first[i : i + BATCH] for i in range(0, len(first), BATCH)):
+            preparing = time.monotonic()
+            if contestants and preparing > (started + deadline) / 2:
+                break
+            joined, failed = bench.prepare(batch)
+            tried.update(batch)
+            contestants += joined
+            failures += failed
+            taken = time.monotonic() - preparing  # so long a round of refinement may take, too
         pool = [*contestants, xla]
         bench.time(pool, 3, deadline)
         progress.report(len(tried), _fastest(contestants))

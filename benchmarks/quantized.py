@@ -1,0 +1,467 @@
+"""Products with a quantized weight: jax_splitk against XLA's int4, 16-bit and fp8 products and PyTorch's cuBLASLt.
+
+python -m benchmarks.quantized [--cases FEATURESxK ...] [--n ROWS ...] [--json FILE] [--configs FAMILY ...]
+
+See README.md beside this file.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import json
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jax_splitk
+from benchmarks import quantized_products as contestants
+from benchmarks import timing
+from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
+from benchmarks.quantized_products import Arrays, Product
+from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say
+from jax_splitk import compiler, execute, kernels
+from jax_splitk.explain import Decision
+from jax_splitk.plan import DevicePlan
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.problem import X_DTYPES
+from jax_splitk.target import local_platform, target_for
+from jax_splitk.tuning import store
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.options import Options
+
+ROTATED_BYTES = 300 * 2**20  # an H200's L2 holds 50 MiB
+MAX_SETS = 24
+SHOWN_CONFIGS = 8
+TITLES = {
+    "xla_quantized": "XLA int4",
+    "xla_16bit": "XLA bf16",
+    "xla_fp8": "XLA fp8",
+    "torch_bf16": "torch bf16",
+    "torch_fp8": "torch fp8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigResult:
+    """One configuration of a family, in a run with --configs. Times in microseconds."""
+
+    family: str
+    config: str
+    estimate_us: float
+    us: float
+    error: float
+    kernels: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One case's figures. Times in microseconds.
+
+    `times` has "ours" and whom it is compared with; `error` is ours, relative, against float64; `fp8_product` says
+    whether XLA's fp8 contestant is cuBLASLt's fp8 product (None: it did not take part). Where the problem was tuned,
+    `regret` is how much slower the cost model's first choice was than our fastest candidate.
+    """
+
+    case: Case
+    implementation: str
+    config: str
+    why: str
+    times: dict[str, timing.Timing]
+    floor_us: float | None
+    workspace_bytes: int
+    error: float
+    fp8_product: bool | None
+    regret: float | None
+    tuning_seconds: float | None
+    configs: list[ConfigResult]
+
+    @property
+    def us(self) -> float:
+        return self.times["ours"].us
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Their times over ours: above 1 where we are faster."""
+        return {name: found.us / self.us for name, found in self.times.items() if name != "ours"}
+
+    @property
+    def tflops(self) -> float:
+        return self.case.problem().flops / self.us * 1e-6
+
+    @property
+    def gbytes(self) -> float:
+        return self.case.problem().bytes_moved / self.us * 1e-3
+
+    @property
+    def share_of_bandwidth(self) -> float | None:
+        return None if self.floor_us is None else self.gbytes * 1e9 / H200_BYTES
+
+    def as_json(self) -> dict[str, Any]:
+        figures = ("ratios", "tflops", "gbytes", "share_of_bandwidth")
+        names = {"name": self.case.name, "weight": self.case.weight}
+        return names | dataclasses.asdict(self) | {name: getattr(self, name) for name in figures}
+
+
+@dataclasses.dataclass
+class Bench:
+    """What the cases of one weight share: its random sets, and XLA's compiled products."""
+
+    products: dict[str, Product]
+    weights: dict[str, list[Arrays]]
+    compiled: dict[tuple[str, Case], Any]
+    torch: Any
+    torch_weights: dict[str, list[Any]]
+    failures: dict[str, str]
+
+    @contextlib.contextmanager
+    def noting_failure(self, case: Case, name: str) -> Iterator[None]:
+        """One contestant must not cost the others."""
+        try:
+            yield
+        except Exception:
+            self.failures[f"{case.name} {name}"] = traceback.format_exc()
+
+
+def prepare(cases: Sequence[Case], options: argparse.Namespace) -> Bench:
+    """Compiles what the cases of one weight need, in parallel but for ours, and draws the weights."""
+    chosen = contestants.products(cases[0])
+    chosen = {name: product for name, product in chosen.items() if name == "ours" or name in options.against}
+    bench = Bench(chosen, {}, {}, None, {}, {})
+
+    def compile_one(job: tuple[Product, Case]) -> None:
+        product, case = job
+        with bench.noting_failure(case, product.name):
+            bench.compiled[product.name, case] = product.compile(case)
+
+    compile_device_code(cases, options.configs)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        theirs = [product for name, product in chosen.items() if name != "ours"]
+        list(pool.map(compile_one, itertools.product(theirs, cases)))
+    sets = {name: set_count(product, cases[0]) for name, product in contestants.products(cases[0]).items()}
+    for name, product in chosen.items():
+        bench.weights[name] = draw(functools.partial(product.weight, cases[0]), sets[name])
+    if any(name.startswith("torch") for name in options.against):
+        with bench.noting_failure(cases[0], "torch"):
+            bench.torch = contestants.torch_or_none()
+            if bench.torch is not None:
+                bench.torch_weights = contestants.torch_weights(bench.torch, cases[0], sets)
+    return bench
+
+
+def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
+    """Compiles our kernels for all cases in parallel: those that will be chosen, and all configs of `families`.
+
+    Where no cache has a case, it is tuned later, with sources of its own.
+    """
+    target = target_for(local_platform())
+    plans = [
+        family.make_plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)
+    ]
+    for case in cases:
+        decision = decide(case)
+        for family in kernels.families("quantized_matmul", target.platform):
+            if isinstance(decision.config, family.Config):
+                plans.append(family.make_plan(case.problem(), decision.config))
+    # An error comes again, and is recorded, for the case that it belongs to.
+    with contextlib.suppress(Exception):
+        compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
+
+
+def configs(case: Case, families: Sequence[str], most: int | None) -> list[tuple[kernels.Family, Any]]:
+    """The candidates of the families of those names, the ones predicted to be fastest first."""
+    target, problem = target_for(local_platform()), case.problem()
+    found = [
+        (family.estimate(problem, config, target), family, config)
+        for family in kernels.families("quantized_matmul", target.platform)
+        if family.name in families and family.supports(problem, None, target) is None
+        for config in family.candidates(problem, target)
+    ]
+    return [(family, config) for _, family, config in sorted(found, key=lambda item: item[0])[:most]]
+
+
+def decide(case: Case) -> Decision:
+    product = contestants.products(case)["ours"]
+    function = functools.partial(product.multiply, case)
+    (decision,) = jax_splitk.explain(function, *product.arguments(case)).decisions
+    return decision
+
+
+def set_count(product: Product, case: Case) -> int:
+    """Weights that together do not fit in the L2."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in product.arguments(case)[1:])
+    if case.qtype != "nf4" and FORMATS[case.qtype].bits == 4 and product.name == "xla_quantized":
+        size //= 2  # an int4's itemsize is 1
+    return min(MAX_SETS, max(2, -(-(ROTATED_BYTES if on_gpu() else 0) // max(size, 1))))
+
+
+def draw(function: Callable[[jax.Array], Any], count: int) -> list[Any]:
+    compiled = jax.jit(function)
+    return jax.block_until_ready([compiled(key) for key in jax.random.split(jax.random.key(0, impl="rbg"), count)])
+
+
+def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
+    """Compiles ours, then times and checks one case."""
+    ours = bench.products["ours"]
+    compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
+    compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
+    decision, tuned = decide(case), tuning_entry(case)
+    most = max(map(len, bench.weights.values()))
+    xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
+    functions = {
+        name: on_sets(function, xs[bench.products[name].x(case)], bench.weights[name])
+        for name, function in compiled.items()
+    }
+    tried: dict[str, tuple[kernels.Family, Any]] = {}
+    for family, config in configs(case, options.configs, options.most):
+        name = f"{family.name} {config}"
+        with bench.noting_failure(case, name):
+            function = compile_config(case, family, config)
+            functions[name] = on_sets(function, xs[ours.x(case)], bench.weights["ours"])
+            tried[name] = family, config
+    sets: list[Any] = [(i,) for i in range(most)]
+    times = timing.compare(functions, sets, options.rounds)
+    if bench.torch_weights:
+        with bench.noting_failure(case, "torch"):
+            theirs = contestants.torch_products(bench.torch, case, bench.torch_weights)
+            theirs = {name: function for name, function in theirs.items() if name in options.against}
+            times |= timing.compare(theirs, sets, options.rounds)
+    target = target_for(local_platform())
+    return Result(
+        case=case,
+        implementation=decision.implementation,
+        config="" if decision.config is None else str(decision.config),
+        why=decision.why,
+        times={name: found for name, found in times.items() if name not in tried},
+        floor_us=floor_us(case),
+        workspace_bytes=decision.workspace_bytes,
+        error=error(case, functions["ours"], xs[ours.x(case)], bench),
+        fp8_product=contestants.is_fp8_product(compiled["xla_fp8"]) if "xla_fp8" in compiled else None,
+        regret=None if tuned is None else tuned.regret,
+        tuning_seconds=None if tuned is None else tuned.metadata.get("seconds"),
+        configs=[
+            ConfigResult(
+                family=family.name,
+                config=str(config),
+                estimate_us=family.estimate(case.problem(), config, target) * 1e6,
+                us=times[name].us,
+                error=error(case, functions[name], xs[ours.x(case)], bench),
+                kernels=times[name].kernels,
+            )
+            for name, (family, config) in tried.items()
+        ],
+    )
+
+
+def compile_config(case: Case, family: kernels.Family, config: Any) -> Any:
+    problem = case.problem()
+    call = family.make_plan(problem, config).custom_call()
+    function = jax.jit(lambda *operands: execute.call(call, problem, *operands))
+    return function.lower(*contestants.products(case)["ours"].arguments(case)).compile()
+
+
+def draw_x(shape: jax.ShapeDtypeStruct, count: int) -> list[jax.Array]:
+    return draw(lambda key: jax.random.normal(key, shape.shape).astype(shape.dtype), count)
+
+
+def on_sets(function: Callable[..., Any], xs: Sequence[jax.Array], weights: Sequence[Arrays]) -> Callable[[int], Any]:
+    """The function of set i; each contestant has as many weights as go past the L2."""
+    return lambda i: function(xs[i % len(xs)], *weights[i % len(weights)])
+
+
+def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], bench: Bench) -> float:
+    words, scale = bench.weights["ours"][0]
+    return contestants.relative_error(case, xs[0], words, scale, function(0))
+
+
+def tuning_entry(case: Case) -> Entry | None:
+    """What the caches have for the case."""
+    target = target_for(local_platform())
+    found = store.lookup(key_for(case.problem(), target, Options()), target)
+    return None if found is None else found[0]
+
+
+def floor_us(case: Case) -> float | None:
+    """No product on 16-bit tensor cores can be faster than this on an H200; None on other devices."""
+    if "H200" not in jax.devices()[0].device_kind:
+        return None
+    problem = case.problem()
+    flops = H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)
+    return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def perf_line(result: Result) -> str:
+    ours = result.times["ours"]
+    ratios = ", ".join(f"{TITLES[name]} {ratio:.2f}x" for name, ratio in result.ratios.items())
+    lines = [
+        f" > {result.case.name} ({result.implementation}): {ours.us:.1f} us ({ours.low_us:.1f}..{ours.high_us:.1f}) | "
+        f"{rate(result.tflops)} TFLOP/s | {rate(result.gbytes)} GB/s | {ratios}"
+    ]
+    best = sorted(result.configs, key=lambda found: found.us)
+    for found in best[:SHOWN_CONFIGS]:
+        lines.append(
+            f"   {found.us:8.1f} us, estimate {found.estimate_us:8.1f}, error {found.error:.1e}: "
+            f"{found.family} {found.config}"
+        )
+    return "\n".join(lines)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results in Markdown, columns aligned."""
+    others = [name for name in TITLES if any(name in result.times for result in results)]
+    header = ["case", "implementation", "ours us", *(f"{TITLES[name]} us" for name in others)]
+    header += [f"{TITLES[name]}/ours" for name in others]
+    header += ["TFLOP/s", "GB/s", "of 4.3 TB/s", "of floor", "workspace MiB", "error", "config"]
+    rows = [header]
+    for r in results:
+        floors = (r.share_of_bandwidth, None if r.floor_us is None else r.floor_us / r.us)
+        rows.append(
+            [
+                *(r.case.name, r.implementation, f"{r.us:.1f}"),
+                *(f"{r.times[name].us:.1f}" if name in r.times else "" for name in others),
+                *(f"{r.ratios[name]:.2f}" if name in r.times else "" for name in others),
+                *(rate(r.tflops), rate(r.gbytes)),
+                *("" if share is None else f"{share:.0%}" for share in floors),
+                *(f"{r.workspace_bytes / 2**20:.1f}", f"{r.error:.1e}", r.config),
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in rows)
+
+
+def crossovers(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
+    """By weight and contestant: the rows from which on we are slower, None for no such number in the run."""
+    found: dict[str, dict[str, float | None]] = {}
+    for weight in dict.fromkeys(result.case.weight for result in results):
+        rows = [result for result in results if result.case.weight == weight]
+        names = dict.fromkeys(name for result in rows for name in result.ratios)
+        found[weight] = {
+            name: crossover((r.case.rows, r.us, r.times[name].us) for r in rows if name in r.times) for name in names
+        }
+    return found
+
+
+def notes(results: Sequence[Result]) -> Iterable[str]:
+    for weight, found in crossovers(results).items():
+        said = ", ".join(f"{TITLES[name]} {'never' if n is None else f'{n:.0f}'}" for name, n in found.items())
+        if said:
+            yield f"{weight}: rows from which on we are slower: {said}"
+    if on_gpu() and (other := [result.case.name for result in results if result.fp8_product is False]):
+        yield f"XLA did not take cuBLASLt's fp8 product: {', '.join(other)}"
+    if any(found.source != "device" for result in results for found in result.times.values()) and on_gpu():
+        yield "some times are wall-clock times: see `source` in the JSON file"
+
+
+def write_report(path: pathlib.Path, options: Mapping[str, Any], results: Sequence[Result], failures: Any) -> None:
+    families = kernels.families("quantized_matmul")
+    report = {
+        "environment": environment() | {"torch": torch_version()},
+        "abi": {family.name: family.ABI for family in families},
+        "options": {name: value for name, value in options.items() if name != "json"},
+        "crossovers": crossovers(results),
+        "results": [result.as_json() for result in results],
+        "failures": failures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantized",
+        description="Products with a quantized weight: jax_splitk against XLA and PyTorch.",
+    )
+    names = [family.name for family in kernels.families("quantized_matmul")]
+    parser.add_argument("--cases", nargs="*", default=[], metavar="FEATURESxK", help="weights; three large ones")
+    parser.add_argument("--n", nargs="*", type=int, default=[], metavar="ROWS", help="numbers of activation rows")
+    parser.add_argument("--x-dtype", choices=X_DTYPES, default="bfloat16", help="of our activation; bfloat16")
+    parser.add_argument("--qtype", choices=tuple(FORMATS), default="int4", help="of the weight; int4")
+    parser.add_argument(
+        "--group-size", type=int, choices=(0, 32, 64, 128), default=64, help="elements a scale, 0 per channel; 64"
+    )
+    parser.add_argument(
+        "--against", nargs="*", choices=tuple(TITLES), default=tuple(TITLES), help="whom to compare with; all"
+    )
+    parser.add_argument(
+        "--configs", nargs="*", choices=names, default=[], metavar="FAMILY", help=f"time all candidates of {names}"
+    )
+    parser.add_argument("--most", type=int, help="with --configs: at most so many a case, the most promising")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant; 3")
+    parser.add_argument(
+        "--quick",
+        action=argparse.BooleanOptionalAction,
+        default=not on_gpu(),
+        help=f"16 times smaller sides and at most {QUICK_ROWS} rows; the default on the CPU",
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    return parser.parse_args(argv)
+
+
+def selected(options: argparse.Namespace) -> list[Case]:
+    found = select(
+        options.cases,
+        options.n,
+        x_dtype=options.x_dtype,
+        qtype=options.qtype,
+        group_size=options.group_size or None,
+    )
+    if not options.quick:
+        return found
+    return list(dict.fromkeys(case.shrunk() for case in found if case.rows <= QUICK_ROWS))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    try:
+        cases = selected(options)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    for _, group in itertools.groupby(cases, key=lambda case: case.weight):
+        of_weight = list(group)
+        bench = prepare(of_weight, options)
+        for case in of_weight:
+            try:
+                results.append(run(case, bench, options))
+                say(perf_line(results[-1]))
+            except Exception as problem:  # one case must not cost the others
+                failures[case.name] = traceback.format_exc()
+                say(f" > {case.name}: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+            if options.json:  # after every case, so that a run that is cut short loses nothing
+                write_report(options.json, vars(options), results, failures | bench.failures)
+        failures |= bench.failures
+    if results:
+        say("\n" + table(results) + "\n")
+    for note in notes(results):
+        say(note)
+    if failures:
+        say(f"failed: {', '.join(failures)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The ways to multiply with a quantized (or a float) weight that the benchmark compares: XLA's and PyTorch's."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from benchmarks.quantized_cases import Case
+from jax_splitk.operations import OPERATIONS
+from jax_splitk.quantized import PackedWeight, dequantize, unpack
+from jax_splitk.quantized.formats import FORMATS, NF4
+from jax_splitk.quantized.matmul import quantized_matmul
+
+Arrays = tuple[jax.Array, ...]
+FP8 = "float8_e4m3fn"
+FP8_ROWS = 16  # cuBLASLt's fp8 products take multiples of 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One contestant.
+
+    Attributes:
+      x_dtype: of its activation.
+      row_multiple: its activation has so many rows or a multiple.
+      weight: of (case, key), random arrays that make up one weight; traced.
+      multiply: of (case, x, *weight), the product; traced.
+    """
+
+    name: str
+    x_dtype: str
+    weight: Callable[[Case, jax.Array], Arrays]
+    multiply: Callable[..., jax.Array]
+    row_multiple: int = 1
+
+    def x(self, case: Case) -> jax.ShapeDtypeStruct:
+        rows = math.ceil(case.rows / self.row_multiple) * self.row_multiple
+        return jax.ShapeDtypeStruct((rows, case.k), jnp.dtype(self.x_dtype))
+
+    def arguments(self, case: Case) -> tuple[Any, ...]:
+        """Shapes and dtypes of what `multiply` takes after the case."""
+        return self.x(case), *jax.eval_shape(functools.partial(self.weight, case), jax.random.key(0))
+
+    def compile(self, case: Case) -> Any:
+        return jax.jit(functools.partial(self.multiply, case)).lower(*self.arguments(case)).compile()
+
+
+def products(case: Case) -> dict[str, Product]:
+    """Ours and XLA's, by name."""
+    float_dtype = case.out_dtype
+    found = (
+        Product("ours", case.x_dtype, _packed_weight, _ours),
+        Product("xla_quantized", case.x_dtype, _stored_weight, _xla_quantized),
+        Product("xla_16bit", float_dtype, _float_weight, lambda case, x, w: jnp.dot(x, w)),
+        Product("xla_fp8", FP8, _fp8_weight, _xla_fp8, FP8_ROWS),
+    )
+    return {product.name: product for product in found}
+
+
+def packed(case: Case, words: jax.Array, scale: jax.Array) -> PackedWeight:
+    return PackedWeight(words, scale, None, (case.k, case.features), case.qtype, case.group)
+
+
+def _packed_weight(case: Case, key: jax.Array) -> Arrays:
+    # Drawn as packed: quantizing and packing a float weight would take longer than all measurements.
+    one_row = dataclasses.replace(case, rows=1).problem()
+    return OPERATIONS[one_row.op].random_operands(one_row, key)[1:]
+
+
+def _ours(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array) -> jax.Array:
+    return quantized_matmul(x, packed(case, words, scale), preferred_element_type=case.out_dtype)
+
+
+def _stored_weight(case: Case, key: jax.Array) -> Arrays:
+    """[k, features] in the format's own dtype, and scales [k / group, features]."""
+    fmt = FORMATS[case.qtype]
+    size = case.k * case.features
+    if fmt.name == FP8:
+        w = jax.random.normal(key, (size,)).astype(fmt.storage)
+    else:
+        w = lax.bitcast_convert_type(jax.random.bits(key, (-(-size * fmt.bits // 8),), jnp.uint8), fmt.storage)
+    scale = jax.random.uniform(key, (case.k // case.group, case.features), jnp.float32, 0.5, 1) / fmt.high
+    return w.reshape(-1)[:size].reshape(case.k, case.features), scale.astype(case.scale_dtype)
+
+
+def _xla_quantized(case: Case, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """As one writes it in JAX."""
+    dtype = jnp.dtype(case.out_dtype)
+    values = jnp.take(jnp.asarray(NF4, dtype), w.astype(jnp.int32)) if case.qtype == "nf4" else w.astype(dtype)
+    groups = values.reshape(-1, case.group, case.features) * scale.astype(dtype)[:, None]
+    return jnp.dot(x.astype(dtype), groups.reshape(case.k, case.features))
+
+
+def _float_weight(case: Case, key: jax.Array) -> Arrays:
+    return (jax.random.normal(key, (case.k, case.features), jnp.dtype(case.out_dtype)),)
+
+
+def _fp8_weight(case: Case, key: jax.Array) -> Arrays:
+    """[features, k], as cuBLASLt wants it, and the two scales."""
+    w = jax.random.normal(key, (case.features, case.k), jnp.bfloat16).astype(FP8)
+    return w, jnp.float32(0.5), jnp.float32(0.25)
+
+
+def _xla_fp8(case: Case, x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
+    """Dequantized operands, as fp8 training layers have them: what XLA rewrites to cuBLASLt's fp8 product."""
+    dtype = jnp.bfloat16
+    lhs, rhs = x.astype(dtype) * x_scale.astype(dtype), w.astype(dtype) * w_scale.astype(dtype)
+    return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def is_fp8_product(compiled: Any) -> bool:
+    """Whether XLA took cuBLASLt's fp8 product."""
+    return "__cublas$lt$matmul$f8" in (compiled.as_text() or "")
+
+
+# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+class _Launched:
+    """A result of PyTorch that `jax.block_until_ready` waits for."""
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+
+    def block_until_ready(self) -> None:
+        self._torch.cuda.synchronize()
+
+
+def torch_or_none() -> Any:
+    """PyTorch with a GPU, None without."""
+    try:
+        import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def torch_weights(torch: Any, case: Case, sets: dict[str, int]) -> dict[str, list[Any]]:
+    """Random weights on the GPU by contestant, [features, k]."""
+
+    def draw() -> Any:
+        return torch.randn(case.features, case.k, device="cuda", dtype=torch.bfloat16)
+
+    return {
+        "torch_bf16": [draw() for _ in range(sets["xla_16bit"])],
+        "torch_fp8": [draw().to(torch.float8_e4m3fn) for _ in range(sets["xla_fp8"])],
+    }
+
+
+def torch_products(torch: Any, case: Case, weights: dict[str, list[Any]]) -> dict[str, Callable[[int], Any]]:
+    """cuBLASLt through PyTorch, on set i of the weights."""
+    rows = math.ceil(case.rows / FP8_ROWS) * FP8_ROWS
+    most = max(map(len, weights.values()))
+    x = [torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16) for _ in range(most)]
+    x8 = [torch.randn(rows, case.k, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(most)]
+    one = torch.ones((), device="cuda", dtype=torch.float32)
+
+    def bf16(i: int) -> _Launched:
+        w = weights["torch_bf16"]
+        torch.mm(x[i % most], w[i % len(w)].t())
+        return _Launched(torch)
+
+    def fp8(i: int) -> _Launched:
+        w = weights["torch_fp8"]
+        torch._scaled_mm(
+            x8[i % most], w[i % len(w)].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return _Launched(torch)
+
+    return {"torch_bf16": bf16, "torch_fp8": fp8}
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+def relative_error(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array, out: jax.Array) -> float:
+    """||out - reference|| / ||reference|| in float64, of one random tile of features and up to 16 rows."""
+    rng = np.random.default_rng(0)
+    rows = np.sort(rng.permutation(case.rows)[:16])
+    tile = int(rng.integers(words.shape[0]))
+    width = min(64, case.features - 64 * tile)
+    piece = dataclasses.replace(case, features=width)
+    one = slice(tile, tile + 1)
+    weight = np.asarray(dequantize(unpack(packed(piece, words[one], scale[one])), jnp.float32), np.float64)
+    reference = np.asarray(x[rows].astype(jnp.float32), np.float64) @ weight
+    found = np.asarray(out[rows, 64 * tile : 64 * tile + width].astype(jnp.float32), np.float64)
+    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))

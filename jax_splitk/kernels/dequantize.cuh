@@ -1,0 +1,130 @@
+// Packed weights to the A registers of tensor-core products on 16-bit types. Macros: FORMAT, HALF.
+//
+// A lane of mma.m16n8k16 (or of wgmma.m64nNk16) holds, for each 16 k, rows g and g + 8 and the k 2t, 2t + 1 and 2t + 8,
+// 2t + 9; jax_splitk/quantized/packing.py lays the weight out so that these eight elements are one word of 4-bit codes
+// or two words of 8-bit ones.
+//
+// No format is converted by a conversion instruction where its bits can be put into place. Small integers are exact as
+// the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused multiply-add, which rounds nothing here,
+// brings it to normal numbers and subtracts the code's bias.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr int INT4 = 0, UINT4 = 1, INT8 = 2, E4M3 = 3, E2M1 = 4;  // the last one is NormalFloat4, 5
+
+constexpr int WORDS = FORMAT == INT8 || FORMAT == E4M3 ? 2 : 1;  // of a lane, for 16 k
+
+// A weight's value is FACTOR times what the fragment holds: bfloat16 ends before 2^133.
+constexpr float FACTOR = !HALF && FORMAT <= INT8 ? 64.f : 1.f;
+
+__device__ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  if constexpr (HALF) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  }
+  return out;
+}
+
+constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
+
+// Pairs of unsigned integers in the low bits of each half, to (integer - bias) / FACTOR.
+template <int SHIFT, int BIAS>
+__device__ inline uint32_t integers(uint32_t pair) {
+  if constexpr (HALF) {  // 0x6400 is 1024, whose last place is 1
+    const uint32_t offset = pair | 0x64006400u;
+    constexpr uint32_t one = 0x3c00, sixteenth = 0x2c00;
+    // -(1024 + BIAS), and that over 16
+    constexpr uint32_t minus = BIAS == 0 ? 0xe400 : BIAS == 8 ? 0xe408 : 0xe480;
+    constexpr uint32_t minus_sixteenth = BIAS == 0 ? 0xd400 : 0xd480;
+    return SHIFT ? fma2(offset, twice(sixteenth), twice(minus_sixteenth)) : fma2(offset, twice(one), twice(minus));
+  } else {  // times 2^127, or 2^123 where the integer stands 4 bits higher; the bias over 64
+    constexpr uint32_t minus = BIAS == 0 ? 0x8000 : BIAS == 8 ? 0xbe00 : 0xc000;
+    return fma2(pair, twice(SHIFT ? 0x7d00 : 0x7f00), twice(minus));
+  }
+}
+
+// Fields of 4 bits that begin at bit P of each half: sign and 3 bits of magnitude, to floats.
+template <int P>
+__device__ inline uint32_t small_floats(uint32_t w) {
+  constexpr int LOWEST = HALF ? 9 : 6, SHIFT = LOWEST - P;  // to the lowest exponent bits and the highest mantissa bit
+  const uint32_t magnitude = (SHIFT >= 0 ? w << (SHIFT & 31) : w >> (-SHIFT & 31)) & twice(7 << LOWEST);
+  const uint32_t bits = magnitude | (w << (12 - P) & 0x80008000u);
+  return fma2(bits, twice(HALF ? 0x7400 : 0x7e80), 0x80008000u);  // 2^14, 2^126: the exponents' biases
+}
+
+// Two e4m3 in the low bytes of each half.
+__device__ inline uint32_t e4m3(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(__byte_perm(pair, 0, 0x4420))));
+  if constexpr (HALF) return halves;
+  const float2 value = __half22float2(reinterpret_cast<const __half2&>(halves));
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(value.y), "f"(value.x));
+  return out;
+}
+
+// Four codes to the two bytes of their NormalFloat4 values (as bfloat16 or fp16): table look-ups in registers.
+struct Bytes {
+  uint32_t low, high;
+};
+__device__ inline Bytes normal_floats(uint32_t codes) {
+  // Values of codes 0 to 15, as in jax_splitk/quantized/formats.py.
+  constexpr uint16_t BF16[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
+                                 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
+  constexpr uint16_t FP16[16] = {0xbc00, 0xb990, 0xb830, 0xb650, 0xb490, 0xb1e8, 0xadd0, 0x0000,
+                                 0x2d18, 0x3128, 0x33e0, 0x3568, 0x3710, 0x3880, 0x39c8, 0x3c00};
+  constexpr auto bytes = [](int first, int shift) {
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= uint32_t((HALF ? FP16 : BF16)[first + i] >> shift & 0xff) << (8 * i);
+    return out;
+  };
+  constexpr uint32_t L0 = bytes(0, 0), L1 = bytes(4, 0), L2 = bytes(8, 0), L3 = bytes(12, 0);
+  constexpr uint32_t H0 = bytes(0, 8), H1 = bytes(4, 8), H2 = bytes(8, 8), H3 = bytes(12, 8);
+  const uint32_t index = codes & 0x7777u;
+  const uint32_t upper = __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // 0xff where the code is 8 or more
+  const uint32_t low = (__byte_perm(L0, L1, index) & ~upper) | (__byte_perm(L2, L3, index) & upper);
+  const uint32_t high = (__byte_perm(H0, H1, index) & ~upper) | (__byte_perm(H2, H3, index) & upper);
+  return {low, high};
+}
+
+// The A registers of one step of 16 k: a[0] is row g and k 2t, 2t + 1, a[1] row g + 8, a[2] and a[3] the same 8 k on.
+__device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[4]) {
+  if constexpr (FORMAT == INT4 || FORMAT == UINT4) {
+    constexpr int BIAS = FORMAT == INT4 ? 8 : 0;
+    const uint32_t low = words[0], high = words[0] >> 8;
+    a[0] = integers<0, BIAS>(low & 0x000f000fu);
+    a[1] = integers<4, BIAS>(low & 0x00f000f0u);
+    a[2] = integers<0, BIAS>(high & 0x000f000fu);
+    a[3] = integers<4, BIAS>(high & 0x00f000f0u);
+  } else if constexpr (FORMAT == INT8) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t codes = words[row % WORDS] ^ 0x80808080u;  // q + 128
+      a[row] = integers<0, 128>(codes & 0x00ff00ffu);
+      a[row + 2] = integers<0, 128>(codes >> 8 & 0x00ff00ffu);
+    }
+  } else if constexpr (FORMAT == E4M3) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      a[row] = e4m3(words[row % WORDS]);
+      a[row + 2] = e4m3(words[row % WORDS] >> 8);
+    }
+  } else if constexpr (FORMAT == E2M1) {
+    a[0] = small_floats<0>(words[0]);
+    a[1] = small_floats<4>(words[0]);
+    a[2] = small_floats<8>(words[0]);
+    a[3] = small_floats<12>(words[0]);
+  } else {
+    const Bytes first = normal_floats(words[0]), second = normal_floats(words[0] >> 16);
+    const uint32_t x0 = __byte_perm(first.low, first.high, 0x5140), x1 = __byte_perm(first.low, first.high, 0x7362);
+    const uint32_t y0 = __byte_perm(second.low, second.high, 0x5140);
+    const uint32_t y1 = __byte_perm(second.low, second.high, 0x7362);
+    a[0] = __byte_perm(x0, y0, 0x5410);
+    a[1] = __byte_perm(x0, y0, 0x7632);
+    a[2] = __byte_perm(x1, y1, 0x5410);
+    a[3] = __byte_perm(x1, y1, 0x7632);
+  }
+}

@@ -1,0 +1,727 @@
+// The product of a float activation and a packed quantized weight for Hopper: weights are dequantized into
+// WGMMA's A registers, the activation is its B operand in shared memory.
+//
+//   out[n, m] = sum over k of x[n, k] * (value(q[k, m]) - zero[k / group, m]) * scale[k / group, m]
+//
+// As a matrix product, D[m, n] = A B with m over features and n over rows of x. A k block is 128 k, two tiles
+// of the packed weight (jax_splitk/quantized/packing.py). A stage of the ring holds a block: x as two boxes
+// of TILE_N rows of 64 k (128-byte swizzle), and for each consumer warpgroup the words of its 64 features,
+// with their scales and zero points. Beyond k, TMA fills x with zeros; where the weight ends in the middle of
+// a block its last tile stands in again, so that nothing unwritten is multiplied by these zeros.
+//
+// SCALING, where the scale goes. WEIGHT: into the A registers, by a multiplication in bfloat16: the weight is
+// rounded to x's dtype. SUM: onto the fp32 sum of each PERIOD k, which is then added to another set of
+// accumulators; zero points take part as multiples of the sums of x over the same k (prepare_x):
+// scale * (sum of x * q - zero * sum of x). CHANNEL: onto the fp32 sum over all k.
+//
+// The fragments hold values over FACTOR (dequantize.cuh), which comes back last: no scale overflows before
+// its time.
+//
+// Work: the output's tiles are numbered in bands (see `place_of`). A thread block computes `waves` whole
+// tiles, gridDim.x apart; the k blocks of all tiles after these, laid end to end, are cut into ranges of
+// `range` blocks, one for each thread block. A tile that more than one range reaches meets in the workspace:
+// each range writes its fp32 sums as a slot, in the accumulators' order, and reduce_ranges adds the slots of
+// a tile in the order of their ranges.
+// With `splits` above 1 each tile is cut into that many ranges, whose
+// thread blocks form a cluster: once its consumers are done with the ring, each block's slot takes the ring's
+// place, they meet at the cluster's barrier, and each adds its share of the tile over all of them, in a fixed
+// order, through distributed shared memory; a last cluster barrier keeps every block's memory until nobody
+// reads it any more. Producers do not take part: the barrier waits for threads that have not exited.
+//
+// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA and bulk copies; it leaves
+// its registers to the others), the other warpgroups are consumers of 64 features each. The ring goes on from
+// one piece of work to the next.
+// Barriers, per stage: `full` (one arrival per producer warp, with the bytes
+// of its copies) and `empty` (one arrival per consumer warp, once it has read its words and the WGMMAs that
+// read x have retired). Both start in phase 0; the producer's first pass waits on the opposite parity, which
+// is complete.
+//
+// Macros: FORMAT, HALF (dequantize.cuh), OUT (split_k.cuh), SCALE_TYPE, ZERO_TYPE (0 float, 1 bf16, 2 half,
+// 3 none), GROUP (k of a scale; 0: all), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES,
+// CTAS_PER_SM.
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "dequantize.cuh"
+#include "split_k.cuh"
+#include "wgmma.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// Must match `_args` in mixed_wgmma.py.
+struct Args {
+  int rows, features;
+  int feature_tiles, k_tiles;  // of the packed weight
+  int groups;                  // of a feature tile's scales
+  int k_blocks;                // of 128 k
+  int tiles_m, tiles_n;        // of the output
+  int waves, range, splits;
+  int once;  // every word is read by one thread block only
+};
+
+#if HALF
+using Element = __half;
+#else
+using Element = __nv_bfloat16;
+#endif
+
+#define PASTE_(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
+#if HALF
+using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
+#else
+using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
+#endif
+
+constexpr int WEIGHT = 0, SUM = 1, CHANNEL = 2;  // SCALING
+constexpr int FLOAT = 0, BF16 = 1, NONE = 3;     // SCALE_TYPE, ZERO_TYPE
+
+constexpr int SLOT = 64;  // features of a warpgroup
+constexpr int BLOCK_K = 128;
+constexpr int BOX_BYTES = TILE_N * 128;          // 64 k of x
+constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
+constexpr int STAGE_BYTES = 2 * BOX_BYTES + CONSUMERS * 2 * TILE_BYTES;
+constexpr int ACCUMULATORS = TILE_N / 2;
+constexpr int THREADS = 128 + 128 * CONSUMERS;
+// The register file, shared out by role (setmaxnreg wants multiples of 8).
+constexpr bool CROWDED = CONSUMERS == 2 && CTAS_PER_SM == 2;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 64 : CROWDED ? 48 : 56;
+constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 224;
+constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
+
+// A stage's scales, zero points and sums of x, after the ring.
+constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
+constexpr int GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
+constexpr int ROW = SLOT;                              // scales of a group
+constexpr int item_bytes(int type) { return type == FLOAT ? 4 : type == NONE ? 0 : 2; }
+constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
+constexpr int SCALES = GROUPS * ROW * SCALE_ITEM, ZEROS = GROUPS * ROW * ZERO_ITEM;  // bytes, of a warpgroup
+constexpr int SUM_ROWS = ZERO_TYPE == NONE ? 0 : BLOCK_K / PERIOD;
+constexpr int SUMS = SUM_ROWS * TILE_N * 4;
+constexpr int ZEROS_AT = CONSUMERS * SCALES, SUMS_AT = ZEROS_AT + CONSUMERS * ZEROS;
+constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS;
+// Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
+constexpr int STAGING_PITCH = 48, STAGING_BYTES = OUT == 0 ? 0 : 16 * STAGING_PITCH;
+
+static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
+
+// ---- work ------------------------------------------------------------------------------------------------
+
+// k blocks [begin, end) of a tile. slot: where the sums go; -1 if this is the whole tile.
+struct Piece {
+  int tile, begin, end, slot;
+};
+
+// A thread block's pieces, one after the other.
+struct Work {
+  int wave = 0, unit, end;
+
+  __device__ explicit Work(const Args& g) {
+    if (g.splits > 1) {
+      const int tile = int(blockIdx.x) / g.splits, split = int(blockIdx.x) - tile * g.splits;
+      unit = tile * g.k_blocks + split * g.range;
+      end = min(unit + g.range, (tile + 1) * g.k_blocks);
+    } else {
+      const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
+      unit = int(blockIdx.x) * g.range;
+      end = min(unit + g.range, rest * g.k_blocks);
+    }
+  }
+
+  __device__ bool next(const Args& g, Piece& piece) {
+    if (wave < g.waves) {
+      piece = {int(blockIdx.x) + wave++ * int(gridDim.x), 0, g.k_blocks, -1};
+      return true;
+    }
+    if (unit >= end) return false;
+    const int tile = unit / g.k_blocks, begin = unit - tile * g.k_blocks,
+              stop = min(g.k_blocks, begin + end - unit);
+    const int first = int(blockIdx.x) * g.range;
+    const bool whole = begin == 0 && stop == g.k_blocks;
+    piece = {g.waves * int(gridDim.x) + tile, begin, stop,
+             whole ? -1 : 2 * int(blockIdx.x) + (unit != first)};
+    unit += stop - begin;
+    return true;
+  }
+};
+
+struct Place {
+  int m, n;  // tiles
+};
+
+// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
+__device__ inline Place place_of(const Args& g, int tile) {
+  const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
+  const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
+  return {m, first + inside - m * width};
+}
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+__device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* full, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(full)), "l"(hint)
+      : "memory");
+}
+
+// `bytes` of a block; of half a block that half, twice.
+__device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
+                                  uint64_t hint) {
+  if (half) {
+    copy_bulk(to, from, bytes / 2, full, hint);
+    copy_bulk(to + bytes / 2, from, bytes / 2, full, hint);
+  } else {
+    copy_bulk(to, from, bytes, full, hint);
+  }
+}
+
+struct Weight {
+  const uint8_t *words, *scale, *zero;
+  const float* sums;  // of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]
+};
+
+constexpr int PRODUCERS = 4;  // warps: the first CONSUMERS of them copy the weights of a consumer each,
+constexpr int SUMS_WARP = 1, X_WARP = 2;  // one sums of x, and from X_WARP on one box of x each
+
+__device__ inline void produce(const TensorMap& x_map, const Args& g, const Weight& weight, uint8_t* ring,
+                               uint64_t* full, uint64_t* empty, int warp) {
+  constexpr uint64_t normal = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  const uint64_t hint = g.once ? uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST) : normal;
+  const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
+  const bool has_weight = warp < CONSUMERS, has_x = warp >= X_WARP, has_sums = warp == SUMS_WARP;
+  const int bytes =
+      (has_weight ? 2 * TILE_BYTES + SCALES + ZEROS : 0) + (has_x ? BOX_BYTES : 0) + (has_sums ? SUMS : 0);
+  int stage = 0;
+  uint32_t phase = 0;
+  Work work(g);
+  for (Piece piece; work.next(g, piece);) {
+    const Place at = place_of(g, piece.tile);
+    const int tile = min(at.m * CONSUMERS + warp, g.feature_tiles - 1);
+    const uint8_t* words = weight.words + (size_t(tile) * g.k_tiles + 2 * piece.begin) * TILE_BYTES;
+    const size_t row = (size_t(tile) * g.groups + piece.begin * GROUPS) * ROW;
+    [[maybe_unused]] const uint8_t* scale = weight.scale + row * SCALE_ITEM;
+    [[maybe_unused]] const uint8_t* zero = weight.zero + row * ZERO_ITEM;
+    [[maybe_unused]] const float* sums =
+        weight.sums + (size_t(piece.begin * SUM_ROWS) * g.tiles_n + at.n) * TILE_N;
+    for (int block = piece.begin; block < piece.end; ++block) {
+      EmptyBarrier::wait(&empty[stage], phase ^ 1);
+      FullBarrier::arrive_and_expect_tx(&full[stage], bytes);
+      [[maybe_unused]] const uint32_t extra = ring_address + EXTRAS_AT + stage * EXTRA_BYTES;
+      if (has_weight) {
+        const bool half = 2 * block + 1 == g.k_tiles;
+        copy_block(ring_address + stage * STAGE_BYTES + 2 * BOX_BYTES + warp * 2 * TILE_BYTES, words,
+                   2 * TILE_BYTES, half, &full[stage], hint);
+        words += 2 * TILE_BYTES;
+        if constexpr (GROUPS > 0) {
+          copy_block(extra + warp * SCALES, scale, SCALES, half, &full[stage], hint);
+          scale += SCALES;
+          if constexpr (ZERO_TYPE != NONE) {
+            copy_block(extra + ZEROS_AT + warp * ZEROS, zero, ZEROS, half, &full[stage], hint);
+            zero += ZEROS;
+          }
+        }
+      }
+      if (has_x) {
+        cute::SM90_TMA_LOAD_2D::copy(&x_map, &full[stage], normal,
+                                     ring + stage * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES,
+                                     block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
+      }
+      if (SUM_ROWS > 0 && has_sums) {
+#pragma unroll 1
+        for (int i = 0; i < SUM_ROWS; ++i) {
+          copy_bulk(extra + SUMS_AT + i * TILE_N * 4, sums, TILE_N * 4, &full[stage], normal);
+          sums += g.tiles_n * TILE_N;
+        }
+      }
+      if (++stage == STAGES) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------
+
+using Accumulator = float[ACCUMULATORS];
+using Fragments = uint32_t[4][4];  // A registers of a tile of 64 k
+
+__device__ inline void fence(Fragments& a) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cute::warpgroup_fence_operand(a[step][i]);
+  }
+}
+
+template <int... I>
+__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
+                             Indices<I...>) {
+  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+}
+
+// acc (+)= steps [FIRST, LAST) of 16 k of a tile.
+template <int FIRST, int LAST>
+__device__ inline void multiply(Fragments& a, uint64_t b, Accumulator& acc, GMMA::ScaleOut& scale) {
+  fence(acc);
+  fence(a);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int step = FIRST; step < LAST; ++step) {
+    wgmma(a[step], b + step * (16 * 2 >> 4), acc, scale, typename MakeIndices<ACCUMULATORS>::type{});
+    scale = GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+}
+
+__device__ inline uint4 load_words(uint32_t address) {
+  uint4 w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "r"(address)
+               : "memory");
+  return w;
+}
+
+// The lane's words of a tile, at `address`, to values over FACTOR.
+__device__ inline void load_fragments(uint32_t address, Fragments& a) {
+#pragma unroll
+  for (int load = 0; load < WORDS; ++load) {
+    const uint4 w = load_words(address + load * 512);
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4 / WORDS; ++i) {
+      uint32_t of_step[WORDS];
+#pragma unroll
+      for (int j = 0; j < WORDS; ++j) of_step[j] = words[i * WORDS + j];
+      dequantize(of_step, a[load * (4 / WORDS) + i]);
+    }
+  }
+}
+
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ inline float2 load_floats(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+template <int TYPE>
+__device__ inline float2 to_floats(uint32_t pair) {
+  if constexpr (TYPE == BF16) return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Scales or zero points of a lane's two rows, which are neighbours.
+template <int TYPE>
+__device__ inline float2 load_pair(uint32_t address) {
+  if constexpr (TYPE == FLOAT) return load_floats(address);
+  return to_floats<TYPE>(load_shared(address));
+}
+
+template <int TYPE>
+__device__ inline float2 load_pair(const uint8_t* address) {
+  if constexpr (TYPE == FLOAT) return __ldg(reinterpret_cast<const float2*>(address));
+  return to_floats<TYPE>(__ldg(reinterpret_cast<const uint32_t*>(address)));
+}
+
+// The ring as a consumer goes through it.
+struct Reader {
+  uint32_t ring;
+  uint64_t *full, *empty;
+  int stage = 0, previous = -1;
+  uint32_t phase = 0;
+
+  __device__ uint32_t extra() const { return ring + EXTRAS_AT + stage * EXTRA_BYTES; }
+
+  __device__ void release() {
+    if (previous >= 0 && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&empty[previous]);
+    previous = -1;
+  }
+
+  __device__ void advance() {
+    previous = stage;
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A lane's places in a stage, from its start.
+struct Lane {
+  int words;  // bytes from the ring's stage
+  int pair;   // its two rows among a group's scales
+  int warpgroup;
+};
+
+__device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
+  const uint32_t scale[2] = {__byte_perm(pair, 0, 0x1010), __byte_perm(pair, 0, 0x3232)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(a[i]), "r"(scale[i % 2]));
+}
+
+// WEIGHT and CHANNEL: one chain of sums. The fragments of two tiles take turns: one is made while the tensor
+// cores read the other.
+__device__ inline void consume(Reader& in, const Lane& lane, int blocks, Accumulator& acc) {
+  Fragments a[2];
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+  for (; blocks > 0; --blocks) {
+    FullBarrier::wait(&in.full[in.stage], in.phase);
+    const uint32_t base = in.ring + in.stage * STAGE_BYTES;
+    const uint64_t b = operand(base, 16);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      load_fragments(base + lane.words + tile * TILE_BYTES, a[tile]);
+      if constexpr (SCALING == WEIGHT) {
+        const uint32_t scales = in.extra() + lane.warpgroup * SCALES + lane.pair * SCALE_ITEM;
+        uint32_t pair = 0;
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          const int k = tile * 64 + step * 16;
+          if (step == 0 || k % GROUP_K == 0) pair = load_shared(scales + k / GROUP_K * ROW * SCALE_ITEM);
+          scale_weights(pair, a[tile][step]);
+        }
+      }
+      multiply<0, 4>(a[tile], b + tile * (BOX_BYTES >> 4), acc, scale);
+      // The batch before this one has retired: its fragments and, at a stage's start, its stage are free.
+      cute::warpgroup_wait<1>();
+      if (tile == 0) in.release();
+    }
+    in.advance();
+  }
+  cute::warpgroup_wait<0>();
+  fence(acc);
+  in.release();
+}
+
+// The sum of a period, and what it is to be multiplied with.
+struct Period {
+  float2 scale, zero;  // of the lane's two rows; zero points over FACTOR
+  uint32_t sums;       // of x, for the lane's first columns
+};
+
+__device__ inline float less_zero(float acc, float zero, float sum_of_x) {
+  return ZERO_TYPE == NONE ? acc : fmaf(-zero, sum_of_x, acc);
+}
+
+__device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator& sum) {
+  fence(acc);
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; ++j) {
+    float2 s = make_float2(0.f, 0.f);
+    if constexpr (ZERO_TYPE != NONE) s = load_floats(p.sums + j * 8 * 4);
+    sum[4 * j] = fmaf(p.scale.x, less_zero(acc[4 * j], p.zero.x, s.x), sum[4 * j]);
+    sum[4 * j + 1] = fmaf(p.scale.x, less_zero(acc[4 * j + 1], p.zero.x, s.y), sum[4 * j + 1]);
+    sum[4 * j + 2] = fmaf(p.scale.y, less_zero(acc[4 * j + 2], p.zero.y, s.x), sum[4 * j + 2]);
+    sum[4 * j + 3] = fmaf(p.scale.y, less_zero(acc[4 * j + 3], p.zero.y, s.y), sum[4 * j + 3]);
+  }
+}
+
+// SUM: a chain of sums for each period, whose end is waited for. Scales of GROUP 0 are in `period` already.
+__device__ inline void consume(Reader& in, const Lane& lane, int blocks, Period period, Accumulator& sum) {
+  Fragments a[2];
+  Accumulator acc;
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) sum[i] = 0.f;
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+  bool pending = false;
+  const auto finish = [&] {
+    cute::warpgroup_wait<0>();
+    if (pending) add_period(period, acc, sum);
+    scale = GMMA::ScaleOut::Zero;
+  };
+  for (; blocks > 0; --blocks) {
+    FullBarrier::wait(&in.full[in.stage], in.phase);
+    const uint32_t base = in.ring + in.stage * STAGE_BYTES, extra = in.extra();
+    const uint64_t b = operand(base, 16);
+    const auto begin_period = [&](int k) {
+      if constexpr (GROUP != 0) {
+        const int row = lane.warpgroup * GROUPS * ROW + k / GROUP_K * ROW + lane.pair;
+        period.scale = load_pair<SCALE_TYPE>(extra + row * SCALE_ITEM);
+        if constexpr (ZERO_TYPE != NONE) {
+          period.zero = load_pair<ZERO_TYPE>(extra + ZEROS_AT + row * ZERO_ITEM);
+          period.zero = make_float2(period.zero.x / FACTOR, period.zero.y / FACTOR);
+        }
+      }
+      period.sums = extra + SUMS_AT + (k / PERIOD * TILE_N + column) * 4;
+    };
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      // Two tiles of one period are both under way: the first one's fragments are free again once it has
+      // retired.
+      if (PERIOD == 128 && tile == 0) cute::warpgroup_wait<1>();
+      load_fragments(base + lane.words + tile * TILE_BYTES, a[tile]);
+      if (tile == 0 || PERIOD < 128) {
+        finish();
+        if (tile == 0) in.release();
+        begin_period(tile * 64);
+      }
+      const uint64_t b_tile = b + tile * (BOX_BYTES >> 4);
+      if constexpr (PERIOD == 32) {
+        multiply<0, 2>(a[tile], b_tile, acc, scale);
+        pending = true;
+        finish();
+        begin_period(tile * 64 + 32);
+        multiply<2, 4>(a[tile], b_tile, acc, scale);
+      } else {
+        multiply<0, 4>(a[tile], b_tile, acc, scale);
+      }
+      pending = true;
+    }
+    in.advance();
+  }
+  finish();
+  in.release();
+}
+
+// ---- epilogue --------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t packed(float low, float high) {
+  Vec<Output, 2> pair;
+  convert(low, pair.v[0]);
+  convert(high, pair.v[1]);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
+// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
+__device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
+                             const float (&v)[8]) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (OUT != 0) {
+    // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
+    if (g.features % 8 == 0) {
+      const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
+      __syncwarp();
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
+                   "r"(packed(v[6], v[7]))
+                   : "memory");
+      __syncwarp();
+      const int row = n + lane / 2, feature = m + lane % 2 * 8;
+      const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
+      if (row < g.rows && feature < g.features) {
+        *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
+    if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
+  }
+}
+
+constexpr int SLOT_CHUNK = 128;                          // float4 of 8 rows of x of a warpgroup
+constexpr int WARPGROUP_SLOT = TILE_N / 8 * SLOT_CHUNK;  // float4
+constexpr int STORE_CHUNKS = TILE_N / 16;                // of 16 rows of x: what `store` takes
+
+// The sums of a warpgroup as a slot holds them: float4 of TILE_N / 8 columns by 128 threads.
+__device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
+  return reinterpret_cast<float4*>(partials) + (size_t(slot) * CONSUMERS + warpgroup) * WARPGROUP_SLOT +
+         threadIdx.x % 128;
+}
+
+__device__ inline void add(float (&v)[8], const float4& low, const float4& high) {
+  v[0] += low.x;
+  v[1] += low.y;
+  v[2] += low.z;
+  v[3] += low.w;
+  v[4] += high.x;
+  v[5] += high.y;
+  v[6] += high.z;
+  v[7] += high.w;
+}
+
+__device__ inline float4 load_from(uint32_t address, int block) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cute::set_block_rank(address, block))
+               : "memory");
+  return v;
+}
+
+// The sums of a tile's splits, which are this cluster's blocks, meet and are stored. All consumers take part.
+__device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t staging,
+                                      const Place& at, int warpgroup, const Accumulator& acc) {
+  cutlass::arch::NamedBarrier::sync(128 * CONSUMERS, 1);  // nobody reads the ring any more
+  const int thread = threadIdx.x % 128, rank = int(blockIdx.x) % g.splits;
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; ++j) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                     ring + (warpgroup * WARPGROUP_SLOT + j * SLOT_CHUNK + thread) * 16),
+                 "f"(acc[4 * j]), "f"(acc[4 * j + 1]), "f"(acc[4 * j + 2]), "f"(acc[4 * j + 3])
+                 : "memory");
+  }
+  cute::cluster_arrive();
+  cute::cluster_wait();
+  for (int i = rank * CONSUMERS + warpgroup; i < CONSUMERS * STORE_CHUNKS; i += g.splits * CONSUMERS) {
+    const int of = i / STORE_CHUNKS, chunk = i - of * STORE_CHUNKS;
+    const uint32_t address = ring + (of * WARPGROUP_SLOT + chunk * 2 * SLOT_CHUNK + thread) * 16;
+    float v[8] = {};
+#pragma unroll 4
+    for (int block = 0; block < g.splits; ++block) {
+      add(v, load_from(address, block), load_from(address + SLOT_CHUNK * 16, block));
+    }
+    store(g, out, staging, (at.m * CONSUMERS + of) * SLOT + thread / 32 * 16, at.n * TILE_N + chunk * 16, v);
+  }
+  cute::cluster_arrive();
+  cute::cluster_wait();
+}
+
+// ---- kernels ---------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    mixed_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
+                const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t full[STAGES], empty[STAGES];
+  const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], PRODUCERS);
+      EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - PRODUCERS;
+  if (warp < 0) {
+    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    if (cute::elect_one_sync()) {
+      cutlass::arch::wait_on_dependent_grids();  // for prepare_x
+      uint8_t* ring = raw + (ring_address - raw_address);
+      produce(x_map, g, {words, scale, zero, sums}, ring, full, empty, warp + PRODUCERS);
+    }
+    return;
+  }
+
+  cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+  const int warpgroup = warp / 4, lane = threadIdx.x % 32;
+  const Lane places = {2 * BOX_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + lane * 16,
+                       warp % 4 * 16 + lane / 4 * 2, warpgroup};
+  const uint32_t staging = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES + warp * STAGING_BYTES;
+  Reader in = {ring_address, full, empty};
+  Work work(g);
+  for (Piece piece; work.next(g, piece);) {
+    Accumulator acc;
+    Period channel = {};
+    if constexpr (GROUP == 0) {
+      const Place at = place_of(g, piece.tile);
+      const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + places.pair;
+      channel.scale = load_pair<SCALE_TYPE>(scale + row * SCALE_ITEM);
+      if constexpr (ZERO_TYPE != NONE) {
+        channel.zero = load_pair<ZERO_TYPE>(zero + row * ZERO_ITEM);
+        channel.zero = make_float2(channel.zero.x / FACTOR, channel.zero.y / FACTOR);
+      }
+    }
+    if constexpr (SCALING == SUM) {
+      consume(in, places, piece.end - piece.begin, channel, acc);
+    } else {
+      consume(in, places, piece.end - piece.begin, acc);
+    }
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) {
+      if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
+      acc[i] *= FACTOR;
+    }
+    const Place at = place_of(g, piece.tile);
+    if (g.splits > 1) {
+      store_together(g, out, ring_address, staging, at, warpgroup, acc);
+    } else if (piece.slot >= 0) {
+      float4* to = slot_of(partials, piece.slot, warpgroup);
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        __stcg(to + j * SLOT_CHUNK, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+      }
+    } else {
+      const int m = (at.m * CONSUMERS + warpgroup) * SLOT + warp % 4 * 16;
+#pragma unroll
+      for (int j = 0; j < STORE_CHUNKS; ++j) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
+        store(g, out, staging, m, at.n * TILE_N + 16 * j, v);
+      }
+    }
+  }
+  cutlass::arch::launch_dependent_grids();
+}
+
+// A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
+extern "C" __global__ void __launch_bounds__(128)
+    reduce_ranges(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+  __shared__ alignas(16) uint8_t staging[4][16 * STAGING_PITCH];
+  const int rest = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - rest * STORE_CHUNKS;
+  const int tile = rest / CONSUMERS, warpgroup = rest - tile * CONSUMERS;
+  const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
+  const int first = first_unit / g.range, last = last_unit / g.range;
+  cutlass::arch::wait_on_dependent_grids();
+  if (first == last) return;  // a whole tile
+  float v[8] = {};
+#pragma unroll 4
+  for (int range = first; range <= last; ++range) {
+    // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
+    const int slot = 2 * range + (range * g.range < first_unit);
+    const float4* from = slot_of(partials, slot, warpgroup) + chunk * 2 * SLOT_CHUNK;
+    add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
+  }
+  const Place at = place_of(g, tiles_before + tile);
+  const int warp = threadIdx.x / 32;
+  store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
+        at.n * TILE_N + chunk * 16, v);
+}
+
+// Must match `_prepare_args` in mixed_wgmma.py.
+struct PrepareArgs {
+  int rows, k, padded_rows, k_blocks;
+  int pitch;  // elements of a row of the copy; 0: no copy
+};
+
+// A warp copies 128 k of a row of x to rows that TMA can load, and adds them up by periods. Rows beyond x
+// have sums of zero.
+extern "C" __global__ void __launch_bounds__(128)
+    prepare_x(const __grid_constant__ PrepareArgs g, const Element* x, Element* copy, float* sums) {
+  const int lane = threadIdx.x % 32, warp = int(blockIdx.x) * 4 + threadIdx.x / 32;
+  const int row = warp / g.k_blocks, block = warp - row * g.k_blocks, k = block * BLOCK_K + lane * 4;
+  cutlass::arch::launch_dependent_grids();
+  if (row >= g.padded_rows) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (row >= g.rows || k + i >= g.k) continue;
+    const Element value = x[size_t(row) * g.k + k + i];
+    if (g.pitch) copy[size_t(row) * g.pitch + k + i] = value;
+    sum += float(value);
+  }
+  if constexpr (ZERO_TYPE != NONE) {
+#pragma unroll
+    for (int step = 1; step < PERIOD / 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane % (PERIOD / 4) == 0) {
+      sums[size_t(block * SUM_ROWS + lane / (PERIOD / 4)) * g.padded_rows + row] = sum;
+    }
+  }
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what was stored here
+}

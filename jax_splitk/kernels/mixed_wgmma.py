@@ -1,0 +1,570 @@
+"""Kernel family: products with packed quantized weights on Hopper by WGMMA (device code: mixed_wgmma.cu).
+
+Weights are dequantized into the A registers of WGMMA while the tensor cores work on those before; the activation
+comes by TMA. The scale of a group goes either into the weight, which is then rounded to the activation's dtype, or onto
+the fp32 sum of the group. The k blocks of the output's tiles can be cut into ranges of equal length, one for each
+thread block, wherever tiles begin or end ("stream-k", Osama et al., arXiv:2301.03598); a second kernel, launched with
+programmatic dependent launch, adds the sums of tiles that were cut. Or each tile is cut into the same number of ranges,
+whose thread blocks form a cluster and add their sums through distributed shared memory. Both add in a fixed order: the
+result is deterministic, bit for bit.
+
+Mixed-input products with the weight in registers: FRPC and Marlin (Frantar et al., arXiv:2408.11743) for SM80, and
+CUTLASS's mixed-input collective for SM90.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jax import numpy as jnp
+
+from jax_splitk import compiler, plan
+from jax_splitk.kernels.split_k import OUT_CODES, whole_splits
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.problem import OUT_DTYPES, QuantizedMatmulProblem
+from jax_splitk.target import Target, hopper_limit
+
+name = "mixed_wgmma"
+implementation = "cutlass"
+platform = "cuda"
+ABI = 1
+
+BLOCK_K = 128  # two tiles of the packed weight
+SLOT = 64  # features of a warpgroup
+SHARED_BYTES = 227 * 1024
+ALIGNMENT_BYTES = 1024  # of the ring
+BARRIER_BYTES = 256  # static shared memory
+MAX_STAGES = 8
+MIN_STAGES = 2
+MAX_CLUSTER = 8
+STAGING_BYTES = 16 * 48  # of a warp, for 16-bit results
+INT32_MAX = 2**31 - 1
+REDUCE_COLUMNS = 16  # rows of x of a thread block of reduce_ranges
+PREPARE_WARPS = 4
+SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
+
+X_DTYPES = ("bfloat16", "float16")
+SCALINGS = ("weight", "sum", "channel")
+TILES_M = (64, 128, 256)
+TILES_N = (16, 32, 64, 96, 128, 192, 256)
+# The widest tile_n whose accumulators leave room for the rest, by consumer warpgroups: one set of them, or two ("sum").
+MAX_TILE_N = {1: 256, 2: 256, 4: 64}
+MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
+MAX_TILE_N_SUM_32 = 64  # four sums of 32 k in a loop need more registers
+
+_NO_ZERO = "none"
+_CODES = {**OUT_CODES, _NO_ZERO: 3}  # macros SCALE_TYPE and ZERO_TYPE
+_FORMAT_CODES = {fmt: code for code, fmt in enumerate(FORMATS)}  # macro FORMAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a product with a quantized weight is computed.
+
+    Attributes:
+      tile_m, tile_n: output tile of a thread block, features by rows of x; see `TILES_M`, `TILES_N`. A warpgroup has 64
+        features.
+      stages: depth of the shared-memory ring, in blocks of 128 k.
+      scaling: where scales are applied: "weight" (the weight is rounded to the activation's dtype), "sum" (fp32 sums of
+        a group), or "channel" (fp32 sums of all k).
+      blocks: thread blocks.
+      waves: whole tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
+        for each thread block.
+      cluster: thread blocks of a cluster, which are the ranges of a tile; 1 if ranges meet in the workspace.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    scaling: str
+    blocks: int
+    waves: int
+    cluster: int = 1
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups (CONSUMERS in the device code)."""
+        return self.tile_m // SLOT
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+
+def per_channel(problem: QuantizedMatmulProblem) -> bool:
+    return problem.group_size == problem.k
+
+
+def has_zero(problem: QuantizedMatmulProblem) -> bool:
+    return problem.zero_dtype != _NO_ZERO
+
+
+def period(problem: QuantizedMatmulProblem) -> int:
+    """k of an fp32 partial sum with the scaling "sum" (PERIOD in the device code)."""
+    return SUM_PERIOD if per_channel(problem) else problem.group_size
+
+
+def _stage_bytes(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int) -> int:
+    """Of x, words, scales, zero points and sums of x: STAGE_BYTES and EXTRA_BYTES of the device code."""
+    groups = 0 if per_channel(problem) else BLOCK_K // problem.group_size
+    items = jnp.dtype(problem.scale_dtype).itemsize
+    size = BLOCK_K * 2 * tile_n + tile_m * BLOCK_K * problem.bits // 8
+    if has_zero(problem):
+        items += jnp.dtype(problem.zero_dtype).itemsize
+        size += BLOCK_K // period(problem) * tile_n * 4
+    return size + tile_m * groups * items
+
+
+def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Shared memory of a thread block."""
+    staging = 0 if problem.out_dtype == "float32" else 4 * config.consumers * STAGING_BYTES
+    return (
+        config.stages * _stage_bytes(problem, config.tile_m, config.tile_n) + staging + ALIGNMENT_BYTES + BARRIER_BYTES
+    )
+
+
+def max_stages(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
+    """The deepest ring that fits in shared memory."""
+    staging = 0 if problem.out_dtype == "float32" else tile_m // SLOT * 4 * STAGING_BYTES
+    # A KiB of each thread block is the system's.
+    room = (SHARED_BYTES + 1024) // ctas_per_sm - 1024 - staging - ALIGNMENT_BYTES - BARRIER_BYTES
+    return min(MAX_STAGES, room // _stage_bytes(problem, tile_m, tile_n))
+
+
+def ctas_per_sm(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """2 where shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
+    widest = 16 if config.scaling == "sum" and problem.bits == 8 else 32
+    small = config.consumers <= 2 and config.tile_n <= widest
+    return 2 if small and config.stages <= max_stages(problem, config.tile_m, config.tile_n, 2) else 1
+
+
+def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, int]:
+    """(tiles along the features, tiles along the rows)."""
+    return -(-problem.features // config.tile_m), -(-problem.rows // config.tile_n)
+
+
+def k_blocks(problem: QuantizedMatmulProblem) -> int:
+    return -(-problem.k // BLOCK_K)
+
+
+def rest_tiles(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Tiles that are cut into ranges."""
+    return math.prod(tile_counts(problem, config)) - config.waves * config.blocks
+
+
+def range_blocks(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """k blocks of a range; 0 without ranges."""
+    if config.cluster > 1:
+        return -(-k_blocks(problem) // config.cluster)
+    return -(-rest_tiles(problem, config) * k_blocks(problem) // config.blocks)
+
+
+def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
+    """Whether any tile has more than one range, so that partial sums meet in the workspace."""
+    return (
+        config.cluster == 1
+        and rest_tiles(problem, config) > 0
+        and range_blocks(problem, config) % k_blocks(problem) != 0
+    )
+
+
+def needs_copy(problem: QuantizedMatmulProblem) -> bool:
+    """Whether rows of x lie where TMA cannot load them."""
+    return problem.k % 8 != 0
+
+
+# ---- workspace: a copy of x, sums of x, slots of partial sums --------------------------------------------------------
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _copy_bytes(problem: QuantizedMatmulProblem) -> int:
+    return _aligned(problem.rows * _pitch(problem) * 2) if needs_copy(problem) else 0
+
+
+def _pitch(problem: QuantizedMatmulProblem) -> int:
+    return -(-problem.k // 8) * 8
+
+
+def _padded_rows(problem: QuantizedMatmulProblem, config: Config) -> int:
+    return tile_counts(problem, config)[1] * config.tile_n
+
+
+def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
+    if not has_zero(problem):
+        return 0
+    return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
+
+
+def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """x in rows that TMA can load, sums of x for zero points, and two slots of a tile for each range."""
+    slots = 2 * config.blocks * config.tile_m * config.tile_n * 4 if is_cut(problem, config) else 0
+    return _copy_bytes(problem) + _sums_bytes(problem, config) + slots
+
+
+# ---- legality --------------------------------------------------------------------------------------------------------
+
+
+def supports(problem: QuantizedMatmulProblem, config: Config | None = None, target: Target | None = None) -> str | None:
+    """None when the family (with that config, on that target) can compute the problem, else the reason."""
+    reason = hopper_limit(target) or _problem_limit(problem)
+    if reason is None and config is not None:
+        reason = _config_limit(problem, config)
+    return reason
+
+
+def preferred(problem: QuantizedMatmulProblem, target: Target) -> str | None:
+    """Always chosen where it is legal: XLA writes the dequantized weight to memory first."""
+    del problem, target
+    return None
+
+
+def _problem_limit(p: QuantizedMatmulProblem) -> str | None:
+    if p.x_dtype not in X_DTYPES:
+        return f"x of dtype {p.x_dtype}; accepted: {', '.join(X_DTYPES)}"
+    if p.out_dtype not in OUT_DTYPES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(OUT_DTYPES)}"
+    for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
+        if not 0 < size <= INT32_MAX - 256:
+            return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
+    # Ranges are counted in k blocks of tiles; the smallest tile of the most general scaling.
+    units = k_blocks(p) * -(-p.features // 128) * -(-p.rows // 128)
+    if units > INT32_MAX // 2:
+        return f"{units} blocks of 128 features, rows and k; accepted: at most {INT32_MAX // 2}"
+    if (needs_copy(p) or has_zero(p)) and (p.rows + 256) * k_blocks(p) > INT32_MAX:
+        what = "zero points" if has_zero(p) else f"k={p.k} (no multiple of 8)"
+        return f"{(p.rows + 256) * k_blocks(p)} blocks of 128 k of x with {what}; accepted: at most {INT32_MAX}"
+    return None
+
+
+def scaling_limit(p: QuantizedMatmulProblem, scaling: str) -> str | None:
+    """Why `scaling` does not give the problem's result as it is promised; None where it does."""
+    if scaling == "weight":
+        dtypes = (p.x_dtype, p.out_dtype, p.scale_dtype)
+        if per_channel(p):
+            return "scaling 'weight' with one group; accepted: 'sum', 'channel'"
+        # The range of float16 does not hold every weight; and only there, and in float32, would rounding the weight
+        # be an error beyond that of rounding the result.
+        if dtypes != ("bfloat16",) * 3:
+            return f"scaling 'weight' with dtypes {', '.join(dtypes)}; accepted: bfloat16 for x, result and scale"
+        if has_zero(p):
+            return f"scaling 'weight' with zero points of dtype {p.zero_dtype}; accepted: none"
+    elif scaling == "channel":
+        if not per_channel(p):
+            return f"scaling 'channel' with groups of {p.group_size}; accepted: one group of k={p.k}"
+        if has_zero(p):
+            return f"scaling 'channel' with zero points of dtype {p.zero_dtype}; accepted: none"
+        if p.out_dtype == "float32":  # WGMMA truncates its sums: long chains of them only where rounding hides it
+            return "scaling 'channel' with a float32 result; accepted: bfloat16, float16"
+    elif scaling != "sum":
+        return f"scaling {scaling!r}; accepted: {', '.join(map(repr, SCALINGS))}"
+    return None
+
+
+def max_tile_n(p: QuantizedMatmulProblem, scaling: str, consumers: int) -> int:
+    """The widest tile whose accumulators fit in registers."""
+    if scaling != "sum":
+        return MAX_TILE_N[consumers]
+    widest = MAX_TILE_N_SUM[consumers]
+    return min(widest, MAX_TILE_N_SUM_32) if period(p) == 32 else widest
+
+
+def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
+    if config.tile_m not in TILES_M or config.tile_n not in TILES_N:
+        accepted = f"{', '.join(map(str, TILES_M))} by {', '.join(map(str, TILES_N))}"
+        return f"tile {config.tile_m}x{config.tile_n}; accepted: {accepted}"
+    reason = scaling_limit(p, config.scaling)
+    if reason is not None:
+        return reason
+    widest = max_tile_n(p, config.scaling, config.consumers)
+    if config.tile_n > widest:
+        return f"tile_n {config.tile_n} with tile_m {config.tile_m} and scaling {config.scaling!r}; at most {widest}"
+    most = max_stages(p, config.tile_m, config.tile_n)
+    if not MIN_STAGES <= config.stages <= most:
+        return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
+    tiles = math.prod(tile_counts(p, config))
+    units = tiles * k_blocks(p)
+    if units > INT32_MAX // 2:
+        return f"{units} blocks of this tile and 128 k; accepted: at most {INT32_MAX // 2}"
+    if config.cluster != 1:
+        if not 2 <= config.cluster <= MAX_CLUSTER:
+            return f"cluster {config.cluster}; accepted: 1 to {MAX_CLUSTER}"
+        nearest = whole_splits(k_blocks(p), config.cluster)
+        if nearest != config.cluster:
+            return f"cluster {config.cluster} leaves some of {k_blocks(p)} k blocks' ranges empty; use {nearest}"
+        if (config.blocks, config.waves) != (tiles * config.cluster, 0):
+            each = f"{tiles * config.cluster} and 0 waves"
+            return (
+                f"blocks {config.blocks} and {config.waves} waves with clusters of {config.cluster}; accepted: {each}"
+            )
+        return None
+    if not 1 <= config.blocks <= units:
+        return f"blocks {config.blocks}; accepted for {tiles} tiles of {k_blocks(p)} k blocks: 1 to {units}"
+    if not 0 <= config.waves * config.blocks <= tiles:
+        return (
+            f"waves {config.waves} of {config.blocks} blocks; accepted for {tiles} tiles: 0 to {tiles // config.blocks}"
+        )
+    if config.waves == 0 and -(-units // range_blocks(p, config)) != config.blocks:
+        nearest = -(-units // range_blocks(p, config))
+        return f"blocks {config.blocks} leaves some without any of {units} k blocks; use {nearest}"
+    return None
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def scalings(problem: QuantizedMatmulProblem) -> list[str]:
+    """Those that are legal, the fastest first."""
+    order = ("weight", "channel", "sum")
+    return [scaling for scaling in order if scaling_limit(problem, scaling) is None]
+
+
+def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    """Tiles and depths that `candidates` may use, with one thread block for each tile: what has to compile."""
+    scaling = scalings(problem)[0]
+    fitting = [n for n in TILES_N if n >= problem.rows]
+    # The narrowest tile that holds all rows, and for more rows the widest ones.
+    widths = fitting[:1] if fitting else []
+    widths += [n for n in (64, 96, 128, 192, 256) if n < problem.rows]
+    for tile_m in TILES_M:
+        if tile_m // 2 >= problem.features and tile_m > SLOT:
+            continue  # half of it is padding
+        if tile_m == SLOT and problem.features > SLOT and problem.rows > 64:
+            continue
+        for tile_n in widths:
+            if tile_n > max_tile_n(problem, scaling, tile_m // SLOT):
+                continue
+            depths = {max_stages(problem, tile_m, tile_n)}
+            shared = Config(tile_m, tile_n, max_stages(problem, tile_m, tile_n, 2), scaling, 1, 0)
+            if shared.stages >= MIN_STAGES and ctas_per_sm(problem, shared) == 2:
+                depths.add(shared.stages)
+            for stages in sorted(depths):
+                config = Config(tile_m, tile_n, stages, scaling, 1, 0)
+                yield dataclasses.replace(config, blocks=math.prod(tile_counts(problem, config)), waves=1)
+
+
+def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
+    """`config` with the nearest number of thread blocks not above its own that leaves none without work."""
+    units = math.prod(tile_counts(problem, config)) * k_blocks(problem)
+    config = dataclasses.replace(config, blocks=max(1, min(config.blocks, units)))
+    if config.waves:
+        return config
+    return dataclasses.replace(config, blocks=-(-units // range_blocks(problem, config)))
+
+
+def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target) -> list[Config]:
+    """Ways to give the tiles of a variant to thread blocks."""
+    tiles = variant.blocks
+    resident = target.cores * ctas_per_sm(problem, variant)
+    waves = tiles // resident
+    found = [variant]
+    each = -(-tiles // resident)
+    if each > 1 and tiles % each == 0:
+        found.append(dataclasses.replace(variant, blocks=tiles // each, waves=each))
+    # Ranges for all tiles, or for those after some whole waves.
+    for whole in sorted({0, max(0, waves - 1), waves}):
+        found.append(dataclasses.replace(variant, blocks=resident, waves=whole))
+    # Each tile cut into the same number of ranges.
+    for splits in range(2, resident // tiles + 1):
+        if k_blocks(problem) % splits == 0:
+            found.append(dataclasses.replace(variant, blocks=tiles * splits, waves=0))
+    found = [whole_blocks(problem, config) for config in found]
+    for splits in (2, 3, 4, 5, 6, 8):
+        if tiles * splits <= _resident_blocks(splits, resident, target):
+            found.append(dataclasses.replace(variant, blocks=tiles * splits, waves=0, cluster=splits))
+    return [config for config in dict.fromkeys(found) if _config_limit(problem, config) is None]
+
+
+def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+    """Of every variant the few schedules that the model puts first; the most promising first."""
+    found: dict[Config, float] = {}
+    for variant in variants(problem):
+        schedules = {config: estimate(problem, config, target) for config in _schedules(problem, variant, target)}
+        found |= dict.fromkeys(sorted(schedules, key=schedules.__getitem__)[:3], 0.0)
+    return sorted(found, key=lambda config: estimate(problem, config, target))
+
+
+def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
+    """Other schedules of the tile, one stage less, and the next tiles."""
+    tiles = math.prod(tile_counts(problem, config))
+    found = _schedules(problem, dataclasses.replace(config, blocks=tiles, waves=1, cluster=1), target)
+    found.append(dataclasses.replace(config, stages=config.stages - 1))
+    width, height = TILES_N.index(config.tile_n), TILES_M.index(config.tile_m)
+    others = [(config.tile_m, n) for n in TILES_N[max(0, width - 1) : width + 2]]
+    others += [(m, config.tile_n) for m in TILES_M[max(0, height - 1) : height + 2]]
+    for tile_m, tile_n in others:
+        if (tile_m, tile_n) != (config.tile_m, config.tile_n):
+            stages = max_stages(problem, tile_m, tile_n)
+            other = dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n, stages=stages, cluster=1)
+            tiles = math.prod(tile_counts(problem, other))
+            found += _schedules(problem, dataclasses.replace(other, blocks=tiles, waves=1), target)[:2]
+    return [other for other in dict.fromkeys(found) if other != config]
+
+
+_CLOCK = 1.755e9
+_MMA_PER_COLUMN = 0.5  # clocks of m64nNk16 for each of N
+_MMA_LEAST = 16.0
+_ISSUE = {4: 44, 8: 60}  # instructions of a warp for a tile of 16 features and 64 k, by bits of the format
+_ISSUE_TABLE = 110  # nf4
+_ISSUE_SCALE = 22  # "weight"
+_ISSUE_LOOP = 30
+_LATENCY_WARPS = 3  # of a scheduler, that hide each other's waits
+_L2_BYTES_PER_CLOCK = 64
+_SHADOW = 0.3  # part of the shorter of arithmetic and loads that is not hidden by the longer
+_HBM_BYTES = 4.0e12
+_PARTIAL_BYTES = 4.75e12  # partial sums stay in L2 for the most part
+_LAUNCH_SECONDS = 4.3e-6
+_PIECE_SECONDS = 0.3e-6  # of a piece of work: its last sums are waited for, and stored
+_REDUCE_SECONDS = 1.1e-6
+_PREPARE_SECONDS = 2.0e-6
+_CLUSTER_SECONDS = 1.5e-6  # a larger launch, and two barriers
+_CLUSTER_BYTES_PER_SM = 58e9  # distributed shared memory
+# Streaming multiprocessors that share a graphics processing cluster, which a thread-block cluster cannot leave.
+_GPC_CORES = (18, 18, 18, 18, 16, 16, 14, 14)
+
+
+def _resident_blocks(cluster: int, resident: int, target: Target) -> int:
+    """Thread blocks of clusters that the GPU holds at a time, of `resident` without clusters: some multiprocessors stay
+    empty."""
+    if cluster == 1:
+        return resident
+    clusters = sum(cores * (resident // target.cores) // cluster for cores in _GPC_CORES)
+    return max(cluster, clusters * cluster * target.cores // sum(_GPC_CORES))
+
+
+def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
+    """Predicted seconds: the busiest SM's blocks at the slowest of tensor cores, instruction issue and L2, at least the
+    time of device memory, plus launch, second kernel and preparation."""
+    resident = ctas_per_sm(problem, config)
+    mma = 8 * config.consumers * max(config.tile_n * _MMA_PER_COLUMN, _MMA_LEAST)
+    issue = _ISSUE_TABLE if problem.qtype == "nf4" else _ISSUE[problem.bits]
+    issue += _ISSUE_LOOP + (_ISSUE_SCALE if config.scaling == "weight" else 0)
+    if config.scaling == "sum":
+        issue += config.tile_n / 2 * (2 if has_zero(problem) else 1) * 64 / period(problem)
+    warpgroups = config.consumers * min(resident, -(-config.blocks // target.cores))
+    issue *= 2 * config.consumers * max(1.0, _LATENCY_WARPS / warpgroups)
+    load = _stage_bytes(problem, config.tile_m, config.tile_n) / _L2_BYTES_PER_CLOCK
+    # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
+    busy = max(mma, issue) + (min(mma, issue) / warpgroups if config.scaling == "sum" else 0)
+    step = (max(busy, load) + _SHADOW * min(busy, load)) / _CLOCK
+
+    # Rounds of thread blocks, where not all fit.
+    rounds = -(-config.blocks // _resident_blocks(config.cluster, target.cores * resident, target))
+    together = min(resident, -(-config.blocks // target.cores))
+    blocks_each = config.waves * k_blocks(problem) + range_blocks(problem, config)
+    pieces = config.waves + -(-range_blocks(problem, config) // k_blocks(problem))
+    seconds = rounds * (blocks_each * step * together + pieces * _PIECE_SECONDS)
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+    if config.cluster > 1:
+        seconds += _CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM
+    elif is_cut(problem, config):
+        slots = config.blocks + rest_tiles(problem, config)
+        seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
+    if needs_copy(problem) or has_zero(problem):
+        seconds += _PREPARE_SECONDS + 2 * problem.rows * problem.k * 2 / _HBM_BYTES
+    return seconds
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
+    """The device code's specialisation: it depends on dtypes, groups and tile, not on sizes or the schedule."""
+    return compiler.Source(
+        "mixed_wgmma.cu",
+        (
+            ("FORMAT", _FORMAT_CODES[problem.qtype]),
+            ("HALF", int(problem.x_dtype == "float16")),
+            ("OUT", OUT_CODES[problem.out_dtype]),
+            ("SCALE_TYPE", _CODES[problem.scale_dtype]),
+            ("ZERO_TYPE", _CODES[problem.zero_dtype]),
+            ("GROUP", 0 if per_channel(problem) else problem.group_size),
+            ("SCALING", SCALINGS.index(config.scaling) if config.scaling != "channel" else 2),
+            ("PERIOD", period(problem)),
+            ("CONSUMERS", config.consumers),
+            ("TILE_N", config.tile_n),
+            ("STAGES", config.stages),
+            ("CTAS_PER_SM", ctas_per_sm(problem, config)),
+        ),
+    )
+
+
+def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order."""
+    tiles_m, tiles_n = tile_counts(problem, config)
+    once = tiles_n == 1
+    return plan.Int32Struct(
+        (
+            *(problem.rows, problem.features),
+            *(problem.feature_tiles, problem.k_tiles, problem.groups, k_blocks(problem)),
+            *(tiles_m, tiles_n, config.waves, range_blocks(problem, config), config.cluster, int(once)),
+        )
+    )
+
+
+def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
+    """`struct PrepareArgs` of the device code, in its order."""
+    pitch = _pitch(problem) if needs_copy(problem) else 0
+    return plan.Int32Struct((problem.rows, problem.k, _padded_rows(problem, config), k_blocks(problem), pitch))
+
+
+def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
+    """Exact launches. Buffers: x, words, scale, (zero point,) result, workspace."""
+    shapes = [(problem.x_shape, problem.x_dtype), (problem.words_shape, "uint32")]
+    shapes += [(problem.scale_shape, problem.scale_dtype)]
+    if has_zero(problem):
+        shapes += [(problem.scale_shape, problem.zero_dtype)]
+    shapes += [(problem.out_shape, problem.out_dtype)]
+    buffers = [plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16) for shape, dtype in shapes]
+    workspace, out = len(buffers), len(buffers) - 1
+    buffers.append(plan.Buffer(workspace_bytes(problem, config), 256))
+    sums = plan.Pointer(workspace, _copy_bytes(problem))
+    partials = plan.Pointer(workspace, _copy_bytes(problem) + _sums_bytes(problem, config))
+
+    prepared = needs_copy(problem) or has_zero(problem)
+    pitch = _pitch(problem)  # k itself where rows are not copied
+    dims = (problem.k, problem.rows)
+    x_map = plan.TiledMap(
+        buffer=workspace if needs_copy(problem) else 0,
+        dtype=problem.x_dtype,
+        dims=dims,
+        strides=(pitch * 2,),
+        box=(64, config.tile_n),
+    )
+    args = _args(problem, config)
+    zero = plan.Pointer(3 if has_zero(problem) else 2)
+    pointers = (plan.Pointer(1), plan.Pointer(2), zero, sums, plan.Pointer(out), partials)
+    launches = [
+        plan.Launch(
+            kernel="mixed_wgmma",
+            grid=(config.blocks, 1, 1),
+            block=(config.threads, 1, 1),
+            params=(plan.MapParam(0), args, *pointers),
+            shared_bytes=shared_bytes(problem, config) - BARRIER_BYTES,
+            cluster=(config.cluster, 1, 1),
+            programmatic=prepared,
+        )
+    ]
+    if prepared:
+        warps = _padded_rows(problem, config) * k_blocks(problem)
+        prepare = plan.Launch(
+            kernel="prepare_x",
+            grid=(-(-warps // PREPARE_WARPS), 1, 1),
+            block=(32 * PREPARE_WARPS, 1, 1),
+            params=(_prepare_args(problem, config), plan.Pointer(0), plan.Pointer(workspace), sums),
+        )
+        launches.insert(0, prepare)
+    if is_cut(problem, config):
+        chunks = config.tile_n // REDUCE_COLUMNS * config.consumers
+        before = plan.Int32Struct((config.waves * config.blocks,))
+        reduce = plan.Launch(
+            kernel="reduce_ranges",
+            grid=(rest_tiles(problem, config) * chunks, 1, 1),
+            block=(128, 1, 1),
+            params=(args, before, partials, plan.Pointer(out)),
+            programmatic=True,
+        )
+        launches.append(reduce)
+    return plan.DevicePlan(source(problem, config), tuple(buffers), (x_map,), tuple(launches), f"{name} {config}")

@@ -1,0 +1,137 @@
+"""What a product with a packed quantized weight computes: a frozen, hashable, canonical description."""
+
+import dataclasses
+
+from jax import numpy as jnp
+
+from jax_splitk.quantized.array import GROUP_SIZES
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
+from jax_splitk.quantized.packing import LAYOUT_VERSION, TILE
+
+X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatmulProblem:
+    """x @ w for an activation x [rows, k] and a packed weight w [k, features] (`prepack`, `LAYOUT_VERSION`).
+
+    As the kernels see it, it is D[m, n] = sum over k of A[m, k] B[k, n] with A the transposed weight (m over features),
+    B the transposed activation (n over rows): see `gemm_shape`. The result is [rows, features].
+
+    Attributes:
+      rows: n, number of activation rows.
+      k: length of the reduction; any positive number. x's rows are contiguous, k elements apart.
+      features: m.
+      x_dtype, out_dtype: dtypes of x and of the result.
+      qtype: the weight's format, a name in `FORMATS`.
+      group_size: how many k share a scale: 32, 64, 128, or k (per channel).
+      scale_dtype: dtype of the scales.
+      zero_dtype: dtype of the packed zero points, or "none".
+      layout: version of the packed order.
+    """
+
+    rows: int
+    k: int
+    features: int
+    x_dtype: str
+    out_dtype: str
+    qtype: str
+    group_size: int
+    scale_dtype: str
+    zero_dtype: str = "none"
+    layout: int = LAYOUT_VERSION
+
+    op = "quantized_matmul"
+
+    def validate(self) -> None:
+        """Raises ValueError unless the fields have the right types and values.
+
+        For problems that come from files or command lines; those that come from arrays are right by construction.
+        """
+        for name, least in (("rows", 0), ("k", 1), ("features", 1), ("group_size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**40:
+                raise ValueError(f"{name}={value!r}; accepted: an integer of at least {least}")
+        names = {
+            "x_dtype": X_DTYPES,
+            "out_dtype": OUT_DTYPES,
+            "qtype": tuple(FORMATS),
+            "scale_dtype": SCALE_DTYPES,
+            "zero_dtype": ("none", *SCALE_DTYPES),
+        }
+        for name, accepted in names.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}")
+        if self.zero_dtype != "none" and not FORMATS[self.qtype].integer:
+            raise ValueError(f"zero_dtype={self.zero_dtype!r} with {self.qtype}; accepted: 'none', for this format")
+        if self.group_size not in (*GROUP_SIZES, self.k):
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"group_size={self.group_size}; accepted: {sizes} or k={self.k}")
+        if self.k % self.group_size:
+            raise ValueError(f"group_size={self.group_size}; accepted: a divisor of k={self.k}")
+        if self.layout != LAYOUT_VERSION:
+            raise ValueError(f"layout={self.layout!r}; accepted: {LAYOUT_VERSION}")
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element of the weight."""
+        return FORMATS[self.qtype].bits
+
+    @property
+    def feature_tiles(self) -> int:
+        """Tiles of 64 features in the packed weight."""
+        return -(-self.features // TILE)
+
+    @property
+    def k_tiles(self) -> int:
+        """Tiles of 64 k in the packed weight."""
+        return -(-self.k // TILE)
+
+    @property
+    def groups(self) -> int:
+        """Groups in the packed scales: those of the padded k, or one per channel."""
+        return 1 if self.group_size == self.k else self.k_tiles * TILE // self.group_size
+
+    @property
+    def x_shape(self) -> tuple[int, int]:
+        return (self.rows, self.k)
+
+    @property
+    def words_shape(self) -> tuple[int, int, int]:
+        """Of the packed elements, uint32."""
+        return (self.feature_tiles, self.k_tiles, TILE * TILE * self.bits // 32)
+
+    @property
+    def scale_shape(self) -> tuple[int, int, int]:
+        """Of the packed scales and zero points."""
+        return (self.feature_tiles, self.groups, TILE)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return (self.rows, self.features)
+
+    @property
+    def gemm_shape(self) -> tuple[int, int, int]:
+        """(M, N, K) of the product: (features, rows, k)."""
+        return self.features, self.rows, self.k
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.k * self.features
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes any implementation must move: each input read once, the output written once."""
+        scales = self.groups * self.features * jnp.dtype(self.scale_dtype).itemsize
+        zeros = 0 if self.zero_dtype == "none" else self.groups * self.features * jnp.dtype(self.zero_dtype).itemsize
+        weight = self.k * self.features * self.bits // 8
+        x = self.rows * self.k * jnp.dtype(self.x_dtype).itemsize
+        return weight + scales + zeros + x + self.rows * self.features * jnp.dtype(self.out_dtype).itemsize
+
+    def __str__(self) -> str:
+        zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
+        return (
+            f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
+            f"{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
+        )

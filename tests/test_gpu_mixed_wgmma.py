@@ -1,0 +1,270 @@
+"""The WGMMA family of quantized products on a GPU: exactness, decoding, accuracy, determinism, infinities and NaN."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from jax_splitk import compiler, execute
+from jax_splitk.kernels import mixed_wgmma, split_k
+from jax_splitk.kernels.mixed_wgmma import Config
+from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
+from jax_splitk.quantized.problem import QuantizedMatmulProblem
+from jax_splitk.target import target_for
+from tests import poison, quantized
+
+pytestmark = pytest.mark.gpu
+
+SEED = int(np.random.SeedSequence().generate_state(1)[0])
+HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product; `zero` is as in `quantized.every_code`."""
+
+    rows: int
+    k: int
+    features: int
+    qtype: str = "int4"
+    group_size: int = 64
+    zero: str | None = None
+    scale_dtype: str = "bfloat16"
+    x_dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+
+    @property
+    def problem(self) -> QuantizedMatmulProblem:
+        zero = {None: "none", "own": self.scale_dtype}.get(self.zero, self.zero)
+        return QuantizedMatmulProblem(
+            self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
+            self.scale_dtype, str(zero),
+        )  # fmt: skip
+
+
+def operands(packed: PackedWeight, x: np.ndarray, x_dtype: str) -> tuple[jax.Array, ...]:
+    zero = () if packed.zero_point is None else (packed.zero_point,)
+    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *zero)
+
+
+def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
+    """A weight whose sums of products with small integers are exact in float32, and its values in float64."""
+    rng = np.random.default_rng([SEED, seed])
+    table = quantized.table(case.qtype)
+    fits = np.isfinite(table) & (np.abs(table) <= 128) & (table * 2048 == np.rint(table * 2048))
+    if case.qtype == "float8_e4m3fn":
+        fits = (np.abs(table) <= 16) & (table * 8 == np.rint(table * 8))
+    patterns = rng.choice(np.flatnonzero(fits), (case.k, case.features))
+    shape = (case.k // case.group_size, case.features)
+    scale = rng.choice([-2.0, -1.0, 0.5, 1.0, 2.0], shape)
+    value, zero_point = table[patterns], None
+    if case.zero is not None:
+        zero = rng.integers(0, 8, shape)
+        zero_point = jnp.asarray(zero, quantized.storage(case.qtype) if case.zero == "own" else case.zero)
+        value = value - np.repeat(zero, case.group_size, axis=0)
+    q = QuantizedArray(
+        quantized.elements(case.qtype, patterns), jnp.asarray(scale, case.scale_dtype), zero_point, case.qtype
+    )
+    return q, value * np.repeat(scale, case.group_size, axis=0)
+
+
+def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
+
+
+def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.ndarray:
+    made = mixed_wgmma.make_plan(case.problem, config)
+    return poison.run(made, case.problem, *operands(packed, x, case.x_dtype))
+
+
+def plain(case: Case) -> list[Config]:
+    """A small tile with each scaling that is legal, its k blocks in a few ranges, each in its own, and in clusters."""
+    p, found = case.problem, []
+    for scaling in mixed_wgmma.scalings(p):
+        config = Config(128, 32 if p.rows <= 32 else 64, 2, scaling, 1, 0)
+        units = math.prod(mixed_wgmma.tile_counts(p, config)) * mixed_wgmma.k_blocks(p)
+        for blocks in sorted({min(7, units), units}):
+            found.append(mixed_wgmma.whole_blocks(p, dataclasses.replace(config, blocks=blocks)))
+        tiles = units // mixed_wgmma.k_blocks(p)
+        for size in {split_k.whole_splits(mixed_wgmma.k_blocks(p), wanted) for wanted in (2, 3, 8)} - {1}:
+            found.append(dataclasses.replace(config, blocks=tiles * size, cluster=size))
+    return list(dict.fromkeys(found))
+
+
+def configs(case: Case, count: int) -> list[Config]:
+    """Plain ones, and `count` candidates of different tiles."""
+    kinds: dict[Any, Config] = {}
+    for config in mixed_wgmma.candidates(case.problem, target_for("cuda")):
+        kinds.setdefault((config.tile_m, config.tile_n, config.stages), config)
+    return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
+
+
+ODD = [
+    Case(17, 320, 136),
+    Case(20, 64, 1),
+    Case(33, 192, 72, group_size=32),
+    Case(64, 1024, 700, group_size=128),
+    Case(100, 333, 77, group_size=333),
+    Case(130, 1000, 300, "int8", 1000),
+    Case(50, 256, 203, "uint4", 64, "bfloat16"),
+    Case(70, 190, 100, "uint4", 190, "own"),
+    Case(31, 384, 130, "int8", 32, "own", "float32"),
+    Case(19, 640, 520, "float8_e4m3fn", 128, None, "float16"),
+    Case(257, 448, 129, "nf4", 64, None),
+    Case(40, 96, 65, "float4_e2m1fn", 32, None),
+    Case(300, 512, 640),
+]
+TYPES = (
+    {},
+    {"out_dtype": "float32"},
+    {"scale_dtype": "float32"},
+    {**HALF, "scale_dtype": "float16"},
+    {**HALF, "scale_dtype": "bfloat16", "out_dtype": "float32"},
+)
+CASES = [
+    dataclasses.replace(case, **TYPES[(index + step) % len(TYPES)]) for index, case in enumerate(ODD) for step in (0, 2)
+]
+DECODED = [
+    Case(384, 384, 200, qtype, group_size, zero, scale_dtype, **types)
+    for (qtype, zero), (group_size, scale_dtype) in itertools.product(quantized.CASES, quantized.GROUPS)
+    for types in ({}, HALF, {"out_dtype": "float32"})
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_everything_first() -> None:
+    """In parallel, since the tests would compile one by one."""
+    wanted = [(case, config) for case in CASES for config in configs(case, 2)]
+    wanted += [(case, config) for case in DECODED for config in plain(case)]
+    compiler.compile_sources({mixed_wgmma.source(case.problem, config) for case, config in wanted})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact_on_integers(case: Case) -> None:
+    q, weight = exact_weight(case, 0)
+    x = np.random.default_rng([SEED, 1]).integers(-2, 3, (case.rows, case.k)).astype(np.float64)
+    expected = rounded(x @ weight, case.out_dtype)
+    packed = prepack(q)
+    for config in configs(case, 2):
+        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "features"), [(32, 8192, 3584), (64, 8192, 8192), (256, 8192, 3584), (4096, 8192, 3584)]
+)
+def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
+    case = Case(rows, k, features)
+    q, weight = exact_weight(case, 2)
+    x = np.random.default_rng([SEED, 3]).integers(-1, 2, (rows, k)).astype(np.float64)
+    expected = rounded((x.astype(np.float32) @ weight.astype(np.float32)), case.out_dtype)
+    packed = prepack(q)
+    for config in mixed_wgmma.candidates(case.problem, target_for("cuda"))[:6]:
+        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_one_hot_activations_decode_every_weight(case: Case) -> None:
+    q, weight = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    packed = prepack(q)
+    # As it is defined: in float32, then rounded to the result's dtype.
+    expected = rounded(weight, case.out_dtype)
+    for config in plain(case):
+        np.testing.assert_array_equal(run(case, config, packed, np.eye(case.k)), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("qtype", ["int4", "int8", "nf4"])
+def test_extreme_scales(scale: float, scale_dtype: str, out_dtype: str, qtype: str) -> None:
+    case = Case(20, 256, 64, qtype, 64, None, scale_dtype, out_dtype=out_dtype)
+    q, _ = quantized.every_code(qtype, 256, 64, 64, None, scale_dtype)
+    q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * scale).astype(scale_dtype))
+    factor = np.asarray(q.scale.astype(jnp.float32), np.float64)
+    weight = _values(q, qtype) * np.repeat(factor, 64, axis=0)
+    x = np.zeros((20, 256))
+    x[np.arange(20), np.arange(20) * 12 + 3] = 1
+    packed = prepack(q)
+    for config in configs(case, 2):
+        np.testing.assert_array_equal(run(case, config, packed, x), rounded(x @ weight, out_dtype), err_msg=str(config))
+
+
+def _values(q: QuantizedArray, qtype: str) -> np.ndarray:
+    if qtype == "nf4":
+        return quantized.table("nf4")[np.asarray(q.qvalue.astype(jnp.int32))]
+    return np.asarray(q.qvalue.astype(jnp.int32), np.float64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(64, 8192, 512, out_dtype="float32"),
+        Case(64, 8192, 512, "int8", 8192, out_dtype="float32"),
+        Case(64, 8192, 512, "uint4", 128, "bfloat16", out_dtype="float32"),
+        Case(64, 8192, 512, "uint4", 8192, "bfloat16", "float32", out_dtype="float32"),
+        Case(64, 8192, 512, "float8_e4m3fn", 32, None, "float32", "float16", "float32"),
+        Case(64, 8192, 512),
+        Case(64, 8192, 512, "nf4", 64, None, "float16", "float16", "float16"),
+        Case(256, 8192, 512, "int8", 8192),
+    ],
+    ids=str,
+)
+def test_as_accurate_as_a_float32_product(case: Case) -> None:
+    q, weight = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k), case.x_dtype)
+    exact = np.asarray(x, np.float64) @ weight
+    dequantized = jnp.asarray(weight.astype(np.float32))
+    if case.out_dtype == case.x_dtype:
+        dequantized = dequantized.astype(case.x_dtype).astype(jnp.float32)
+    theirs = jnp.dot(x.astype(jnp.float32), dequantized, precision="highest").astype(case.out_dtype)
+    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
+    packed = prepack(q)
+    for config in configs(case, 3):
+        mine = error(run(case, config, packed, np.asarray(x, np.float64)))
+        print(case, config, f"{mine:.2e}, float32 {error(theirs):.2e}")
+        assert mine <= 2 * error(theirs), config
+
+
+@pytest.mark.parametrize("case", [Case(64, 8192, 8192), Case(50, 1111, 300, "int8", 1111, "bfloat16")], ids=str)
+def test_bitwise_the_same_over_20_runs(case: Case) -> None:
+    q, _ = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k), case.x_dtype)
+    arguments = (x, *operands(prepack(q), np.zeros(1), case.x_dtype)[1:])
+    for config in configs(case, 2):
+        custom_call = mixed_wgmma.make_plan(case.problem, config).custom_call()
+        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
+        first = np.asarray(call(*arguments))
+        for _ in range(19):
+            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    "case", [ODD[0], ODD[4], ODD[6], ODD[8], dataclasses.replace(ODD[9], out_dtype="float32")], ids=str
+)
+def test_infinities_and_nan_reach_what_depends_on_them(case: Case, value: float) -> None:
+    q, weight = exact_weight(case, 4)
+    x = np.random.default_rng([SEED, 5]).integers(-2, 3, (case.rows, case.k)).astype(np.float64)
+    expected = rounded(x @ weight, case.out_dtype)
+    x[3, case.k // 2] = value
+    packed = prepack(q)
+    others = np.arange(case.rows) != 3
+    for config in configs(case, 1):
+        out = run(case, config, packed, x)
+        np.testing.assert_array_equal(out[others], expected[others], err_msg=str(config))
+        touched = weight[case.k // 2] != 0
+        assert not np.isfinite(out[3].astype(np.float32)[touched]).any(), config
+    # A scale that is not finite: its feature only.
+    x[3, case.k // 2] = 1
+    expected = rounded(x @ weight, case.out_dtype)
+    spoiled = prepack(dataclasses.replace(q, scale=q.scale.at[0, case.features // 3].set(value)))
+    others = np.arange(case.features) != case.features // 3
+    for config in configs(case, 1):
+        out = run(case, config, spoiled, x)
+        np.testing.assert_array_equal(out[:, others], expected[:, others], err_msg=str(config))

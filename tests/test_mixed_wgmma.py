@@ -1,0 +1,406 @@
+"""The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from jax_splitk import compiler, plan
+from jax_splitk.kernels import mixed_wgmma
+from jax_splitk.kernels.mixed_wgmma import Config, supports
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.problem import QuantizedMatmulProblem
+from jax_splitk.target import DEFAULT_CUDA, Target
+from tests import cubin
+
+HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
+REGISTERS_PER_SM = 65536
+SHARED_PER_SM = 228 * 1024
+
+
+def product(rows: int = 64, k: int = 1024, features: int = 1024, **changes: Any) -> QuantizedMatmulProblem:
+    fields = {
+        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
+        **changes,
+    }  # fmt: skip
+    made = QuantizedMatmulProblem(rows, k, features, **fields)
+    made.validate()
+    return made
+
+
+PLAIN = Config(128, 64, 4, "weight", 8, 1)
+SIZES = (
+    *((1, 64, 1), (20, 1, 40), (17, 8192, 3584), (64, 8192, 28672), (100, 333, 77), (256, 8192, 8192)),
+    (4096, 8192, 3584),
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"qtype": "uint4", "zero_dtype": "bfloat16"},
+    {"qtype": "nf4", "x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"},
+    {"qtype": "int8", "out_dtype": "float32", "scale_dtype": "float32"},
+    {"qtype": "float8_e4m3fn", "group_size": 32},
+    {"qtype": "int8", "group_size": 0},
+    {"group_size": 128, "scale_dtype": "float32"},
+)
+# Per channel (group_size 0, too) where k is no multiple of the group.
+PROBLEMS = [
+    product(rows, k, features, **{**kind, "group_size": group if group and k % group == 0 else k})
+    for (rows, k, features), kind in itertools.product(SIZES, KINDS)
+    for group in (kind.get("group_size", 64),)
+]
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+LARGEST = 2**31 - 1 - 256
+EDGES = [
+    (product(), product(x_dtype="float8_e4m3fn"), "x of dtype float8_e4m3fn; accepted: bfloat16, float16"),
+    (product(rows=1), product(rows=0), f"0 rows of x; accepted: 1 to {LARGEST}"),
+    (
+        product(1, LARGEST // 64 * 64, 1),
+        product(1, (LARGEST // 64 + 1) * 64, 1),
+        f"{(LARGEST // 64 + 1) * 64} k; accepted: 1 to {LARGEST}",
+    ),
+    (
+        product(1, 64, LARGEST),
+        product(1, 64, LARGEST + 1),
+        f"{LARGEST + 1} features; accepted: 1 to {LARGEST}",
+    ),
+    (
+        product(128, 2**20, 2**24 - 128),
+        product(128, 2**20, 2**24),
+        f"{2**30} blocks of 128 features, rows and k; accepted: at most {2**30 - 1}",
+    ),
+    (
+        product(2**31 // 2 - 1024, 129, 1, group_size=129),
+        product(2**31 // 2 - 128, 129, 1, group_size=129),
+        f"{2**31 + 256} blocks of 128 k of x with k=129 (no multiple of 8); accepted: at most {2**31 - 1}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
+def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
+    assert supports(good) is None
+    assert supports(bad) == reason
+
+
+WEIGHT_DTYPES = "accepted: bfloat16 for x, result and scale"
+CONFIG_EDGES = [
+    ({}, {"tile_m": 192}, "tile 192x64; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
+    ({}, {"tile_n": 48}, "tile 128x48; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
+    ({}, {"scaling": "row"}, "scaling 'row'; accepted: 'weight', 'sum', 'channel'"),
+    ({"scaling": "sum"}, {"scaling": "channel"}, "scaling 'channel' with groups of 64; accepted: one group of k=1024"),
+    (
+        {"tile_m": 256, "blocks": 4, "stages": 2},
+        {"tile_m": 256, "tile_n": 96},
+        "tile_n 96 with tile_m 256 and scaling 'weight'; at most 64",
+    ),
+    (
+        {"scaling": "sum", "tile_n": 128},
+        {"scaling": "sum", "tile_n": 192},
+        "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128",
+    ),
+    ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
+    ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
+    ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),
+    ({"blocks": 64, "waves": 0}, {"blocks": 65, "waves": 0}, "blocks 65; accepted for 8 tiles of 8 k blocks: 1 to 64"),
+    ({"blocks": 1, "waves": 0}, {"blocks": 0, "waves": 0}, "blocks 0; accepted for 8 tiles of 8 k blocks: 1 to 64"),
+    ({"blocks": 4, "waves": 2}, {"blocks": 4, "waves": 3}, "waves 3 of 4 blocks; accepted for 8 tiles: 0 to 2"),
+    ({"blocks": 4, "waves": 0}, {"blocks": 4, "waves": -1}, "waves -1 of 4 blocks; accepted for 8 tiles: 0 to 2"),
+    (
+        {"blocks": 32, "waves": 0},
+        {"blocks": 33, "waves": 0},
+        "blocks 33 leaves some without any of 64 k blocks; use 32",
+    ),
+    (
+        {"blocks": 64, "waves": 0, "cluster": 8},
+        {"blocks": 72, "waves": 0, "cluster": 9},
+        "cluster 9; accepted: 1 to 8",
+    ),
+    ({"blocks": 16, "waves": 0, "cluster": 2}, {"cluster": 0}, "cluster 0; accepted: 1 to 8"),
+    (
+        {"blocks": 32, "waves": 0, "cluster": 4},
+        {"blocks": 40, "waves": 0, "cluster": 5},
+        "cluster 5 leaves some of 8 k blocks' ranges empty; use 4",
+    ),
+    (
+        {"blocks": 24, "waves": 0, "cluster": 3},
+        {"blocks": 8, "waves": 1, "cluster": 3},
+        "blocks 8 and 1 waves with clusters of 3; accepted: 24 and 0 waves",
+    ),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
+def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
+    assert supports(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling", "reason"),
+    [
+        ({}, "weight", None),
+        ({"qtype": "uint4", "zero_dtype": "bfloat16"}, "weight", "with zero points of dtype bfloat16; accepted: none"),
+        ({"scale_dtype": "float32"}, "weight", f"with dtypes bfloat16, bfloat16, float32; {WEIGHT_DTYPES}"),
+        ({"out_dtype": "float32"}, "weight", f"with dtypes bfloat16, float32, bfloat16; {WEIGHT_DTYPES}"),
+        ({"x_dtype": "float16"}, "weight", f"with dtypes float16, bfloat16, bfloat16; {WEIGHT_DTYPES}"),
+        ({"group_size": 1024}, "weight", "with one group; accepted: 'sum', 'channel'"),
+        ({"group_size": 1024}, "channel", None),
+        ({"group_size": 1024, "x_dtype": "float16", "out_dtype": "float16"}, "channel", None),
+        ({"group_size": 1024, "out_dtype": "float32"}, "channel", "with a float32 result; accepted: bfloat16, float16"),
+        (
+            {"group_size": 1024, "qtype": "int8", "zero_dtype": "float32"},
+            "channel",
+            "with zero points of dtype float32; accepted: none",
+        ),
+        ({"group_size": 1024, "qtype": "int8", "zero_dtype": "float32", "out_dtype": "float32"}, "sum", None),
+    ],
+)
+def test_where_scales_may_go(changes: dict[str, Any], scaling: str, reason: str | None) -> None:
+    expected = None if reason is None else f"scaling {scaling!r} {reason}"
+    assert supports(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
+
+
+def test_a_float32_result_and_zero_points_leave_room_for_two_sets_of_sums() -> None:
+    p = product(qtype="int8", group_size=32, zero_dtype="float32", scale_dtype="float32")
+    assert supports(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
+    wide = dataclasses.replace(PLAIN, scaling="sum", tile_n=128)
+    assert supports(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
+    assert supports(dataclasses.replace(p, group_size=64), wide) is None
+
+
+def test_only_hopper() -> None:
+    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
+    assert supports(product(), None, ampere) == (
+        "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
+    )
+    assert supports(product(), None, DEFAULT_CUDA) is None
+    assert mixed_wgmma.preferred(product(), DEFAULT_CUDA) is None
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_candidates_are_legal_and_ordered(p: QuantizedMatmulProblem) -> None:
+    found = mixed_wgmma.candidates(p, DEFAULT_CUDA)
+    assert found
+    assert len(set(found)) == len(found) <= 40
+    for config in found:
+        assert supports(p, config, DEFAULT_CUDA) is None, config
+    seconds = [mixed_wgmma.estimate(p, config, DEFAULT_CUDA) for config in found]
+    assert seconds == sorted(seconds)
+    assert 1e-6 < seconds[0] < 1
+    for config in mixed_wgmma.neighbours(p, found[0], DEFAULT_CUDA):
+        assert config != found[0]
+    compiled = {mixed_wgmma.source(p, variant) for variant in mixed_wgmma.variants(p)}
+    assert {mixed_wgmma.source(p, config) for config in found} <= compiled
+
+
+@pytest.mark.parametrize("p", PROBLEMS[:: len(PROBLEMS) // 12], ids=str)
+def test_every_scaling_that_is_legal_has_a_config(p: QuantizedMatmulProblem) -> None:
+    assert "sum" in mixed_wgmma.scalings(p)
+    for scaling in mixed_wgmma.scalings(p):
+        config = Config(128, 32, 2, scaling, 1, 0)
+        tiles = math.prod(mixed_wgmma.tile_counts(p, config))
+        assert supports(p, dataclasses.replace(config, blocks=tiles, waves=1)) is None
+
+
+def test_the_model_prefers_full_machines() -> None:
+    """64 tiles of 128 features leave half of the machine idle unless they are cut."""
+    p = product(64, 8192, 8192)
+    best = mixed_wgmma.candidates(p, DEFAULT_CUDA)[0]
+    assert best.cluster > 1 or mixed_wgmma.is_cut(p, best)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+def schedules(p: QuantizedMatmulProblem) -> list[Config]:
+    """Whole tiles, ranges, and both."""
+    tile = Config(128, 32, 2, mixed_wgmma.scalings(p)[0], 1, 0)
+    tiles = math.prod(mixed_wgmma.tile_counts(p, tile))
+    wanted = {(tiles, 1), (1, tiles), (1, 0), (7, 0), (tiles * mixed_wgmma.k_blocks(p), 0), (max(1, tiles // 2 - 1), 2)}
+    found = [mixed_wgmma.whole_blocks(p, dataclasses.replace(tile, blocks=b, waves=w)) for b, w in sorted(wanted)]
+    found += [dataclasses.replace(tile, blocks=tiles * size, cluster=size) for size in (2, 3, 4, 8)]
+    return [config for config in found if supports(p, config) is None]
+
+
+def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[tuple[int, int, int, int]]:
+    """(tile, first k block, end, slot) of a thread block: `Work` of the device code."""
+    k_blocks, tiles_m, tiles_n, waves, length, splits = args.values[5:11]
+    if splits > 1:
+        tile, split = divmod(block, splits)
+        return [(tile, split * length, min((split + 1) * length, k_blocks), -1)]
+    found = [(block + wave * blocks, 0, k_blocks, -1) for wave in range(waves)]
+    rest = tiles_m * tiles_n - waves * blocks
+    first, unit, end = block * length, block * length, min((block + 1) * length, rest * k_blocks)
+    while unit < end:
+        tile, begin = divmod(unit, k_blocks)
+        stop = min(k_blocks, begin + end - unit)
+        slot = -1 if (begin, stop) == (0, k_blocks) else 2 * block + (unit != first)
+        found.append((waves * blocks + tile, begin, stop, slot))
+        unit += stop - begin
+    return found
+
+
+@pytest.mark.parametrize("p", [product(40, 640, 700), product(200, 1000, 1300, group_size=1000)], ids=str)
+def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
+    for config in schedules(p):
+        launches = {launch.kernel: launch for launch in mixed_wgmma.make_plan(p, config).launches}
+        main = launches["mixed_wgmma"]
+        (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
+        tiles, length = math.prod(mixed_wgmma.tile_counts(p, config)), args.values[9]
+        done = np.zeros((tiles, mixed_wgmma.k_blocks(p)), int)
+        slots: dict[int, list[int]] = {}
+        for block in range(main.grid[0]):
+            for tile, begin, end, slot in pieces(args, block, main.grid[0]):
+                done[tile, begin:end] += 1
+                if slot >= 0:
+                    slots.setdefault(tile, []).append(slot)
+        assert (done == 1).all(), config
+        assert bool(slots) == ("reduce_ranges" in launches) == mixed_wgmma.is_cut(p, config)
+        assert main.cluster == (config.cluster, 1, 1)
+        assert main.grid[0] % config.cluster == 0
+        flat = list(itertools.chain(*slots.values()))
+        assert len(set(flat)) == len(flat)
+        tile_bytes = config.tile_m * config.tile_n * 4
+        assert all((slot + 1) * tile_bytes <= mixed_wgmma.workspace_bytes(p, config) for slot in flat)
+        if not slots:
+            continue
+        # What the second kernel adds, in the order of the ranges.
+        before = config.waves * config.blocks
+        chunks = launches["reduce_ranges"].grid[0] // (tiles - before)
+        assert chunks * 16 * 64 == config.tile_m * config.tile_n
+        for tile in range(tiles - before):
+            first_unit = tile * mixed_wgmma.k_blocks(p)
+            first, last = first_unit // length, (first_unit + mixed_wgmma.k_blocks(p) - 1) // length
+            added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
+            assert added == slots.get(before + tile, [])
+
+
+def test_plan_of_a_plain_problem() -> None:
+    p = product()
+    made = mixed_wgmma.make_plan(p, PLAIN)
+    assert [buffer.bytes for buffer in made.buffers] == [64 * 1024 * 2, 1024 * 512, 16 * 1024 * 2, 64 * 1024 * 2, 0]
+    assert made.maps[0].dims == (1024, 64)
+    assert made.maps[0].strides == (2048,)
+    (main,) = made.launches
+    assert (main.kernel, main.grid, main.block, main.programmatic) == ("mixed_wgmma", (8, 1, 1), (384, 1, 1), False)
+    assert main.shared_bytes < mixed_wgmma.shared_bytes(p, PLAIN) <= mixed_wgmma.SHARED_BYTES
+
+
+@pytest.mark.parametrize("p", PROBLEMS[::5], ids=str)
+def test_a_clusters_sums_fit_into_the_ring(p: QuantizedMatmulProblem) -> None:
+    for config in mixed_wgmma.candidates(p, DEFAULT_CUDA):
+        ring = mixed_wgmma.MIN_STAGES * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
+        assert config.tile_m * config.tile_n * 4 <= ring
+
+
+def test_plan_with_everything() -> None:
+    """x in rows that TMA cannot load, zero points, and tiles that are cut."""
+    p = product(70, 333, 200, qtype="uint4", group_size=333, zero_dtype="float32", scale_dtype="float32")
+    config = Config(128, 32, 2, "sum", 4, 1)
+    assert supports(p, config) is None
+    made = mixed_wgmma.make_plan(p, config)
+    assert [launch.kernel for launch in made.launches] == ["prepare_x", "mixed_wgmma", "reduce_ranges"]
+    assert [launch.programmatic for launch in made.launches] == [False, True, True]
+    x_map, workspace = made.maps[0], len(made.buffers) - 1
+    assert (x_map.buffer, x_map.dims, x_map.strides) == (workspace, (333, 70), (336 * 2,))
+    copy, sums, slots = -(-70 * 336 * 2 // 256) * 256, 3 * 96 * 4, 2 * 4 * 128 * 32 * 4
+    assert made.workspace_bytes == copy + -(-sums // 256) * 256 + slots
+    prepare, main, _ = made.launches
+    assert prepare.grid[0] * 4 >= 96 * 3
+    offsets = [param.offset for param in main.params if isinstance(param, plan.Pointer) and param.buffer == workspace]
+    assert offsets == [copy, made.workspace_bytes - slots]
+    made.words(1)
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
+    config = mixed_wgmma.candidates(p, DEFAULT_CUDA)[0]
+    made = mixed_wgmma.make_plan(p, config)
+    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
+    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
+    assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+    assert made.buffers[-1].bytes == mixed_wgmma.workspace_bytes(p, config)
+    # TMA's limits: strides of 16 bytes, boxes within 256.
+    assert made.maps[0].strides[0] % 16 == 0
+    assert max(made.maps[0].box) <= 256
+    for launch in made.launches:
+        assert launch.shared_bytes <= mixed_wgmma.SHARED_BYTES
+
+
+# ---- machine code --------------------------------------------------------------------------------------------------
+
+HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"}
+COMPILED = [
+    (product(256), (128, 256), "weight", 3),
+    (product(64), (256, 64), "weight", 6),
+    (product(64, qtype="int8", group_size=32), (128, 64), "weight", 3),
+    (product(32, qtype="nf4", group_size=128), (128, 32), "weight", 6),
+    (product(128, qtype="uint4", zero_dtype="bfloat16", group_size=128, out_dtype="float32"), (128, 128), "sum", 5),
+    (product(64, qtype="int8", zero_dtype="float32", group_size=32, **HALF), (128, 64), "sum", 5),
+    (product(32, qtype="float4_e2m1fn", **HALF), (128, 32), "sum", 6),
+    (product(256, qtype="float8_e4m3fn", group_size=1024), (128, 192), "channel", 2),
+    (product(128, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 1024}), (64, 128), "sum", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[compiler.Source, compiler.Compiled]:
+    """All of them, compiled in parallel."""
+    assert compiler.unavailable() is None, compiler.unavailable()
+    sources = [mixed_wgmma.source(p, Config(*tile, stages, scaling, 1, 0)) for p, tile, scaling, stages in COMPILED]
+    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "tile", "scaling", "stages"), COMPILED, ids=str)
+def test_variant_is_good_machine_code(
+    p: QuantizedMatmulProblem,
+    tile: tuple[int, int],
+    scaling: str,
+    stages: int,
+    machine_code: dict[compiler.Source, compiler.Compiled],
+) -> None:
+    config = mixed_wgmma.whole_blocks(p, Config(*tile, stages, scaling, 5, 0))
+    assert supports(p, config) is None
+    made = mixed_wgmma.make_plan(p, config)
+    compiled = machine_code[made.source]
+    assert not cubin.warnings(compiled.log, made.source.file)
+    assert not compiled.serialized_wgmma, compiled.log
+    assert compiled.spill_bytes == 0, compiled.log
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    for launch in made.launches:
+        kernel, report = found[launch.kernel], reports[launch.kernel]
+        assert report.stack_bytes == 0
+        if launch.kernel != "mixed_wgmma":
+            assert kernel.opcodes[HGMMA] == 0
+            continue
+        together, threads = mixed_wgmma.ctas_per_sm(p, config), launch.block[0]
+        assert report.registers * threads * together <= REGISTERS_PER_SM
+        assert (launch.shared_bytes + 1024) * together <= SHARED_PER_SM
+        assert launch.shared_bytes + kernel.shared_bytes - 1024 <= mixed_wgmma.SHARED_BYTES
+        # Two tiles of 64 k, each of four products.
+        assert kernel.opcodes[HGMMA] == 8
+        roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))
+        assert len(roles) == 2, roles
+        assert 128 * (roles[0] + config.consumers * roles[1]) <= report.registers * threads
+        assert roles[1] > config.tile_n // 2 * (2 if scaling == "sum" else 1) + 32
+
+
+def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
+    assert {p.qtype for p, *_ in COMPILED} == set(FORMATS)
+    assert {p.x_dtype for p, *_ in COMPILED} == set(mixed_wgmma.X_DTYPES)
+    assert {p.out_dtype for p, *_ in COMPILED} == {"bfloat16", "float16", "float32"}
+    assert {mixed_wgmma.period(p) for p, *_ in COMPILED} == {32, 64, 128}
+    assert {scaling for _, _, scaling, _ in COMPILED} == set(mixed_wgmma.SCALINGS)
+    assert {tile[0] for _, tile, _, _ in COMPILED} == set(mixed_wgmma.TILES_M)
+    assert {p.zero_dtype for p, *_ in COMPILED} == {"none", "bfloat16", "float16", "float32"}
