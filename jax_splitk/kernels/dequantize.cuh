@@ -1,12 +1,12 @@
 // Packed weights to the A registers of tensor-core products on 16-bit types. Macros: FORMAT, HALF.
 //
-// A lane of mma.m16n8k16 (or of wgmma.m64nNk16) holds, for each 16 k, rows g and g + 8 and the k 2t, 2t + 1 and 2t + 8,
-// 2t + 9; jax_splitk/quantized/packing.py lays the weight out so that these eight elements are one word of 4-bit codes
-// or two words of 8-bit ones.
+// A lane of mma.m16n8k16 (or of wgmma.m64nNk16) holds, for each 16 k, rows g and g + 8 and the k 2t, 2t + 1
+// and 2t + 8, 2t + 9; jax_splitk/quantized/packing.py lays the weight out so that these eight elements are
+// one word of 4-bit codes or two words of 8-bit ones.
 //
-// No format is converted by a conversion instruction where its bits can be put into place. Small integers are exact as
-// the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused multiply-add, which rounds nothing here,
-// brings it to normal numbers and subtracts the code's bias.
+// No format is converted by a conversion instruction where its bits can be put into place. Small integers are
+// exact as the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused multiply-add, which
+// rounds nothing here, brings it to normal numbers and subtracts the code's bias.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -39,7 +39,8 @@ __device__ inline uint32_t integers(uint32_t pair) {
     // -(1024 + BIAS), and that over 16
     constexpr uint32_t minus = BIAS == 0 ? 0xe400 : BIAS == 8 ? 0xe408 : 0xe480;
     constexpr uint32_t minus_sixteenth = BIAS == 0 ? 0xd400 : 0xd480;
-    return SHIFT ? fma2(offset, twice(sixteenth), twice(minus_sixteenth)) : fma2(offset, twice(one), twice(minus));
+    return SHIFT ? fma2(offset, twice(sixteenth), twice(minus_sixteenth))
+                 : fma2(offset, twice(one), twice(minus));
   } else {  // times 2^127, or 2^123 where the integer stands 4 bits higher; the bias over 64
     constexpr uint32_t minus = BIAS == 0 ? 0x8000 : BIAS == 8 ? 0xbe00 : 0xc000;
     return fma2(pair, twice(SHIFT ? 0x7d00 : 0x7f00), twice(minus));
@@ -49,7 +50,8 @@ __device__ inline uint32_t integers(uint32_t pair) {
 // Fields of 4 bits that begin at bit P of each half: sign and 3 bits of magnitude, to floats.
 template <int P>
 __device__ inline uint32_t small_floats(uint32_t w) {
-  constexpr int LOWEST = HALF ? 9 : 6, SHIFT = LOWEST - P;  // to the lowest exponent bits and the highest mantissa bit
+  constexpr int LOWEST = HALF ? 9 : 6,
+                SHIFT = LOWEST - P;  // to the lowest exponent bits and the highest mantissa bit
   const uint32_t magnitude = (SHIFT >= 0 ? w << (SHIFT & 31) : w >> (-SHIFT & 31)) & twice(7 << LOWEST);
   const uint32_t bits = magnitude | (w << (12 - P) & 0x80008000u);
   return fma2(bits, twice(HALF ? 0x7400 : 0x7e80), 0x80008000u);  // 2^14, 2^126: the exponents' biases
@@ -66,7 +68,8 @@ __device__ inline uint32_t e4m3(uint32_t pair) {
   return out;
 }
 
-// Four codes to the two bytes of their NormalFloat4 values (as bfloat16 or fp16): table look-ups in registers.
+// Four codes to the two bytes of their NormalFloat4 values (as bfloat16 or fp16): table look-ups in
+// registers.
 struct Bytes {
   uint32_t low, high;
 };
@@ -84,13 +87,15 @@ __device__ inline Bytes normal_floats(uint32_t codes) {
   constexpr uint32_t L0 = bytes(0, 0), L1 = bytes(4, 0), L2 = bytes(8, 0), L3 = bytes(12, 0);
   constexpr uint32_t H0 = bytes(0, 8), H1 = bytes(4, 8), H2 = bytes(8, 8), H3 = bytes(12, 8);
   const uint32_t index = codes & 0x7777u;
-  const uint32_t upper = __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // 0xff where the code is 8 or more
+  const uint32_t upper =
+      __byte_perm(0x0000ff00u, 0, codes >> 3 & 0x1111u);  // 0xff where the code is 8 or more
   const uint32_t low = (__byte_perm(L0, L1, index) & ~upper) | (__byte_perm(L2, L3, index) & upper);
   const uint32_t high = (__byte_perm(H0, H1, index) & ~upper) | (__byte_perm(H2, H3, index) & upper);
   return {low, high};
 }
 
-// The A registers of one step of 16 k: a[0] is row g and k 2t, 2t + 1, a[1] row g + 8, a[2] and a[3] the same 8 k on.
+// The A registers of one step of 16 k: a[0] is row g and k 2t, 2t + 1, a[1] row g + 8, a[2] and a[3] the same
+// 8 k on.
 __device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[4]) {
   if constexpr (FORMAT == INT4 || FORMAT == UINT4) {
     constexpr int BIAS = FORMAT == INT4 ? 8 : 0;
@@ -119,7 +124,8 @@ __device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[
     a[3] = small_floats<12>(words[0]);
   } else {
     const Bytes first = normal_floats(words[0]), second = normal_floats(words[0] >> 16);
-    const uint32_t x0 = __byte_perm(first.low, first.high, 0x5140), x1 = __byte_perm(first.low, first.high, 0x7362);
+    const uint32_t x0 = __byte_perm(first.low, first.high, 0x5140),
+                   x1 = __byte_perm(first.low, first.high, 0x7362);
     const uint32_t y0 = __byte_perm(second.low, second.high, 0x5140);
     const uint32_t y1 = __byte_perm(second.low, second.high, 0x7362);
     a[0] = __byte_perm(x0, y0, 0x5410);

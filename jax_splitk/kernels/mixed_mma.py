@@ -1,12 +1,13 @@
-"""Kernel family: products of a packed quantized weight with at most 32 rows of activations, on Hopper by mma.sync
+"""Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA
 (device code: mixed_mma.cu).
 
-Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in shared
-memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums through
-distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
+Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
+shared memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums
+through distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
 """
 
 import dataclasses
+import itertools
 import math
 
 from jax import numpy as jnp
@@ -22,11 +23,11 @@ implementation = "cutlass"
 platform = "cuda"
 ABI = 1
 
-TILES_N = (8, 16, 32)
-BLOCKS = (1, 2, 4)
-K_WARPS = (2, 4, 8, 16)
+TILES_N = (8, 16, 32, 64)
+WARPGROUPS = (1, 2, 4)
+TILES = (1, 2, 4)
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
-MIN_WARPS, MAX_WARPS = 4, 16
+WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers; half of it with zero points
 MAX_STAGES = 14  # barriers
 SHARED_BYTES = 227 * 1024
 INT32_MAX = 2**31 - 1
@@ -34,8 +35,6 @@ INT32_MAX = 2**31 - 1
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
 TYPE_CODES = {"none": -1, "float32": 0, "bfloat16": 1, "float16": 2}  # macros SCALE_TYPE, ZERO_TYPE, OUT_TYPE
 _SLOTS = 2
-_EPILOGUE_WARPS = 4
-_REGISTERS = 65536  # of an SM
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
@@ -46,65 +45,52 @@ class Config:
     """How a product is computed.
 
     Attributes:
-      tile_n: rows of x of a thread block, 8, 16 or 32, at least the problem's.
-      blocks: blocks of 16 features of a warp: they share the activations that it reads.
-      k_warps: warps along k; also the tiles of 64 k of a stage.
+      tile_n: rows of x of a thread block, 8, 16, 32 or 64, at least the problem's.
+      warpgroups: consumers; each takes other k.
+      tiles: tiles of 64 features by 64 k of a warpgroup in a stage.
       stages: depth of the shared-memory ring.
       cluster: thread blocks that divide k.
       clusters: how many clusters run; each takes every `clusters`-th tile of 64 features.
     """
 
     tile_n: int
-    blocks: int
-    k_warps: int
+    warpgroups: int
+    tiles: int
     stages: int
     cluster: int
     clusters: int
 
 
-def warps(config: Config) -> int:
-    """Consumer warps of a thread block."""
-    return 4 // config.blocks * config.k_warps
-
-
 def threads(config: Config) -> int:
-    """Of a thread block: consumers, the producer's warp and the epilogue's."""
-    return 32 * (warps(config) + 1 + _EPILOGUE_WARPS)
+    """Of a thread block: consumers, and a warpgroup of the producer and the epilogue."""
+    return 128 * (config.warpgroups + 1)
 
 
-def registers(p: QuantizedMatmulProblem, config: Config) -> int:
-    """At most that many registers of a thread, by the compiler's report for a few configs."""
-    n_tiles = config.tile_n // 8
-    zero = 0 if p.zero_dtype == "none" else 4 * n_tiles
-    return (
-        40
-        + (12 if p.qtype == "nf4" else 0)
-        + 8 * n_tiles * (config.blocks + 1)
-        + 4 * config.blocks * FORMATS[p.qtype].bits // 4
-        + zero
-    )
+def stage_tiles(config: Config) -> int:
+    """Tiles of 64 features by 64 k of a stage, one behind the other along k."""
+    return config.warpgroups * config.tiles
 
 
 def k_stages(p: QuantizedMatmulProblem, config: Config) -> int:
     """Stages that the whole k takes."""
-    return -(-p.k_tiles // config.k_warps)
+    return -(-p.k_tiles // stage_tiles(config))
 
 
 def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     """STAGE_BYTES of the device code."""
-    words = config.k_warps * TILE * TILE * p.bits // 8
+    words = stage_tiles(config) * TILE * TILE * p.bits // 8
     if p.group_size == p.k:
         return words
-    groups = config.k_warps * TILE // p.group_size
+    groups = stage_tiles(config) * TILE // p.group_size
     item = jnp.dtype(p.scale_dtype).itemsize + (0 if p.zero_dtype == "none" else jnp.dtype(p.zero_dtype).itemsize)
     return words + groups * TILE * item
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The ring, the sums of the warps, slots of the cluster, barriers, and the slice of x."""
-    sums = config.k_warps * config.tile_n * _SUMS_PITCH * 4
+    """The ring, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
+    sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
-    x = -(-k_stages(p, config) // config.cluster) * config.k_warps * TILE * 2 * config.tile_n
+    x = -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * 2 * config.tile_n
     rest = config.stages * stage_bytes(p, config) + sums + slots + _BARRIER_BYTES
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
@@ -150,25 +136,26 @@ def _tile_n(p: QuantizedMatmulProblem) -> int:
 
 def _smallest(p: QuantizedMatmulProblem) -> list[Config]:
     """For each size of cluster, the config with the least shared memory."""
-    return [Config(_tile_n(p), 2, 2, 2, cluster, 1) for cluster in CLUSTERS]
+    tiles = 1 if p.group_size != 2 * TILE else 2
+    return [Config(_tile_n(p), 1, tiles, 2, cluster, 1) for cluster in CLUSTERS]
 
 
 def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     for field, accepted in (
         ("tile_n", TILES_N),
-        ("blocks", BLOCKS),
-        ("k_warps", K_WARPS),
+        ("warpgroups", WARPGROUPS),
+        ("tiles", TILES),
         ("cluster", CLUSTERS),
     ):
         if getattr(config, field) not in accepted:
             return f"{field} {getattr(config, field)}; accepted: {', '.join(map(str, accepted))}"
     if config.tile_n < p.rows:
         return f"tile_n {config.tile_n}; accepted for {p.rows} rows: at least {p.rows}"
-    if not MIN_WARPS <= warps(config) <= MAX_WARPS:
-        return f"blocks {config.blocks}, k_warps {config.k_warps}: {warps(config)} warps; accepted: {MIN_WARPS} to {MAX_WARPS}"
-    if threads(config) * registers(p, config) > _REGISTERS:
-        most = _REGISTERS // threads(config)
-        return f"{threads(config)} threads of {registers(p, config)} registers; accepted: at most {most} registers"
+    widest = WIDEST_OF_FOUR if p.zero_dtype == "none" else WIDEST_OF_FOUR // 2
+    if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
+        return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
+    if p.group_size not in (p.k, *range(TILE)) and config.tiles * TILE % p.group_size:
+        return f"tiles {config.tiles}; accepted with groups of {p.group_size}: multiples of {p.group_size // TILE}"
     if not 2 <= config.stages <= MAX_STAGES:
         return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
     if config.cluster > k_stages(p, config):
@@ -188,14 +175,12 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
 def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
     """All shapes of warps and clusters, with the deepest ring, that fill the machine."""
     found = []
-    for blocks in BLOCKS:
-        for k_warps in K_WARPS:
-            for cluster in CLUSTERS:
-                for clusters in [_clusters(problem, target, cluster)]:
-                    config = Config(_tile_n(problem), blocks, k_warps, 2, cluster, clusters)
-                    deep = dataclasses.replace(config, stages=_deepest(problem, config))
-                    if _config_limit(problem, deep) is None:
-                        found.append(deep)
+    for warpgroups, tiles, cluster in itertools.product(WARPGROUPS, TILES, CLUSTERS):
+        clusters = _clusters(problem, target, cluster)
+        config = Config(_tile_n(problem), warpgroups, tiles, 2, cluster, clusters)
+        deep = dataclasses.replace(config, stages=_deepest(problem, config))
+        if _config_limit(problem, deep) is None:
+            found.append(deep)
     return found
 
 
@@ -224,33 +209,38 @@ def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
+# Fitted to 120 device times of int4 weights on one H200, 8 to 64 rows; of other formats the instructions are counted.
 _CLOCK = 1.755e9
-_HBM_BYTES = 4.0e12
-_ISSUE_PER_CLOCK = 2.4  # instructions of an SM
-_DECODE = {"int4": 40, "uint4": 40, "int8": 44, "float8_e4m3fn": 90, "float4_e2m1fn": 68, "nf4": 120}  # of a block
-_LOOP = 45  # instructions of a warp for a tile of 64 k, beside those of its blocks
-_SUMS = 90  # at the end of a row tile, for 8 rows of x
-_LAUNCH_SECONDS = 2.5e-6
-_RAMP_SECONDS = 1.2e-6
-_CLUSTER_SECONDS = 0.8e-6
+_HBM_BYTES = 4.2e12
+_X_BYTES_PER_SM = 44e9  # the slice of x, while the first row tiles are loaded
+_DECODE = {
+    "int4": 86,
+    "uint4": 86,
+    "int8": 92,
+    "float8_e4m3fn": 140,
+    "float4_e2m1fn": 125,
+    "nf4": 180,
+}  # clocks, a tile
+_ROW = 1.75  # clocks of a tile for each row of x
+_STAGE = 155  # clocks of a stage beside its tiles
+_ALONE = 90  # more of them where a stage's only tile of a warpgroup is waited for
+_OF_WARPGROUPS = {1: 1.15, 2: 1.0, 4: 0.9}
+_ROUND = 500  # clocks at the end of a row tile
+_LAUNCH_SECONDS = 2.7e-6
 
 
 def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
     """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
-    tiles = -(-problem.feature_tiles // config.clusters)
+    rounds = -(-problem.feature_tiles // config.clusters)
     stages = -(-k_stages(problem, config) // config.cluster)
-    n_tiles = config.tile_n // 8
-    scale = 0 if problem.group_size == problem.k else max(1, TILE // problem.group_size)
     zero = problem.zero_dtype != "none"
-    block = _DECODE[problem.qtype] + 6 * n_tiles + scale * (4 + (8 if zero else 4) * n_tiles)
-    warp = _LOOP + 2 * n_tiles + config.blocks * block + (4 * n_tiles if zero else 0)
-    latency = 350 + 60 * config.blocks  # clocks of a warp alone, for one tile of 64 k
-    together = warps(config) * warp / _ISSUE_PER_CLOCK
-    clocks = tiles * (stages * max(together, latency) + _SUMS * n_tiles * 2)
+    tile = (_DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)) * _OF_WARPGROUPS[config.warpgroups]
+    stage = _STAGE + (_ALONE if config.tiles == 1 or zero else 0) + stage_tiles(config) * tile
+    clocks = rounds * (stages * stage + _ROUND)
     sms = min(config.clusters * config.cluster, target.cores)
-    memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * tiles * config.clusters / problem.feature_tiles
-    cluster = _CLUSTER_SECONDS * math.log2(config.cluster) / 2
-    return max(clocks / _CLOCK, memory) + _LAUNCH_SECONDS + _RAMP_SECONDS + cluster
+    memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters / problem.feature_tiles
+    x = stages * stage_tiles(config) * TILE * 2 * config.tile_n / _X_BYTES_PER_SM
+    return max(clocks / _CLOCK, memory) + x + _LAUNCH_SECONDS
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -270,9 +260,9 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
             ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
             ("OUT_TYPE", TYPE_CODES[problem.out_dtype]),
-            ("N_TILES", config.tile_n // 8),
-            ("BLOCKS", config.blocks),
-            ("K_WARPS", config.k_warps),
+            ("TILE_N", config.tile_n),
+            ("WARPGROUPS", config.warpgroups),
+            ("TILES", config.tiles),
             ("STAGES", config.stages),
             ("CLUSTER", config.cluster),
         ),
