@@ -108,10 +108,9 @@ def _fp8_weight(case: Case, key: jax.Array) -> Arrays:
 
 
 def _xla_fp8(case: Case, x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
-    """Dequantized operands, as fp8 training layers have them: what XLA rewrites to cuBLASLt's fp8 product."""
-    dtype = jnp.bfloat16
-    lhs, rhs = x.astype(dtype) * x_scale.astype(dtype), w.astype(dtype) * w_scale.astype(dtype)
-    return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    """A product of e4m3 operands, scaled afterwards: XLA takes cuBLASLt's fp8 product for it."""
+    out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (out * (x_scale * w_scale)).astype(jnp.bfloat16)
 
 
 def is_fp8_product(compiled: Any) -> bool:

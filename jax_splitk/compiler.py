@@ -64,7 +64,6 @@ class Source:
             "-default-device",
             "--ptxas-options=-v",
             "-DNDEBUG",
-            "-DCUTLASS_ENABLE_GDC_FOR_SM90=1",
             *(f"-D{name}={value}" for name, value in self.defines),
         )
 

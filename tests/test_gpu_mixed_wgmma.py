@@ -98,11 +98,13 @@ def plain(case: Case) -> list[Config]:
 
 
 def configs(case: Case, count: int) -> list[Config]:
-    """Plain ones, and `count` candidates of different tiles."""
+    """Plain ones, and `count` candidates of different tiles, one of them also with warpgroups in order."""
     kinds: dict[Any, Config] = {}
     for config in mixed_wgmma.candidates(case.problem, target_for("cuda")):
         kinds.setdefault((config.tile_m, config.tile_n, config.stages), config)
-    return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
+    found = list(kinds.values())[:count]
+    in_order = [dataclasses.replace(config, ordered=True) for config in found if config.consumers > 1]
+    return list(dict.fromkeys([*found, *in_order[:1], *plain(case)]))
 
 
 ODD = [
@@ -126,6 +128,7 @@ TYPES = (
     {"scale_dtype": "float32"},
     {**HALF, "scale_dtype": "float16"},
     {**HALF, "scale_dtype": "bfloat16", "out_dtype": "float32"},
+    {"x_dtype": "float8_e4m3fn"},
 )
 CASES = [
     dataclasses.replace(case, **TYPES[(index + step) % len(TYPES)]) for index, case in enumerate(ODD) for step in (0, 2)
@@ -134,6 +137,11 @@ DECODED = [
     Case(384, 384, 200, qtype, group_size, zero, scale_dtype, **types)
     for (qtype, zero), (group_size, scale_dtype) in itertools.product(quantized.CASES, quantized.GROUPS)
     for types in ({}, HALF, {"out_dtype": "float32"})
+]
+DECODED += [
+    Case(384, 384, 200, qtype, 64, zero, "float32", "float8_e4m3fn", out_dtype)
+    for qtype, zero in quantized.CASES
+    for out_dtype in ("bfloat16", "float32")
 ]
 
 
@@ -212,12 +220,13 @@ def _values(q: QuantizedArray, qtype: str) -> np.ndarray:
         Case(64, 8192, 512),
         Case(64, 8192, 512, "nf4", 64, None, "float16", "float16", "float16"),
         Case(256, 8192, 512, "int8", 8192),
+        Case(64, 8192, 512, "int4", 64, None, "bfloat16", "float8_e4m3fn"),
     ],
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
     q, weight = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
-    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k), case.x_dtype)
+    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
     exact = np.asarray(x, np.float64) @ weight
     dequantized = jnp.asarray(weight.astype(np.float32))
     if case.out_dtype == case.x_dtype:

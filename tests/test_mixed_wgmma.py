@@ -45,6 +45,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"qtype": "float8_e4m3fn", "group_size": 32},
     {"qtype": "int8", "group_size": 0},
     {"group_size": 128, "scale_dtype": "float32"},
+    {"x_dtype": "float8_e4m3fn"},
 )
 # Per channel (group_size 0, too) where k is no multiple of the group.
 PROBLEMS = [
@@ -58,7 +59,16 @@ PROBLEMS = [
 
 LARGEST = 2**31 - 1 - 256
 EDGES = [
-    (product(), product(x_dtype="float8_e4m3fn"), "x of dtype float8_e4m3fn; accepted: bfloat16, float16"),
+    (
+        product(x_dtype="float8_e4m3fn"),
+        dataclasses.replace(product(), x_dtype="float32"),
+        "x of dtype float32; accepted: bfloat16, float16, float8_e4m3fn",
+    ),
+    (
+        product(2**30 - 512, 256, 1, x_dtype="float8_e4m3fn"),
+        product(2**30 - 256, 256, 1, x_dtype="float8_e4m3fn"),
+        f"{2**31} blocks of 128 k of x with dtype float8_e4m3fn; accepted: at most {2**31 - 1}",
+    ),
     (product(rows=1), product(rows=0), f"0 rows of x; accepted: 1 to {LARGEST}"),
     (
         product(1, LARGEST // 64 * 64, 1),
@@ -105,6 +115,11 @@ CONFIG_EDGES = [
         {"scaling": "sum", "tile_n": 192},
         "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128",
     ),
+    (
+        {"ordered": True},
+        {"tile_m": 64, "ordered": True},
+        "ordered with tile_m 64; accepted with at least 128",
+    ),
     ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
     ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
     ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),
@@ -150,6 +165,12 @@ def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: st
         ({"scale_dtype": "float32"}, "weight", f"with dtypes bfloat16, bfloat16, float32; {WEIGHT_DTYPES}"),
         ({"out_dtype": "float32"}, "weight", f"with dtypes bfloat16, float32, bfloat16; {WEIGHT_DTYPES}"),
         ({"x_dtype": "float16"}, "weight", f"with dtypes float16, bfloat16, bfloat16; {WEIGHT_DTYPES}"),
+        (
+            {"x_dtype": "float8_e4m3fn"},
+            "weight",
+            f"with dtypes float8_e4m3fn, bfloat16, bfloat16; {WEIGHT_DTYPES}",
+        ),
+        ({"x_dtype": "float8_e4m3fn", "group_size": 1024}, "channel", None),
         ({"group_size": 1024}, "weight", "with one group; accepted: 'sum', 'channel'"),
         ({"group_size": 1024}, "channel", None),
         ({"group_size": 1024, "x_dtype": "float16", "out_dtype": "float16"}, "channel", None),
@@ -322,6 +343,18 @@ def test_plan_with_everything() -> None:
     made.words(1)
 
 
+def test_plan_of_an_activation_of_8_bits() -> None:
+    """It is copied to fp16."""
+    p = product(x_dtype="float8_e4m3fn")
+    made = mixed_wgmma.make_plan(p, dataclasses.replace(PLAIN, scaling="sum"))
+    assert [launch.kernel for launch in made.launches] == ["prepare_x", "mixed_wgmma"]
+    assert [buffer.bytes for buffer in made.buffers[:1]] == [64 * 1024]
+    assert made.workspace_bytes == 64 * 1024 * 2
+    x_map = made.maps[0]
+    assert (x_map.buffer, x_map.dtype, x_map.strides) == (len(made.buffers) - 1, "float16", (2048,))
+    assert {("HALF", 1), ("X_E4M3", 1)} <= set(made.source.defines)
+
+
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     config = mixed_wgmma.candidates(p, DEFAULT_CUDA)[0]
@@ -331,8 +364,10 @@ def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None
     assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
     assert made.buffers[-1].bytes == mixed_wgmma.workspace_bytes(p, config)
     # TMA's limits: strides of 16 bytes, boxes within 256.
-    assert made.maps[0].strides[0] % 16 == 0
-    assert max(made.maps[0].box) <= 256
+    x_map = made.maps[0]
+    assert isinstance(x_map, plan.TiledMap)
+    assert x_map.strides[0] % 16 == 0
+    assert max(x_map.box) <= 256
     for launch in made.launches:
         assert launch.shared_bytes <= mixed_wgmma.SHARED_BYTES
 
@@ -348,6 +383,7 @@ COMPILED = [
     (product(128, qtype="uint4", zero_dtype="bfloat16", group_size=128, out_dtype="float32"), (128, 128), "sum", 5),
     (product(64, qtype="int8", zero_dtype="float32", group_size=32, **HALF), (128, 64), "sum", 5),
     (product(32, qtype="float4_e2m1fn", **HALF), (128, 32), "sum", 6),
+    (product(64, qtype="int4", x_dtype="float8_e4m3fn"), (128, 64), "sum", 5),
     (product(256, qtype="float8_e4m3fn", group_size=1024), (128, 192), "channel", 2),
     (product(128, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 1024}), (64, 128), "sum", 4),
 ]

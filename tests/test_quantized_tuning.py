@@ -71,7 +71,9 @@ def test_keys_and_entries_survive_their_files() -> None:
     other = dataclasses.replace(written, choice=Candidate("mixed_host", mixed_host.Config(4, 24)))
     with pytest.raises(entry.InvalidEntry, match=r"not legal: splits=4 is outside 1\.\.3"):
         entry.loads(other.dumps(), key, CPU)
-    with pytest.raises(entry.InvalidEntry, match="family 'wgrad_host'; accepted: mixed_mma, mixed_wgmma, mixed_host"):
+    with pytest.raises(
+        entry.InvalidEntry, match="family 'wgrad_host'; accepted: mixed_stream, mixed_wgmma, mixed_host"
+    ):
         entry.loads(json.dumps({**json.loads(written.dumps()), "choice": {"family": "wgrad_host"}}), key, CPU)
 
 

@@ -222,20 +222,34 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
 
 VARIANTS = [
     *((h, w, 32, "bfloat16", "float32") for h in (1, 2, 3) for w in (1, 2, 3)),
-    *((3, 3, q, "bfloat16", "bfloat16") for q in (8, 16, 56, 64, 128)),
+    *((3, 3, q, "bfloat16", "bfloat16") for q in (8, 56, 128)),
     (3, 3, 56, "float16", "float16"),
     (3, 3, 64, "float16", "float32"),
 ]
 
 
+def variant_of(taps_h: int, taps_w: int, tile_q: int, dtype: str, out_dtype: str) -> tuple[ConvWgradProblem, Config]:
+    p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
+    return p, Config(4, tile_q, taps_h, taps_w, 1)
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[compiler.Source, compiler.Compiled]:
+    """All of them, compiled in parallel."""
+    assert compiler.unavailable() is None, compiler.unavailable()
+    sources = [wgrad_halo.source(*variant_of(*variant)) for variant in VARIANTS]
+    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_variant_is_good_machine_code(variant: tuple[int, int, int, str, str]) -> None:
-    taps_h, taps_w, tile_q, dtype, out_dtype = variant
-    p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
-    config = Config(4, tile_q, taps_h, taps_w, 1)
+def test_variant_is_good_machine_code(
+    variant: tuple[int, int, int, str, str], machine_code: dict[compiler.Source, compiler.Compiled]
+) -> None:
+    taps_h, taps_w, tile_q, _, _ = variant
+    p, config = variant_of(*variant)
     source = wgrad_halo.source(p, config)
-    compiled = compiler.compile_source(source)
+    compiled = machine_code[source]
     assert not cubin.warnings(compiled.log, source.file)
     assert not compiled.serialized_wgmma
     assert compiled.spill_bytes == 0

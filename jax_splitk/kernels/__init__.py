@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from jax_splitk.kernels import (
     mixed_host,
-    mixed_mma,
+    mixed_stream,
     mixed_wgmma,
     wgrad_depthwise,
     wgrad_gather,
@@ -93,7 +93,7 @@ class Family(Protocol):
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_wgrad": (wgrad_depthwise, wgrad_grouped, wgrad_halo, wgrad_gather, wgrad_sm90, wgrad_host),
-    "quantized_matmul": (mixed_mma, mixed_wgmma, mixed_host),
+    "quantized_matmul": (mixed_stream, mixed_wgmma, mixed_host),
 }
 
 

@@ -34,11 +34,14 @@
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes
 // of its copies) and `empty` (one arrival per consumer warp, once it has read its words and the WGMMAs that
 // read x have retired). Both start in phase 0; the producer's first pass waits on the opposite parity, which
-// is complete.
+// is complete. One more stands for the stage before a piece's first one. With
+// ORDERED the consumer warpgroups issue their WGMMAs in turn, so that one makes fragments while another
+// multiplies.
 //
-// Macros: FORMAT, HALF (dequantize.cuh), OUT (split_k.cuh), SCALE_TYPE, ZERO_TYPE (0 float, 1 bf16, 2 half,
-// 3 none), GROUP (k of a scale; 0: all), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES,
-// CTAS_PER_SM.
+// Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
+// SCALE_TYPE, ZERO_TYPE (0 float, 1 bf16, 2 half, 3 none), GROUP (k of a scale; 0: all), SCALING, PERIOD
+// (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES, CTAS_PER_SM,
+// ORDERED.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -255,34 +258,12 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
 // ---- consumer --------------------------------------------------------------------------------------------
 
 using Accumulator = float[ACCUMULATORS];
-using Fragments = uint32_t[4][4];  // A registers of a tile of 64 k
-
-__device__ inline void fence(Fragments& a) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) cute::warpgroup_fence_operand(a[step][i]);
-  }
-}
+using Fragments = uint32_t[4][4];  // A registers of a tile of 64 k, by steps of 16
 
 template <int... I>
 __device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
                              Indices<I...>) {
   Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
-}
-
-// acc (+)= steps [FIRST, LAST) of 16 k of a tile.
-template <int FIRST, int LAST>
-__device__ inline void multiply(Fragments& a, uint64_t b, Accumulator& acc, GMMA::ScaleOut& scale) {
-  fence(acc);
-  fence(a);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = FIRST; step < LAST; ++step) {
-    wgmma(a[step], b + step * (16 * 2 >> 4), acc, scale, typename MakeIndices<ACCUMULATORS>::type{});
-    scale = GMMA::ScaleOut::One;
-  }
-  cute::warpgroup_commit_batch();
 }
 
 __device__ inline uint4 load_words(uint32_t address) {
@@ -294,19 +275,16 @@ __device__ inline uint4 load_words(uint32_t address) {
   return w;
 }
 
-// The lane's words of a tile, at `address`, to values over FACTOR.
-__device__ inline void load_fragments(uint32_t address, Fragments& a) {
+// The lane's words of a tile.
+using Words = uint32_t[4][WORDS];
+
+__device__ inline void load_tile(uint32_t address, Words& words) {
 #pragma unroll
   for (int load = 0; load < WORDS; ++load) {
     const uint4 w = load_words(address + load * 512);
-    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int i = 0; i < 4 / WORDS; ++i) {
-      uint32_t of_step[WORDS];
-#pragma unroll
-      for (int j = 0; j < WORDS; ++j) of_step[j] = words[i * WORDS + j];
-      dequantize(of_step, a[load * (4 / WORDS) + i]);
-    }
+    for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
   }
 }
 
@@ -341,35 +319,94 @@ __device__ inline float2 load_pair(const uint8_t* address) {
   return to_floats<TYPE>(__ldg(reinterpret_cast<const uint32_t*>(address)));
 }
 
+// In a register from here on, not computed again in every turn.
+__device__ inline uint32_t keep(uint32_t value) { return __shfl_sync(~0u, value, int(threadIdx.x % 32)); }
+
+__device__ inline void arrive_if(bool condition, uint32_t barrier) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
+      "r"(uint32_t(condition))
+      : "memory");
+}
+
+__device__ inline void wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{.reg .pred p; wait_more: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra waited; "
+      "bra wait_more; waited: }" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
 // The ring as a consumer goes through it.
 struct Reader {
-  uint32_t ring;
-  uint64_t *full, *empty;
-  int stage = 0, previous = -1;
+  uint32_t ring, full;
+  uint32_t words;  // the lane's in the first stage
+  uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
+  int warpgroup;
+  uint32_t released;  // barrier of the stage before this one, or the one that nobody waits for
+  bool leads;         // its warp
+  int stage = 0;
   uint32_t phase = 0;
 
-  __device__ uint32_t extra() const { return ring + EXTRAS_AT + stage * EXTRA_BYTES; }
-
-  __device__ void release() {
-    if (previous >= 0 && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&empty[previous]);
-    previous = -1;
+  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp) {
+    const int lane = threadIdx.x % 32;
+    warpgroup = warp / 4;
+    ring = ring_address;
+    full = keep(cute::cast_smem_ptr_to_uint(barriers));
+    words = keep(ring + 2 * BOX_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + lane * 16);
+    pairs = keep(warpgroup * GROUPS * ROW + warp % 4 * 16 + lane / 4 * 2);
+    leads = lane == 0;
+    released = full + 2 * STAGES * 8;
   }
 
+  __device__ void wait_full() const { wait(full + stage * 8, phase); }
+  __device__ uint32_t extra() const { return ring + EXTRAS_AT + stage * EXTRA_BYTES; }
+  __device__ uint32_t tile(int index) const { return words + stage * STAGE_BYTES + index * TILE_BYTES; }
+
+  // The descriptor of the stage's x, its lower half: uniform to the compiler.
+  __device__ uint32_t operand() const {
+    return __shfl_sync(~0u, (ring + stage * STAGE_BYTES) >> 4 | 1 << 16, 0);
+  }
+
+  // Once for every stage.
+  __device__ void release() const { arrive_if(leads, released); }
+
   __device__ void advance() {
-    previous = stage;
+    released = full + (STAGES + stage) * 8;
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
     }
   }
+
+  __device__ void release_last() {
+    release();
+    released = full + 2 * STAGES * 8;
+  }
 };
 
-// A lane's places in a stage, from its start.
-struct Lane {
-  int words;  // bytes from the ring's stage
-  int pair;   // its two rows among a group's scales
-  int warpgroup;
-};
+// Named barriers of the consumers: all of them; with ORDERED each warpgroup's turn to multiply, to which the
+// one before it arrives.
+constexpr int MEETING = 1, TURN = 2;
+
+// acc (+)= A B of STEPS steps of 16 k, from a[0] and the lower half of B's descriptor on.
+template <int STEPS>
+__device__ inline void multiply(const Reader& in, uint32_t (*a)[4], uint32_t b, Accumulator& acc,
+                                GMMA::ScaleOut scale = GMMA::ScaleOut::One) {
+  constexpr uint64_t HIGH = uint64_t(1 << 30 | 8 * 128 >> 4) << 32;  // 128-byte swizzle, 8 rows of x apart
+  fence(acc);
+#pragma unroll
+  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+  if constexpr (ORDERED) cutlass::arch::NamedBarrier::sync(256, TURN + in.warpgroup);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    wgmma(a[step], (HIGH | b) + step * (16 * 2 >> 4), acc, step ? GMMA::ScaleOut::One : scale,
+          typename MakeIndices<ACCUMULATORS>::type{});
+  }
+  cute::warpgroup_commit_batch();
+  if constexpr (ORDERED) cutlass::arch::NamedBarrier::arrive(256, TURN + (in.warpgroup + 1) % CONSUMERS);
+}
 
 __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
   const uint32_t scale[2] = {__byte_perm(pair, 0, 0x1010), __byte_perm(pair, 0, 0x3232)};
@@ -377,38 +414,57 @@ __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
   for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(a[i]), "r"(scale[i % 2]));
 }
 
+// What a lane reads of a stage in advance.
+struct Block {
+  static constexpr int TILES =
+      WORDS == 1 ? 2 : 1;  // more would not fit in registers beside four warpgroups' sums
+  static constexpr int PAIRS = SCALING == WEIGHT ? GROUPS : 0;
+  Words words[2];
+  uint32_t pairs[PAIRS + 1];  // scales of its two rows
+
+  __device__ void load(const Reader& in) {
+    in.wait_full();
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) load_tile(in.tile(tile), words[tile]);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) pairs[i] = load_shared(in.extra() + (in.pairs + i * ROW) * SCALE_ITEM);
+  }
+};
+
 // WEIGHT and CHANNEL: one chain of sums. The fragments of two tiles take turns: one is made while the tensor
 // cores read the other.
-__device__ inline void consume(Reader& in, const Lane& lane, int blocks, Accumulator& acc) {
+__device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
   Fragments a[2];
-  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
-  for (; blocks > 0; --blocks) {
-    FullBarrier::wait(&in.full[in.stage], in.phase);
-    const uint32_t base = in.ring + in.stage * STAGE_BYTES;
-    const uint64_t b = operand(base, 16);
+  Block block;
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) acc[i] = 0.f;
+  block.load(in);
+  while (true) {
+    const uint32_t b = in.operand();
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      load_fragments(base + lane.words + tile * TILE_BYTES, a[tile]);
-      if constexpr (SCALING == WEIGHT) {
-        const uint32_t scales = in.extra() + lane.warpgroup * SCALES + lane.pair * SCALE_ITEM;
-        uint32_t pair = 0;
+      if (tile >= Block::TILES) load_tile(in.tile(tile), block.words[tile]);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          const int k = tile * 64 + step * 16;
-          if (step == 0 || k % GROUP_K == 0) pair = load_shared(scales + k / GROUP_K * ROW * SCALE_ITEM);
-          scale_weights(pair, a[tile][step]);
+      for (int step = 0; step < 4; ++step) {
+        dequantize(block.words[tile][step], a[tile][step]);
+        if constexpr (SCALING == WEIGHT) {
+          scale_weights(block.pairs[(tile * 64 + step * 16) / GROUP_K], a[tile][step]);
         }
       }
-      multiply<0, 4>(a[tile], b + tile * (BOX_BYTES >> 4), acc, scale);
-      // The batch before this one has retired: its fragments and, at a stage's start, its stage are free.
+      multiply<4>(in, a[tile], b + tile * (BOX_BYTES >> 4), acc);
+      if (tile == 1) {
+        in.advance();
+        if (--blocks > 0) block.load(in);
+      }
+      // The tile before this one has retired: its fragments and, at a stage's start, the last stage are free.
       cute::warpgroup_wait<1>();
       if (tile == 0) in.release();
     }
-    in.advance();
+    if (blocks == 0) break;
   }
   cute::warpgroup_wait<0>();
   fence(acc);
-  in.release();
+  in.release_last();
 }
 
 // The sum of a period, and what it is to be multiplied with.
@@ -435,7 +491,7 @@ __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator
 }
 
 // SUM: a chain of sums for each period, whose end is waited for. Scales of GROUP 0 are in `period` already.
-__device__ inline void consume(Reader& in, const Lane& lane, int blocks, Period period, Accumulator& sum) {
+__device__ inline void consume(Reader& in, int blocks, Period period, Accumulator& sum) {
   Fragments a[2];
   Accumulator acc;
   const int column = threadIdx.x % 4 * 2;
@@ -449,12 +505,11 @@ __device__ inline void consume(Reader& in, const Lane& lane, int blocks, Period 
     scale = GMMA::ScaleOut::Zero;
   };
   for (; blocks > 0; --blocks) {
-    FullBarrier::wait(&in.full[in.stage], in.phase);
-    const uint32_t base = in.ring + in.stage * STAGE_BYTES, extra = in.extra();
-    const uint64_t b = operand(base, 16);
+    const uint32_t b = in.operand(), extra = in.extra();
+    in.wait_full();
     const auto begin_period = [&](int k) {
       if constexpr (GROUP != 0) {
-        const int row = lane.warpgroup * GROUPS * ROW + k / GROUP_K * ROW + lane.pair;
+        const uint32_t row = in.pairs + k / GROUP_K * ROW;
         period.scale = load_pair<SCALE_TYPE>(extra + row * SCALE_ITEM);
         if constexpr (ZERO_TYPE != NONE) {
           period.zero = load_pair<ZERO_TYPE>(extra + ZEROS_AT + row * ZERO_ITEM);
@@ -468,28 +523,32 @@ __device__ inline void consume(Reader& in, const Lane& lane, int blocks, Period 
       // Two tiles of one period are both under way: the first one's fragments are free again once it has
       // retired.
       if (PERIOD == 128 && tile == 0) cute::warpgroup_wait<1>();
-      load_fragments(base + lane.words + tile * TILE_BYTES, a[tile]);
+      Words words;
+      load_tile(in.tile(tile), words);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) dequantize(words[step], a[tile][step]);
       if (tile == 0 || PERIOD < 128) {
         finish();
         if (tile == 0) in.release();
         begin_period(tile * 64);
       }
-      const uint64_t b_tile = b + tile * (BOX_BYTES >> 4);
+      const uint32_t b_tile = b + tile * (BOX_BYTES >> 4);
       if constexpr (PERIOD == 32) {
-        multiply<0, 2>(a[tile], b_tile, acc, scale);
+        multiply<2>(in, a[tile], b_tile, acc, scale);
         pending = true;
         finish();
         begin_period(tile * 64 + 32);
-        multiply<2, 4>(a[tile], b_tile, acc, scale);
+        multiply<2>(in, a[tile] + 2, b_tile + 4, acc, scale);
       } else {
-        multiply<0, 4>(a[tile], b_tile, acc, scale);
+        multiply<4>(in, a[tile], b_tile, acc, scale);
+        scale = GMMA::ScaleOut::One;
       }
       pending = true;
     }
     in.advance();
   }
   finish();
-  in.release();
+  in.release_last();
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -564,7 +623,7 @@ __device__ inline float4 load_from(uint32_t address, int block) {
 // The sums of a tile's splits, which are this cluster's blocks, meet and are stored. All consumers take part.
 __device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t staging,
                                       const Place& at, int warpgroup, const Accumulator& acc) {
-  cutlass::arch::NamedBarrier::sync(128 * CONSUMERS, 1);  // nobody reads the ring any more
+  cutlass::arch::NamedBarrier::sync(128 * CONSUMERS, MEETING);  // nobody reads the ring any more
   const int thread = threadIdx.x % 128, rank = int(blockIdx.x) % g.splits;
 #pragma unroll
   for (int j = 0; j < TILE_N / 8; ++j) {
@@ -595,14 +654,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     mixed_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
                 const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ uint64_t
+      barriers[2 * STAGES + 1];  // full, empty, and one for a consumer without a stage to release
+  uint64_t *full = barriers, *empty = barriers + STAGES;
   const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], PRODUCERS);
       EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
     }
+    EmptyBarrier::init(&barriers[2 * STAGES], 4 * CONSUMERS);
     cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x == 32 * X_WARP) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
   }
   __syncthreads();
 
@@ -611,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (warp < 0) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (cute::elect_one_sync()) {
-      cutlass::arch::wait_on_dependent_grids();  // for prepare_x
+      wait_on_dependent_grids();  // for prepare_x
       uint8_t* ring = raw + (ring_address - raw_address);
       produce(x_map, g, {words, scale, zero, sums}, ring, full, empty, warp + PRODUCERS);
     }
@@ -619,18 +684,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   }
 
   cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
-  const int warpgroup = warp / 4, lane = threadIdx.x % 32;
-  const Lane places = {2 * BOX_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + lane * 16,
-                       warp % 4 * 16 + lane / 4 * 2, warpgroup};
+  const int warpgroup = warp / 4;
   const uint32_t staging = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES + warp * STAGING_BYTES;
-  Reader in = {ring_address, full, empty};
+  Reader in(ring_address, barriers, warp);
+  if (ORDERED && warpgroup == CONSUMERS - 1) cutlass::arch::NamedBarrier::arrive(256, TURN);
   Work work(g);
   for (Piece piece; work.next(g, piece);) {
     Accumulator acc;
     Period channel = {};
     if constexpr (GROUP == 0) {
       const Place at = place_of(g, piece.tile);
-      const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + places.pair;
+      const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + warp % 4 * 16 +
+                         threadIdx.x % 32 / 4 * 2;
       channel.scale = load_pair<SCALE_TYPE>(scale + row * SCALE_ITEM);
       if constexpr (ZERO_TYPE != NONE) {
         channel.zero = load_pair<ZERO_TYPE>(zero + row * ZERO_ITEM);
@@ -638,9 +703,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       }
     }
     if constexpr (SCALING == SUM) {
-      consume(in, places, piece.end - piece.begin, channel, acc);
+      consume(in, piece.end - piece.begin, channel, acc);
     } else {
-      consume(in, places, piece.end - piece.begin, acc);
+      consume(in, piece.end - piece.begin, acc);
     }
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) {
@@ -667,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       }
     }
   }
-  cutlass::arch::launch_dependent_grids();
+  launch_dependent_grids();
 }
 
 // A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
@@ -678,7 +743,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const int tile = rest / CONSUMERS, warpgroup = rest - tile * CONSUMERS;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
   const int first = first_unit / g.range, last = last_unit / g.range;
-  cutlass::arch::wait_on_dependent_grids();
+  wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
@@ -700,21 +765,40 @@ struct PrepareArgs {
   int pitch;  // elements of a row of the copy; 0: no copy
 };
 
+#if X_E4M3
+#include <cuda_fp8.h>
+using Source = __nv_fp8_e4m3;
+#else
+using Source = Element;
+#endif
+
 // A warp copies 128 k of a row of x to rows that TMA can load, and adds them up by periods. Rows beyond x
 // have sums of zero.
 extern "C" __global__ void __launch_bounds__(128)
-    prepare_x(const __grid_constant__ PrepareArgs g, const Element* x, Element* copy, float* sums) {
+    prepare_x(const __grid_constant__ PrepareArgs g, const Source* x, Element* copy, float* sums) {
   const int lane = threadIdx.x % 32, warp = int(blockIdx.x) * 4 + threadIdx.x / 32;
   const int row = warp / g.k_blocks, block = warp - row * g.k_blocks, k = block * BLOCK_K + lane * 4;
-  cutlass::arch::launch_dependent_grids();
+  launch_dependent_grids();
   if (row >= g.padded_rows) return;
+  const Source* from = x + size_t(row) * g.k + k;
+  Element* to = copy + size_t(row) * g.pitch + k;
+  const int count = row < g.rows ? min(4, g.k - k) : 0;
   float sum = 0.f;
+  if (count == 4 && g.k % 4 == 0) {
+    const auto four = *reinterpret_cast<const Vec<Source, 4>*>(from);
+    Vec<Element, 4> converted;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (row >= g.rows || k + i >= g.k) continue;
-    const Element value = x[size_t(row) * g.k + k + i];
-    if (g.pitch) copy[size_t(row) * g.pitch + k + i] = value;
-    sum += float(value);
+    for (int i = 0; i < 4; ++i) {
+      converted.v[i] = Element(four.v[i]);
+      sum += float(four.v[i]);
+    }
+    if (g.pitch) *reinterpret_cast<Vec<Element, 4>*>(to) = converted;
+  } else {
+    for (int i = 0; i < count; ++i) {
+      const Source value = from[i];
+      if (g.pitch) to[i] = Element(value);
+      sum += float(value);
+    }
   }
   if constexpr (ZERO_TYPE != NONE) {
 #pragma unroll

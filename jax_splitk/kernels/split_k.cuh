@@ -1,11 +1,15 @@
-// What every split-k kernel needs at its end: the output's type, and the kernel that adds the splits' partial sums.
+// What every split-k kernel needs at its end: the output's type, and the kernel that adds the splits' partial
+// sums.
 //
 // Macros: OUT (0 float, 1 bf16, 2 half).
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cutlass/arch/grid_dependency_control.h>
+// Programmatic dependent launch. CUTLASS's header for these (cutlass/arch/grid_dependency_control.h) takes
+// more than a second to compile.
+__device__ inline void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ inline void wait_on_dependent_grids() { asm volatile("griddepcontrol.wait;"); }
 
 #if OUT == 0
 using Output = float;
@@ -27,22 +31,23 @@ struct alignas(sizeof(T) * N) Vec {
 
 // Must match `reduce_launch` in split_k.py.
 struct ReduceArgs {
-  int size, stride;  // elements of the output, and from one split's partial sums to the next's (a multiple of 4)
+  int size,
+      stride;  // elements of the output, and from one split's partial sums to the next's (a multiple of 4)
   int splits, lanes;  // lanes: threads of a block that share one element's splits
 };
 
 constexpr int REDUCE_THREADS = 256;
 
-// out[i] = sum over splits of partials[split][i], in a fixed order. A block covers REDUCE_THREADS/lanes groups of four
-// elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched before the partials are
-// complete: it waits for them here.
+// out[i] = sum over splits of partials[split][i], in a fixed order. A block covers REDUCE_THREADS/lanes
+// groups of four elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched
+// before the partials are complete: it waits for them here.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_splits(const float* partials, Output* out, const __grid_constant__ ReduceArgs g) {
   __shared__ float4 shared[REDUCE_THREADS];
   const int columns = REDUCE_THREADS / g.lanes;
   const int column = threadIdx.x % columns, lane = threadIdx.x / columns;
   const int i = (blockIdx.x * columns + column) * 4;
-  cutlass::arch::wait_on_dependent_grids();
+  wait_on_dependent_grids();
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (i < g.size) {
 #pragma unroll 8

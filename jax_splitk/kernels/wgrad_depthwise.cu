@@ -440,7 +440,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& y_map, con
   }
   consume(x_map, y_map, g, work, loader, stages, planes, full, warp, acc);
 
-  cutlass::arch::launch_dependent_grids();
+  launch_dependent_grids();
   __syncthreads();
   float* sums = reinterpret_cast<float*>(planes);
   float* scratch = sums + MAX_TAPS_H * TAPS * CHANNELS + warp * 128;

@@ -644,7 +644,7 @@ __device__ inline void wgrad(const GradientMap& dy, const Args& g, const Element
     const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
     Accumulator sum;
     consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, m0, kt, kt_end, sum);
-    cutlass::arch::launch_dependent_grids();
+    launch_dependent_grids();
     store(g, out + size_t(blockIdx.y) * g.partial_stride, m0, c0, k0, sum);
   }
 }

@@ -433,7 +433,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   Accumulator acc = {};
   consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
           tile, tiles, acc);
-  cutlass::arch::launch_dependent_grids();
+  launch_dependent_grids();
   if constexpr (SLICES > 1) {
     add_slices(reinterpret_cast<float*>(ring), index, slice, acc);
     if (slice > 0) return;

@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 scale, held, acc);
         scale = GMMA::ScaleOut::One;
       }
-      if (work.last(g)) cutlass::arch::launch_dependent_grids();
+      if (work.last(g)) launch_dependent_grids();
       if (work.begin == 0 && work.end == g.units_per_tile) {
         const Place place = place_of(g, tile_of(g, work.tile), thread);
 #pragma unroll
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   if (parts == 1) return;
   const int columns = REDUCE_THREADS / reduce.lanes, column = threadIdx.x % columns, lane = threadIdx.x / columns;
   const int element = blockIdx.x * columns * reduce.elements + column;
-  cutlass::arch::wait_on_dependent_grids();
+  wait_on_dependent_grids();
   float4 sum[ELEMENTS];
 #pragma unroll
   for (int e = 0; e < ELEMENTS; ++e) sum[e] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -479,7 +479,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
     Accumulator acc;
     consume(ring_address, full, empty, warpgroup, work.kt_end - work.kt, acc);
-    if constexpr (PARTIAL) cutlass::arch::launch_dependent_grids();
+    if constexpr (PARTIAL) launch_dependent_grids();
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
     sync_consumers();
     stage_tile(ring_address, warpgroup, acc);
@@ -523,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   const int tile = tail.whole + blockIdx.y, row = tile / g.columns, column = tile - row * g.columns;
   const int x_tile = SWAP ? column : row, dy_tile = SWAP ? row : column;
   const int first = blockIdx.x * REDUCE_THREADS * TAIL_CHUNKS + threadIdx.x;
-  cutlass::arch::wait_on_dependent_grids();
+  wait_on_dependent_grids();
   float4 sum[TAIL_CHUNKS] = {};
   for (int split = 0; split < tail.splits; ++split) {
     const float4* from = partials + (size_t(split) * tail.rest + blockIdx.y) * (TILE_M * TILE_N / 4) + first;

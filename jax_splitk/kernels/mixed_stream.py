@@ -1,5 +1,5 @@
 """Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA
-(device code: mixed_mma.cu).
+(device code: mixed_stream.cu).
 
 Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
 shared memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums
@@ -16,9 +16,9 @@ from jax_splitk import compiler, plan
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
-from jax_splitk.target import Target, hopper_limit
+from jax_splitk.target import Target, hopper_limit, resident_blocks
 
-name = "mixed_mma"
+name = "mixed_stream"
 implementation = "cutlass"
 platform = "cuda"
 ABI = 1
@@ -154,14 +154,14 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     widest = WIDEST_OF_FOUR if p.zero_dtype == "none" else WIDEST_OF_FOUR // 2
     if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
         return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
+    if p.zero_dtype != "none" and config.tile_n == TILES_N[-1] and config.tiles > 2:
+        return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
     if p.group_size not in (p.k, *range(TILE)) and config.tiles * TILE % p.group_size:
         return f"tiles {config.tiles}; accepted with groups of {p.group_size}: multiples of {p.group_size // TILE}"
     if not 2 <= config.stages <= MAX_STAGES:
         return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
     if config.cluster > k_stages(p, config):
         return f"cluster {config.cluster}; accepted for {k_stages(p, config)} stages of k: at most as many"
-    if config.cluster > config.tile_n:
-        return f"cluster {config.cluster}; accepted: at most tile_n"
     if not 1 <= config.clusters <= p.feature_tiles:
         return f"clusters {config.clusters}; accepted: 1 to {p.feature_tiles}, the tiles of {TILE} features"
     if shared_bytes(p, config) > SHARED_BYTES:
@@ -185,11 +185,10 @@ def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
 
 
 def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
-    """Clusters that are resident at once: those of 4 and 8 do not fill every part of the GPU (its GPCs)."""
-    share = 1.0 if cluster <= 2 else 0.91
-    most = max(1, int(target.cores * share) // cluster)
+    """Clusters that are resident at once, no more than give each of them as many row tiles."""
+    most = resident_blocks(target, cluster) // cluster
     rounds = -(-p.feature_tiles // most)
-    return max(1, -(-p.feature_tiles // rounds))
+    return -(-p.feature_tiles // rounds)
 
 
 def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
@@ -211,8 +210,8 @@ def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) 
 
 # Fitted to 120 device times of int4 weights on one H200, 8 to 64 rows; of other formats the instructions are counted.
 _CLOCK = 1.755e9
-_HBM_BYTES = 4.2e12
-_X_BYTES_PER_SM = 44e9  # the slice of x, while the first row tiles are loaded
+_HBM_BYTES = 4.4e12
+_X_BYTES_PER_SM = 90e9  # the slice of x, while the first row tiles are loaded
 _DECODE = {
     "int4": 86,
     "uint4": 86,
@@ -222,11 +221,12 @@ _DECODE = {
     "nf4": 180,
 }  # clocks, a tile
 _ROW = 1.75  # clocks of a tile for each row of x
-_STAGE = 155  # clocks of a stage beside its tiles
+_STAGE = 175  # clocks of a stage beside its tiles
 _ALONE = 90  # more of them where a stage's only tile of a warpgroup is waited for
-_OF_WARPGROUPS = {1: 1.15, 2: 1.0, 4: 0.9}
-_ROUND = 500  # clocks at the end of a row tile
-_LAUNCH_SECONDS = 2.7e-6
+_OF_WARPGROUPS = {1: 1.15, 2: 1.0, 4: 1.08}
+_ROUND = 320  # clocks at the end of a row tile
+_SHADOW = 0.1  # part of the shorter of memory's and instructions' time that the longer does not hide
+_LAUNCH_SECONDS = 2.65e-6
 
 
 def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
@@ -240,7 +240,8 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     sms = min(config.clusters * config.cluster, target.cores)
     memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters / problem.feature_tiles
     x = stages * stage_tiles(config) * TILE * 2 * config.tile_n / _X_BYTES_PER_SM
-    return max(clocks / _CLOCK, memory) + x + _LAUNCH_SECONDS
+    busy = clocks / _CLOCK
+    return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     """The device code's specialisation: it depends on types, groups and the config, not on the sizes."""
     half = problem.x_dtype != "bfloat16"
     return compiler.Source(
-        "mixed_mma.cu",
+        "mixed_stream.cu",
         (
             ("FORMAT", FORMAT_CODES[FORMATS[problem.qtype].name]),
             ("HALF", int(half)),
@@ -299,7 +300,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         maps = (plan.TiledMap(0, problem.x_dtype, dims, plan.tensor_map_strides(dims, 2), box),)
         x = plan.MapParam(0)
     launch = plan.Launch(
-        kernel="mixed_mma",
+        kernel="mixed_stream",
         grid=(config.clusters * config.cluster, 1, 1),
         block=(threads(config), 1, 1),
         # Without zero points the kernel does not read their address.

@@ -40,7 +40,7 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// Must match `_args` in mixed_mma.py.
+// Must match `_args` in mixed_stream.py.
 struct Args {
   int rows;      // n
   int k;         // elements of a row of X
@@ -121,8 +121,7 @@ struct Slice {
   int first, last;
 };
 
-// ---- producer
-// -------------------------------------------------------------------------------------------------------
+// ---- producer --------------------------------------------------------------------------------------------
 
 // A stage's rows (tiles, or groups of scales) from `first` on, of which the weight has `count`; the last one
 // stands in for those that are missing.
@@ -172,44 +171,62 @@ __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint
   }
 }
 
-// ---- X
-// --------------------------------------------------------------------------------------------------------------
+// ---- X ---------------------------------------------------------------------------------------------------
 
 // X's slice in shared memory is tiles of TILE_N rows by 64 k of a 16-bit type, zero where X has none, under
 // the 128-byte swizzle. Where TMA cannot bring it, the consumers do.
+
+// Two e4m3 to fp16, which is exact.
+__device__ inline uint32_t halves(uint16_t codes) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(codes));
+  return out;
+}
+
+// The 16 bytes (8 elements) of row n that begin 8 * chunk elements into the slice.
+__device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
+  return reinterpret_cast<uint4*>(to + chunk / 8 * X_TILE + n * 128 + (chunk % 8 ^ n % 8) * 16);
+}
+
 [[maybe_unused]] __device__ inline void load_x(const Args& g, const void* x, uint8_t* to, Slice slice) {
-  const int first = slice.first * STAGE_TILES * 64, pairs = slice.last * STAGE_TILES * 32 - first / 2;
-  for (int n = 0; n < TILE_N; ++n) {
-    const int64_t row = int64_t(n) * g.k;
+  const int first = slice.first * STAGE_TILES * 64, chunks = (slice.last - slice.first) * STAGE_TILES * 8;
+  if (X_E4M3 && g.k % 16 == 0) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < pairs; i += CONSUMERS) {
-      uint32_t pair = 0;
+    for (int i = threadIdx.x; i < TILE_N * chunks / 2; i += CONSUMERS) {
+      const int n = i / (chunks / 2), chunk = i % (chunks / 2) * 2, k = first + chunk * 8;
+      uint4 codes{};
+      if (n < g.rows && k < g.k) {
+        codes = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(x) + int64_t(n) * g.k + k));
+      }
+      const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int k = first + 2 * i + j;
-        uint16_t bits = 0;
-        if (n < g.rows && k < g.k) {
-          if constexpr (X_E4M3) {
-            const uint16_t code = static_cast<const uint8_t*>(x)[row + k];
-            uint32_t halves;
-            asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-            bits = uint16_t(halves);
-          } else {
-            bits = static_cast<const uint16_t*>(x)[row + k];
-          }
-        }
-        pair |= uint32_t(bits) << (16 * j);
+        *place_of(to, n, chunk + j) =
+            uint4{halves(uint16_t(w[2 * j])), halves(uint16_t(w[2 * j] >> 16)),
+                  halves(uint16_t(w[2 * j + 1])), halves(uint16_t(w[2 * j + 1] >> 16))};
       }
-      const int chunk = i % 32 / 4;  // of 16 bytes
-      *reinterpret_cast<uint32_t*>(to + i / 32 * X_TILE + n * 128 + (chunk ^ n % 8) * 16 + i % 4 * 4) = pair;
+    }
+  } else {
+    for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
+      const int n = i / chunks, chunk = i % chunks;
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int k = first + chunk * 8 + j;
+        if (n >= g.rows || k >= g.k) continue;
+        const int64_t at = int64_t(n) * g.k + k;
+        const uint32_t bits = X_E4M3 ? halves(static_cast<const uint8_t*>(x)[at]) & 0xffff
+                                     : static_cast<const uint16_t*>(x)[at];
+        words[j / 2] |= bits << (16 * (j % 2));
+      }
+      *place_of(to, n, chunk) = uint4{words[0], words[1], words[2], words[3]};
     }
   }
   cutlass::arch::fence_view_async_shared();  // WGMMA reads it
   cutlass::arch::NamedBarrier::sync(CONSUMERS, 1);
 }
 
-// ---- consumers
-// ------------------------------------------------------------------------------------------------------
+// ---- consumers -------------------------------------------------------------------------------------------
 
 using Accumulator = float[TILE_N / 2];  // of a lane: four for each 8 rows of X
 using Fragments = uint32_t[4][4];       // A registers of a tile
@@ -354,8 +371,7 @@ __device__ inline void consume_stage(Accumulator& acc, uint32_t stage, uint64_t 
   }
 }
 
-// ---- results
-// --------------------------------------------------------------------------------------------------------
+// ---- results ---------------------------------------------------------------------------------------------
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return cute::cast_smem_ptr_to_uint(pointer);
@@ -450,8 +466,7 @@ __device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers
   if (CLUSTER > 1 && count) finish(g, out, slots, barriers, thread, count - 1, previous, rank, false);
 }
 
-// ---- roles
-// ----------------------------------------------------------------------------------------------------------
+// ---- roles -----------------------------------------------------------------------------------------------
 
 __device__ inline void consume(const Args& g, const Scale* scale, const Zero* zero, uint8_t* smem,
                                Barriers& barriers, Slice slice, int tile, int clusters) {
@@ -498,7 +513,7 @@ using X = TensorMap;
 using X = const void*;
 #endif
 
-extern "C" __global__ __launch_bounds__(THREADS, 1) void mixed_mma(const __grid_constant__ X x,
+extern "C" __global__ __launch_bounds__(THREADS, 1) void mixed_stream(const __grid_constant__ X x,
                                                                    const uint8_t* words, const Scale* scale,
                                                                    const Zero* zero, Out* out,
                                                                    const __grid_constant__ Args g) {

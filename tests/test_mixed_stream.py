@@ -1,0 +1,330 @@
+"""The family of quantized products with few rows: what is legal, which configs, plans, machine code. Needs no GPU."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+from jax import numpy as jnp
+
+from jax_splitk import compiler, plan
+from jax_splitk.kernels import mixed_stream
+from jax_splitk.kernels.mixed_stream import Config, supports
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.problem import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
+from jax_splitk.target import DEFAULT_CUDA, Target
+from tests import cubin
+
+HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
+REGISTERS_PER_SM = 65536
+SHARED_BYTES = 227 * 1024  # that a thread block may have
+LARGEST = 2**31 - 1
+
+
+def product(rows: int = 8, k: int = 4096, features: int = 4096, **changes: Any) -> QuantizedMatmulProblem:
+    fields = {
+        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
+        **changes,
+    }  # fmt: skip
+    made = QuantizedMatmulProblem(rows, k, features, **fields)
+    made.validate()
+    return made
+
+
+def best(p: QuantizedMatmulProblem, **changes: Any) -> Config:
+    first = min(mixed_stream.candidates(p, DEFAULT_CUDA), key=lambda c: mixed_stream.estimate(p, c, DEFAULT_CUDA))
+    return dataclasses.replace(first, **changes)
+
+
+HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"}
+SIZES = (
+    *((1, 64, 1), (8, 8192, 3584), (9, 333, 77), (16, 8192, 28672), (17, 8192, 8192), (32, 14336, 4096)),
+    *((64, 1000, 200), (1, 28672, 8192), (20, 128, 100_000), (49, 4096, 640)),
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"qtype": "uint4", "zero_dtype": "bfloat16"},
+    {"qtype": "nf4", **HALF},
+    {"qtype": "int8", "out_dtype": "float32", "scale_dtype": "float32"},
+    {"qtype": "float8_e4m3fn", "group_size": 32, "x_dtype": "float8_e4m3fn"},
+    {"qtype": "int8", "group_size": 0, "zero_dtype": "float32"},
+    {"qtype": "float4_e2m1fn", "group_size": 128, "scale_dtype": "float32"},
+)
+# Per channel (group_size 0, too) where k is no multiple of the group.
+PROBLEMS = [
+    product(rows, k, features, **{**kind, "group_size": group if group and k % group == 0 else k})
+    for (rows, k, features), kind in itertools.product(SIZES, KINDS)
+    for group in (kind.get("group_size", 64),)
+]
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+EDGES = [
+    (product(1), product(0), "0 rows of x; accepted: 1 to 64"),
+    (product(64), product(65), "65 rows of x; accepted: 1 to 64"),
+    (
+        product(k=32, group_size=32),
+        product(k=31, group_size=31),
+        "groups of 31, k itself; accepted: k of at least 32 per channel",
+    ),
+    (
+        product(1, 64, 2**31 - 64),
+        product(1, 64, 2**31 - 63),
+        f"arrays of {2**31} elements; accepted: at most {LARGEST}",
+    ),
+    (
+        product(64, 64, 2**25 - 1),
+        product(64, 64, 2**25),
+        f"arrays of {2**31} elements; accepted: at most {LARGEST}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
+def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
+    assert supports(good) is None
+    assert mixed_stream.candidates(good, DEFAULT_CUDA)
+    assert supports(bad) == reason
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rows": 64}, {"rows": 16, "qtype": "int8", **{**HALF, "group_size": 32}}], ids=str
+)
+def test_x_has_to_fit_in_a_clusters_shared_memory(changes: dict[str, Any]) -> None:
+    good, bad = 64, 2**20
+    while bad - good > 64:
+        middle = (good + bad) // 128 * 64
+        good, bad = (middle, bad) if supports(product(k=middle, **changes)) is None else (good, middle)
+    rows = changes["rows"]
+    assert 8192 <= good < 8 * SHARED_BYTES // (2 * rows)
+    assert mixed_stream.candidates(product(k=good, **changes), DEFAULT_CUDA)
+    expected = f"k {bad}: {rows} rows of x of a cluster's thread block do not fit in {SHARED_BYTES} bytes"
+    assert supports(product(k=bad, **changes)) == expected
+
+
+PLAIN = Config(8, 2, 2, 4, 2, 64)
+WIDE = {"warpgroups": 4, "tiles": 1, "stages": 2}
+CONFIG_EDGES = [
+    ({}, {}, {"tile_n": 12}, "tile_n 12; accepted: 8, 16, 32, 64"),
+    ({"rows": 9}, {"tile_n": 16}, {}, "tile_n 8; accepted for 9 rows: at least 9"),
+    ({"rows": 64, "k": 1024}, {"tile_n": 64}, {"tile_n": 32}, "tile_n 32; accepted for 64 rows: at least 64"),
+    ({}, {"warpgroups": 4}, {"warpgroups": 3}, "warpgroups 3; accepted: 1, 2, 4"),
+    ({}, {"tiles": 1}, {"tiles": 3}, "tiles 3; accepted: 1, 2, 4"),
+    (
+        {"k": 1024},
+        {**WIDE, "tile_n": 16},
+        {**WIDE, "tile_n": 32},
+        "tile_n 32 with 4 warpgroups; accepted: at most 16",
+    ),
+    (
+        {"k": 1024, "qtype": "uint4", "zero_dtype": "float32"},
+        {**WIDE, "tile_n": 8},
+        {**WIDE, "tile_n": 16},
+        "tile_n 16 with 4 warpgroups; accepted: at most 8",
+    ),
+    ({"group_size": 128}, {}, {"tiles": 1}, "tiles 1; accepted with groups of 128: multiples of 2"),
+    ({"group_size": 4096}, {"tiles": 1}, {"tiles": 0}, "tiles 0; accepted: 1, 2, 4"),
+    ({}, {"cluster": 8}, {"cluster": 3}, "cluster 3; accepted: 1, 2, 4, 8"),
+    ({}, {"cluster": 8}, {"cluster": 16}, "cluster 16; accepted: 1, 2, 4, 8"),
+    (
+        {"k": 64 * 4 * 7 + 1, "group_size": 64 * 4 * 7 + 1},
+        {"cluster": 8},
+        {"cluster": 8, "warpgroups": 4},
+        "cluster 8; accepted for 4 stages of k: at most as many",
+    ),
+    ({}, {"stages": 2}, {"stages": 1}, "stages 1; accepted: 2 to 14"),
+    ({}, {"stages": 14, "tiles": 1}, {"stages": 15, "tiles": 1}, "stages 15; accepted: 2 to 14"),
+    ({}, {"clusters": 64}, {"clusters": 65}, "clusters 65; accepted: 1 to 64, the tiles of 64 features"),
+    ({}, {"clusters": 1}, {"clusters": 0}, "clusters 0; accepted: 1 to 64, the tiles of 64 features"),
+]
+
+
+@pytest.mark.parametrize(("problem", "good", "bad", "reason"), CONFIG_EDGES, ids=str)
+def test_limits_of_configs(problem: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
+    p = product(**problem)
+    assert supports(p, dataclasses.replace(PLAIN, **good)) is None
+    assert supports(p, dataclasses.replace(PLAIN, **bad)) == reason
+
+
+def test_shared_memory_is_a_limit() -> None:
+    p = product(32, qtype="int8", group_size=32, scale_dtype="float32", zero_dtype="float32")
+    config = Config(32, 2, 2, 2, 8, 1)
+    while supports(p, config) is None:
+        assert mixed_stream.shared_bytes(p, config) <= SHARED_BYTES
+        config = dataclasses.replace(config, stages=config.stages + 1)
+    assert 2 < config.stages <= 14
+    size = mixed_stream.shared_bytes(p, config)
+    assert size > SHARED_BYTES
+    assert supports(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+
+
+def test_only_hopper() -> None:
+    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
+    assert supports(product(), None, ampere) == (
+        "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
+    )
+    assert supports(product(), None, DEFAULT_CUDA) is None
+    assert mixed_stream.preferred(product(), DEFAULT_CUDA) is None
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_candidates_are_legal_and_fit(p: QuantizedMatmulProblem) -> None:
+    if supports(p) is not None:
+        assert mixed_stream.candidates(p, DEFAULT_CUDA) == []
+        return
+    found = mixed_stream.candidates(p, DEFAULT_CUDA)
+    assert found
+    assert len(set(found)) == len(found) <= 60
+    seconds = []
+    for config in found:
+        assert supports(p, config, DEFAULT_CUDA) is None, config
+        (launch,) = mixed_stream.make_plan(p, config).launches
+        assert launch.shared_bytes == mixed_stream.shared_bytes(p, config) <= SHARED_BYTES, config
+        seconds.append(mixed_stream.estimate(p, config, DEFAULT_CUDA))
+    # No faster than the memory allows, and not absurd.
+    assert p.bytes_moved / 4.8e12 < min(seconds) < 20 * p.bytes_moved / 4e12 + 20e-6
+    config = found[seconds.index(min(seconds))]
+    near = mixed_stream.neighbours(p, config, DEFAULT_CUDA)
+    assert config not in near
+    assert len(set(near)) == len(near)
+
+
+def test_most_problems_are_served() -> None:
+    served = [supports(p) is None for p in PROBLEMS]
+    assert sum(served) > len(served) * 0.8
+
+
+def test_the_model_prefers_full_machines() -> None:
+    """56 tiles of 64 features leave half of the machine idle unless k is divided."""
+    assert best(product(8, 8192, 3584)).cluster > 1
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if supports(p) is None], ids=str)
+def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
+    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
+    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
+    for config in mixed_stream.candidates(p, DEFAULT_CUDA):
+        made = mixed_stream.make_plan(p, config)
+        assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+        assert made.buffers[-1].bytes == mixed_stream.workspace_bytes(p, config) == 0
+        (launch,) = made.launches
+        assert launch.grid == (config.clusters * config.cluster, 1, 1)
+        assert launch.cluster == (config.cluster, 1, 1)
+        assert launch.block[0] % 32 == 0
+        assert not launch.programmatic
+        # No more blocks than SMs run at once, one on each.
+        assert config.clusters * config.cluster <= DEFAULT_CUDA.cores
+        used = {param.buffer for param in launch.params if isinstance(param, plan.Pointer)}
+        used |= {tensor_map.buffer for tensor_map in made.maps}
+        assert used == set(range(len(made.buffers) - 1)), "the kernel gets every buffer but the workspace"
+        made.words(1)
+
+
+@pytest.mark.parametrize(("k", "x_dtype", "by_tma"), [
+    (4096, "bfloat16", True), (1000, "float16", True), (1004, "bfloat16", False), (999, "float16", False),
+    (4096, "float8_e4m3fn", False),
+])  # fmt: skip
+def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, by_tma: bool) -> None:
+    p = product(5, k, 640, group_size=k, x_dtype=x_dtype)
+    config = best(p)
+    made = mixed_stream.make_plan(p, config)
+    (launch,) = made.launches
+    assert isinstance(launch.params[0], plan.MapParam) == by_tma
+    if not by_tma:
+        assert made.maps == ()
+        return
+    (x,) = made.maps
+    assert isinstance(x, plan.TiledMap)
+    assert (x.buffer, x.dtype, x.dims, x.strides) == (0, x_dtype, (k, 5), (2 * k,))
+    assert x.box[0] * 2 == 128, "the width of the swizzle"
+    assert x.box[1] <= config.tile_n
+
+
+def test_code_depends_on_types_and_config_alone() -> None:
+    p = product()
+    config = best(p)
+    other = dataclasses.replace(p, rows=3, k=8192, features=500)
+    fewer = dataclasses.replace(config, clusters=1)
+    assert (
+        mixed_stream.source(other, fewer) == mixed_stream.source(p, config) == mixed_stream.make_plan(p, config).source
+    )
+    types = [
+        *({"x_dtype": "float16"}, {"x_dtype": "float8_e4m3fn"}, {"out_dtype": "float32"}, {"scale_dtype": "float32"}),
+        *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}, {"k": 1004}),
+    ]
+    changed = [dataclasses.replace(p, **change) for change in types]
+    changed[-1] = dataclasses.replace(changed[-1], group_size=1004)
+    assert len({mixed_stream.source(q, config) for q in (p, *changed)}) == 1 + len(changed)
+
+
+# ---- machine code --------------------------------------------------------------------------------------------------
+
+COMPILED = [
+    (product(8), Config(8, 4, 4, 3, 2, 64)),
+    (product(64, qtype="nf4", **{**HALF, "group_size": 128}), Config(64, 2, 2, 4, 8, 1)),
+    (
+        product(32, qtype="uint4", zero_dtype="bfloat16", group_size=32, scale_dtype="float32"),
+        Config(32, 2, 4, 3, 4, 1),
+    ),
+    (product(64, 1024, qtype="int8", zero_dtype="float32", out_dtype="float32"), Config(64, 2, 1, 3, 1, 1)),
+    (product(16, qtype="float8_e4m3fn", x_dtype="float8_e4m3fn", group_size=4096), Config(16, 4, 2, 3, 8, 1)),
+    (product(8, 1004, qtype="float4_e2m1fn", **{**HALF, "group_size": 1004}), Config(8, 1, 1, 8, 1, 1)),
+    (product(8, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 4096}), Config(8, 4, 4, 3, 2, 1)),
+]
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[compiler.Source, compiler.Compiled]:
+    """All of them, compiled in parallel."""
+    assert compiler.unavailable() is None, compiler.unavailable()
+    sources = [mixed_stream.source(p, config) for p, config in COMPILED]
+    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "config"), COMPILED, ids=str)
+def test_variant_is_good_machine_code(
+    p: QuantizedMatmulProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
+) -> None:
+    assert supports(p, config) is None
+    made = mixed_stream.make_plan(p, config)
+    compiled = machine_code[made.source]
+    assert not cubin.warnings(compiled.log, made.source.file)
+    assert not compiled.serialized_wgmma, compiled.log
+    assert compiled.spill_bytes == 0, compiled.log
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    (launch,) = made.launches
+    kernel, report = found[launch.kernel], reports[launch.kernel]
+    assert report.stack_bytes == 0
+    # Registers are allocated by the eight.
+    assert -(-report.registers // 8) * 8 * launch.block[0] <= REGISTERS_PER_SM
+    # Of each tile four products of 16 k, and with zero points four that sum x.
+    assert kernel.opcodes[HGMMA] == config.tiles * (4 if p.zero_dtype == "none" else 8)
+    # Without the KiB that the system takes.
+    assert launch.shared_bytes + kernel.shared_bytes - 1024 <= SHARED_BYTES
+
+
+def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
+    problems = [p for p, _ in COMPILED]
+    assert {p.qtype for p in problems} == set(FORMATS)
+    assert {p.x_dtype for p in problems} == set(X_DTYPES)
+    assert {p.out_dtype for p in problems} == set(OUT_DTYPES)
+    assert {p.scale_dtype for p in problems} == {"bfloat16", "float16", "float32"}
+    assert {p.zero_dtype for p in problems} == {"none", "bfloat16", "float16", "float32"}
+    assert {0 if p.group_size == p.k else p.group_size for p in problems} == {0, 32, 64, 128}
+    assert {p.group_size == p.k for p in problems if p.zero_dtype != "none"} == {False, True}
+    configs = [config for _, config in COMPILED]
+    assert {config.tile_n for config in configs} == {8, 16, 32, 64}
+    assert {config.warpgroups for config in configs} == {1, 2, 4}
+    assert {config.tiles for config in configs} == {1, 2, 4}
+    assert {config.cluster for config in configs} == {1, 2, 4, 8}
+    # The code takes its types and the group from the problem, whose k decides how x comes.
+    assert {p.k % 8 == 0 for p in problems if p.x_dtype == "float16"} == {False, True}
