@@ -13,74 +13,28 @@ from jax import numpy as jnp
 from jax_splitk import compiler, execute
 from jax_splitk.kernels import mixed_wgmma, split_k
 from jax_splitk.kernels.mixed_wgmma import Config
-from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
-from jax_splitk.quantized.problem import QuantizedMatmulProblem
+from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.target import target_for
-from tests import poison, quantized
+from tests import quantized
+from tests.mixed import (
+    HALF,
+    SEED,
+    TYPES,
+    Case,
+    as_float32_product,
+    elements,
+    error,
+    exact_weight,
+    operands,
+    product,
+    rounded,
+)
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(np.random.SeedSequence().generate_state(1)[0])
-HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A product; `zero` is as in `quantized.every_code`."""
-
-    rows: int
-    k: int
-    features: int
-    qtype: str = "int4"
-    group_size: int = 64
-    zero: str | None = None
-    scale_dtype: str = "bfloat16"
-    x_dtype: str = "bfloat16"
-    out_dtype: str = "bfloat16"
-
-    @property
-    def problem(self) -> QuantizedMatmulProblem:
-        zero = {None: "none", "own": self.scale_dtype}.get(self.zero, self.zero)
-        return QuantizedMatmulProblem(
-            self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
-            self.scale_dtype, str(zero),
-        )  # fmt: skip
-
-
-def operands(packed: PackedWeight, x: np.ndarray, x_dtype: str) -> tuple[jax.Array, ...]:
-    zero = () if packed.zero_point is None else (packed.zero_point,)
-    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *zero)
-
-
-def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
-    """A weight whose sums of products with small integers are exact in float32, and its values in float64."""
-    rng = np.random.default_rng([SEED, seed])
-    table = quantized.table(case.qtype)
-    fits = np.isfinite(table) & (np.abs(table) <= 128) & (table * 2048 == np.rint(table * 2048))
-    if case.qtype == "float8_e4m3fn":
-        fits = (np.abs(table) <= 16) & (table * 8 == np.rint(table * 8))
-    patterns = rng.choice(np.flatnonzero(fits), (case.k, case.features))
-    shape = (case.k // case.group_size, case.features)
-    scale = rng.choice([-2.0, -1.0, 0.5, 1.0, 2.0], shape)
-    value, zero_point = table[patterns], None
-    if case.zero is not None:
-        zero = rng.integers(0, 8, shape)
-        zero_point = jnp.asarray(zero, quantized.storage(case.qtype) if case.zero == "own" else case.zero)
-        value = value - np.repeat(zero, case.group_size, axis=0)
-    q = QuantizedArray(
-        quantized.elements(case.qtype, patterns), jnp.asarray(scale, case.scale_dtype), zero_point, case.qtype
-    )
-    return q, value * np.repeat(scale, case.group_size, axis=0)
-
-
-def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
-
 
 def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.ndarray:
-    made = mixed_wgmma.make_plan(case.problem, config)
-    return poison.run(made, case.problem, *operands(packed, x, case.x_dtype))
+    return product(mixed_wgmma, case, config, packed)(x)
 
 
 def plain(case: Case) -> list[Config]:
@@ -122,14 +76,6 @@ ODD = [
     Case(40, 96, 65, "float4_e2m1fn", 32, None),
     Case(300, 512, 640),
 ]
-TYPES = (
-    {},
-    {"out_dtype": "float32"},
-    {"scale_dtype": "float32"},
-    {**HALF, "scale_dtype": "float16"},
-    {**HALF, "scale_dtype": "bfloat16", "out_dtype": "float32"},
-    {"x_dtype": "float8_e4m3fn"},
-)
 CASES = [
     dataclasses.replace(case, **TYPES[(index + step) % len(TYPES)]) for index, case in enumerate(ODD) for step in (0, 2)
 ]
@@ -178,7 +124,7 @@ def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
 
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    q, weight = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    q, weight = case.every_code()
     packed = prepack(q)
     # As it is defined: in float32, then rounded to the result's dtype.
     expected = rounded(weight, case.out_dtype)
@@ -195,18 +141,12 @@ def test_extreme_scales(scale: float, scale_dtype: str, out_dtype: str, qtype: s
     q, _ = quantized.every_code(qtype, 256, 64, 64, None, scale_dtype)
     q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * scale).astype(scale_dtype))
     factor = np.asarray(q.scale.astype(jnp.float32), np.float64)
-    weight = _values(q, qtype) * np.repeat(factor, 64, axis=0)
+    weight = elements(q) * np.repeat(factor, 64, axis=0)
     x = np.zeros((20, 256))
     x[np.arange(20), np.arange(20) * 12 + 3] = 1
     packed = prepack(q)
     for config in configs(case, 2):
         np.testing.assert_array_equal(run(case, config, packed, x), rounded(x @ weight, out_dtype), err_msg=str(config))
-
-
-def _values(q: QuantizedArray, qtype: str) -> np.ndarray:
-    if qtype == "nf4":
-        return quantized.table("nf4")[np.asarray(q.qvalue.astype(jnp.int32))]
-    return np.asarray(q.qvalue.astype(jnp.int32), np.float64)
 
 
 @pytest.mark.parametrize(
@@ -225,24 +165,20 @@ def _values(q: QuantizedArray, qtype: str) -> np.ndarray:
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    q, weight = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    q, weight = case.every_code()
     x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
     exact = np.asarray(x, np.float64) @ weight
-    dequantized = jnp.asarray(weight.astype(np.float32))
-    if case.out_dtype == case.x_dtype:
-        dequantized = dequantized.astype(case.x_dtype).astype(jnp.float32)
-    theirs = jnp.dot(x.astype(jnp.float32), dequantized, precision="highest").astype(case.out_dtype)
-    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
+    theirs = error(as_float32_product(case, x, weight), exact)
     packed = prepack(q)
     for config in configs(case, 3):
-        mine = error(run(case, config, packed, np.asarray(x, np.float64)))
-        print(case, config, f"{mine:.2e}, float32 {error(theirs):.2e}")
-        assert mine <= 2 * error(theirs), config
+        mine = error(run(case, config, packed, np.asarray(x, np.float64)), exact)
+        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
+        assert mine <= 2 * theirs, config
 
 
 @pytest.mark.parametrize("case", [Case(64, 8192, 8192), Case(50, 1111, 300, "int8", 1111, "bfloat16")], ids=str)
 def test_bitwise_the_same_over_20_runs(case: Case) -> None:
-    q, _ = quantized.every_code(case.qtype, case.k, case.features, case.group_size, case.zero, case.scale_dtype)
+    q, _ = case.every_code()
     x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k), case.x_dtype)
     arguments = (x, *operands(prepack(q), np.zeros(1), case.x_dtype)[1:])
     for config in configs(case, 2):
