@@ -31,7 +31,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "dequantize.cuh"
-#include "wgmma.cuh"
+#include "wgmma_rs.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -65,16 +65,8 @@ struct TypeOf<2> {
   using type = __half;
 };
 using Scale = TypeOf<SCALE_TYPE>::type;
-using Zero = TypeOf < ZERO_TYPE<0 ? 0 : ZERO_TYPE>::type;
+using Zero = TypeOf<(ZERO_TYPE < 0 ? 0 : ZERO_TYPE)>::type;
 using Out = TypeOf<OUT_TYPE>::type;
-
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
-#if HALF
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
-#else
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
-#endif
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
@@ -228,17 +220,9 @@ __device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
 
 // ---- consumers -------------------------------------------------------------------------------------------
 
-using Accumulator = float[TILE_N / 2];  // of a lane: four for each 8 rows of X
-using Fragments = uint32_t[4][4];       // A registers of a tile
-
 __device__ inline void fence(Fragments& a) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-}
-
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, bool add, Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., add ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
 }
 
 // acc (+)= a's STEPS steps of 16 k from `first` on.
@@ -246,7 +230,8 @@ __device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accum
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const int step = first + i;
-    wgmma(a[step], b + step * (16 * 2 >> 4), acc, add || i > 0, typename MakeIndices<TILE_N / 2>::type{});
+    wgmma(a[step], b + step * (16 * 2 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
+          typename MakeIndices<ACCUMULATORS>::type{});
   }
 }
 
@@ -301,7 +286,7 @@ __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 sc
                                   const Accumulator& x_sums) {
   fence(sums);
 #pragma unroll
-  for (int i = 0; i < TILE_N / 2; ++i) {
+  for (int i = 0; i < ACCUMULATORS; ++i) {
     float value = sums[i];
     if constexpr (ZERO_TYPE >= 0) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
     acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, value, acc[i]);
@@ -501,7 +486,7 @@ __device__ inline void consume(const Args& g, const Scale* scale, const Zero* ze
     }
     EmptyBarrier::wait(&barriers.read, phase);
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
+    for (int i = 0; i < ACCUMULATORS; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
     __syncwarp();
     if (id == 0) EmptyBarrier::arrive(&barriers.written);
   }
@@ -514,9 +499,10 @@ using X = const void*;
 #endif
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void mixed_stream(const __grid_constant__ X x,
-                                                                   const uint8_t* words, const Scale* scale,
-                                                                   const Zero* zero, Out* out,
-                                                                   const __grid_constant__ Args g) {
+                                                                      const uint8_t* words,
+                                                                      const Scale* scale, const Zero* zero,
+                                                                      Out* out,
+                                                                      const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
   Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
   const int rank = CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0;

@@ -51,7 +51,7 @@
 
 #include "dequantize.cuh"
 #include "split_k.cuh"
-#include "wgmma.cuh"
+#include "wgmma_rs.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -77,14 +77,6 @@ using Element = __half;
 using Element = __nv_bfloat16;
 #endif
 
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
-#if HALF
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
-#else
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
-#endif
-
 constexpr int WEIGHT = 0, SUM = 1, CHANNEL = 2;  // SCALING
 constexpr int FLOAT = 0, BF16 = 1, NONE = 3;     // SCALE_TYPE, ZERO_TYPE
 
@@ -93,7 +85,6 @@ constexpr int BLOCK_K = 128;
 constexpr int BOX_BYTES = TILE_N * 128;          // 64 k of x
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
 constexpr int STAGE_BYTES = 2 * BOX_BYTES + CONSUMERS * 2 * TILE_BYTES;
-constexpr int ACCUMULATORS = TILE_N / 2;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 // The register file, shared out by role (setmaxnreg wants multiples of 8).
 constexpr bool CROWDED = CONSUMERS == 2 && CTAS_PER_SM == 2;
@@ -256,15 +247,6 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
 }
 
 // ---- consumer --------------------------------------------------------------------------------------------
-
-using Accumulator = float[ACCUMULATORS];
-using Fragments = uint32_t[4][4];  // A registers of a tile of 64 k, by steps of 16
-
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
-                             Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
-}
 
 __device__ inline uint4 load_words(uint32_t address) {
   uint4 w;
