@@ -57,7 +57,7 @@ def hopper_limit(target: Target | None) -> str | None:
 
 
 def resident_blocks(target: Target, cluster: int, per_core: int = 1) -> int:
-    """Thread blocks that a GPU holds at a time where `per_core` of them fit on a multiprocessor, in clusters of `cluster`.
+    """Thread blocks that a GPU holds at a time: `per_core` of them fit on a multiprocessor, `cluster` form a cluster.
 
     Larger clusters than pairs do not fill every part of the GPU that a cluster cannot leave (GPC): an H200 of 132
     multiprocessors holds 30 of 4 and 15 of 8 (measured).
