@@ -13,7 +13,7 @@ import math
 from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
-from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.kernels.dequantize import FORMAT_CODES
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
@@ -32,7 +32,6 @@ MAX_STAGES = 14  # barriers
 SHARED_BYTES = 227 * 1024
 INT32_MAX = 2**31 - 1
 
-FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
 TYPE_CODES = {"none": -1, "float32": 0, "bfloat16": 1, "float16": 2}  # macros SCALE_TYPE, ZERO_TYPE, OUT_TYPE
 _SLOTS = 2
 _BARRIER_BYTES = 384
@@ -253,7 +252,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     return compiler.Source(
         "mixed_stream.cu",
         (
-            ("FORMAT", FORMAT_CODES[FORMATS[problem.qtype].name]),
+            ("FORMAT", FORMAT_CODES[problem.qtype]),
             ("HALF", int(half)),
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
             ("X_TMA", int(_by_tma(problem))),

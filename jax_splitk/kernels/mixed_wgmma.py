@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
+from jax_splitk.kernels.dequantize import FORMAT_CODES
 from jax_splitk.kernels.split_k import OUT_CODES, whole_splits
-from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
 
@@ -54,7 +54,6 @@ MAX_TILE_N_SUM_32 = 64  # four sums of 32 k in a loop need more registers
 
 _NO_ZERO = "none"
 _CODES = {**OUT_CODES, _NO_ZERO: 3}  # macros SCALE_TYPE and ZERO_TYPE
-_FORMAT_CODES = {fmt: code for code, fmt in enumerate(FORMATS)}  # macro FORMAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,7 +479,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     return compiler.Source(
         "mixed_wgmma.cu",
         (
-            ("FORMAT", _FORMAT_CODES[problem.qtype]),
+            ("FORMAT", FORMAT_CODES[problem.qtype]),
             ("HALF", int(_operand_dtype(problem) == "float16")),
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
             ("OUT", OUT_CODES[problem.out_dtype]),
