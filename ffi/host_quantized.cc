@@ -18,6 +18,7 @@
 
 #include "host_decode.h"
 #include "host_parallel.h"
+#include "host_reduce.h"
 #include "host_types.h"
 
 namespace jax_splitk {
@@ -238,23 +239,6 @@ auto ChooseRunTask() {
 auto ChooseRunTask() { return RunTaskBaseline; }
 #endif
 
-// The second phase: out[begin:end] = sum of the partials, in split order, in the result's type.
-template <typename T>
-void SumPartials(const Call& call, int64_t begin, int64_t end) {
-  constexpr int64_t kStep = 256;
-  T* out = static_cast<T*>(call.out);
-  for (int64_t at = begin; at < end; at += kStep) {
-    const int64_t count = std::min(kStep, end - at);
-    float sum[kStep];
-    std::copy_n(call.Partial(0) + at, count, sum);
-    for (int64_t split = 1; split < call.splits; ++split) {
-      const float* partial = call.Partial(split) + at;
-      for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
-    }
-    for (int64_t i = 0; i < count; ++i) FromFloat(sum[i], out + at + i);
-  }
-}
-
 void Run(ffi::ThreadPool& pool, const Call& call) {
   const Shape& shape = call.shape;
   // Decoding a weight costs about as much as multiplying it with 8 rows.
@@ -267,9 +251,9 @@ void Run(ffi::ThreadPool& pool, const Call& call) {
   const int64_t size = shape.rows * shape.features;
   ParallelFor(pool, size * call.splits < kSerialFlops / 8 ? 0 : helpers, CeilDiv(size, kSumChunk),
               [&](int64_t task, int64_t) {
-                auto* sum = call.out_type == ffi::F32    ? SumPartials<float>
-                            : call.out_type == ffi::BF16 ? SumPartials<Bf16>
-                                                         : SumPartials<F16>;
+                auto* sum = call.out_type == ffi::F32    ? SumPartials<float, Call>
+                            : call.out_type == ffi::BF16 ? SumPartials<Bf16, Call>
+                                                         : SumPartials<F16, Call>;
                 sum(call, task * kSumChunk, std::min((task + 1) * kSumChunk, size));
               });
 }

@@ -15,6 +15,7 @@
 #include "host_direct.h"
 #include "host_pack.h"
 #include "host_parallel.h"
+#include "host_reduce.h"
 
 namespace jax_splitk {
 namespace {
@@ -225,23 +226,6 @@ auto ChooseAddPartial() {
 }
 #endif
 
-// The second phase: out[begin:end] = sum of the partials, in split order, in the result's type.
-template <typename T>
-void SumPartials(const Call& call, int64_t begin, int64_t end) {
-  constexpr int64_t kWidth = 256;
-  T* out = static_cast<T*>(call.out);
-  for (int64_t at = begin; at < end; at += kWidth) {
-    const int64_t count = std::min(kWidth, end - at);
-    float sum[kWidth];
-    std::copy_n(call.Partial(0) + at, count, sum);
-    for (int64_t split = 1; split < call.splits; ++split) {
-      const float* partial = call.Partial(split) + at;
-      for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
-    }
-    for (int64_t i = 0; i < count; ++i) FromFloat(sum[i], out + at + i);
-  }
-}
-
 void Run(ffi::ThreadPool& pool, const Call& call, ffi::DataType in_type, ffi::DataType out_type) {
   const int64_t size = call.geo.gemm_m() * call.geo.out_channels;
   const bool serial = 2.0 * size * call.geo.rows() / call.geo.groups < kSerialFlops;
@@ -255,9 +239,9 @@ void Run(ffi::ThreadPool& pool, const Call& call, ffi::DataType in_type, ffi::Da
   if (call.layout.partial_bytes == 0) return;
   ParallelFor(pool, size * call.splits < kSerialFlops / 8 ? 0 : helpers, CeilDiv(size, kSumChunk),
               [&](int64_t task, int64_t) {
-                auto* sum = out_type == ffi::F32    ? SumPartials<float>
-                            : out_type == ffi::BF16 ? SumPartials<Bf16>
-                                                    : SumPartials<F16>;
+                auto* sum = out_type == ffi::F32    ? SumPartials<float, Call>
+                            : out_type == ffi::BF16 ? SumPartials<Bf16, Call>
+                                                    : SumPartials<F16, Call>;
                 sum(call, task * kSumChunk, std::min((task + 1) * kSumChunk, size));
               });
 }
