@@ -126,7 +126,9 @@ def include_folders() -> tuple[pathlib.Path, ...]:
     missing = [package for package, folder in found.items() if folder is None]
     if missing:
         raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {INSTALL_HINT}")
-    return tuple(folder for folder in found.values() if folder is not None)
+    folders = [folder for folder in found.values() if folder is not None]
+    # CUTLASS includes "cccl/...", too; the wheels of CCCL and of the runtime may lie in different site folders.
+    return tuple(dict.fromkeys([*folders, *(folder.parent for folder in folders if folder == cccl)]))
 
 
 def unavailable() -> str | None:

@@ -311,6 +311,21 @@ def test_all_missing_headers_are_named_at_once(hide) -> None:
         compiler.include_folders()
 
 
+def test_headers_may_lie_in_different_site_folders(
+    hide, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """CCCL's headers are included as "cuda/..." and, by CUTLASS, as "cccl/cuda/..."."""
+    hide()
+    folders = [tmp_path / site / "nvidia/cu13" for site in ("one", "two")]
+    for folder, header in zip(folders, ("cuda_fp16.h", "cccl/cuda/std/cstdint"), strict=True):
+        path = folder / "include" / header
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(compiler, "_nvidia_folders", lambda: folders)
+    for name in ("cuda/std/cstdint", "cccl/cuda/std/cstdint", "cuda_fp16.h"):
+        assert any((folder / name).exists() for folder in compiler.include_folders()), name
+
+
 def test_without_any_nvidia_wheel(hide, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     hidden = ("nvidia", "cutlass_library")

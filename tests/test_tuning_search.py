@@ -20,11 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import execute
+from jax_splitk import compiler, execute
+from jax_splitk.compiler import CompilerUnavailable
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.plan import CustomCall
 from jax_splitk.problem import ConvWgradProblem
-from jax_splitk.target import target_for
+from jax_splitk.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning import ahead, entry, measure, select, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -478,6 +479,30 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
     np.testing.assert_array_equal(jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g), expected)
     assert len(tuned) == 1
     assert "tuning failed (MemoryError: scripted); the cost model decides" in caplog.text
+
+
+def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of our candidates would fail, XLA would win, and stay in the cache."""
+    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    key = key_for(CASE.problem(), DEFAULT_CUDA, Options())
+    with pytest.raises(CompilerUnavailable, match="no compiler in this test"):
+        tuner.tune(key, DEFAULT_CUDA)
+    assert not list(cache.rglob("*.json"))
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5, 23])
+def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although in several calls: as often as the candidates, whose time is divided by the same number."""
+    monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * CASE.problem().bytes_moved)
+    bench = Bench(CASE.problem(), "cpu")
+    assert max(wanted, 2) <= bench.sets <= max(wanted, 2) + measure.XLA_INPUT_SETS - 1
+    (ours, xla), failures = bench.prepare([tuner.ranked(key_of(CASE), CPU)[0], Candidate(XLA)])
+    assert not failures
+    got = [np.asarray(result) for result in xla.run()]
+    assert len(got) == bench.sets
+    for result, expected, operands in zip(got, ours.run(), bench._inputs, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(result, lax_wgrad(*operands, CASE), rtol=1e-4, atol=1e-4)
 
 
 def test_the_budget_is_kept_on_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:

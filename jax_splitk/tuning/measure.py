@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ logger = logging.getLogger("jax_splitk")
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 # Enough calls in one executable that the host, which takes about 0.1 ms to start it, keeps ahead of small kernels.
 MAX_INPUT_SETS = 24
+# XLA's own calls are fewer: it prepares each convolution by itself, cuDNN's plan included, for up to 0.2 s.
+XLA_INPUT_SETS = 4
 WARM_UP_CALLS = 3  # XLA records its command buffers in the first ones
 ROUND_SECONDS = 3e-3
 DEVICE_ROUNDS = 3
@@ -59,6 +61,23 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
+def compile_ahead(problem: kernels.Problem, candidates: Sequence[Candidate]) -> None:
+    """Compiles the candidates' device code, in processes of its own, so that a `Bench` finds it done."""
+    plans = [_attempt(lambda c=c: _plan(problem, c)) for c in candidates]
+    _compile_sources(plans)
+
+
+def _plan(problem: kernels.Problem, candidate: Candidate) -> Any:
+    family: kernels.Family = family_named(problem.op, candidate.family)
+    return family.make_plan(problem, candidate.config)
+
+
+def _compile_sources(plans: Iterable[Any]) -> None:
+    # An error comes again, and is recorded, for the candidate that it belongs to.
+    with contextlib.suppress(Exception):
+        compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
+
+
 class Bench:
     """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates."""
 
@@ -67,7 +86,7 @@ class Bench:
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
-        self.sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
+        self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
         draw = jax.jit(lambda key: self.operation.random_operands(problem, key))
         self._inputs = [draw(key) for key in jax.random.split(jax.random.key(0, impl="rbg"), self.sets)]
         full = dataclasses.replace(problem, out_dtype="float32")
@@ -76,12 +95,9 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        plans = {c: _attempt(lambda c=c: self._plan(c)) for c in candidates if c.family != XLA}
-        sources = {plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}
+        plans = {c: _attempt(lambda c=c: _plan(self.problem, c)) for c in candidates if c.family != XLA}
+        _compile_sources(plans.values())
         failures = []
-        # An error comes again, and is recorded, for the candidate that it belongs to.
-        with contextlib.suppress(Exception):
-            compiler.compile_sources(sources)
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
         contestants = []
@@ -96,10 +112,6 @@ class Bench:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
-    def _plan(self, candidate: Candidate) -> Any:
-        family: kernels.Family = family_named(self.problem.op, candidate.family)
-        return family.make_plan(self.problem, candidate.config)
-
     def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
         problem = self.problem
         if isinstance(plan, str):
@@ -113,8 +125,10 @@ class Bench:
         def every_set(inputs: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             return [one(*operands) for operands in inputs]
 
-        compiled = jax.jit(every_set).lower(self._inputs).compile()
-        return lambda: compiled(self._inputs)
+        together = XLA_INPUT_SETS if candidate.family == XLA else self.sets
+        groups = [self._inputs[i : i + together] for i in range(0, self.sets, together)]
+        compiled = jax.jit(every_set).lower(groups[0]).compile()
+        return lambda: [result for group in groups for result in compiled(group)]
 
     def _check(self, run: Callable[[], Any]) -> str | None:
         for _ in range(WARM_UP_CALLS - 1):
@@ -181,6 +195,11 @@ class Bench:
             result = contestant.run()
         jax.block_until_ready(result)
         return (time.perf_counter() - start) / repeats / self.sets * 1e6
+
+
+def _whole_groups(sets: int) -> int:
+    """At least so many sets that XLA's calls share them evenly."""
+    return sets if sets <= XLA_INPUT_SETS else -(-sets // XLA_INPUT_SETS) * XLA_INPUT_SETS
 
 
 def _attempt(what: Callable[[], Any]) -> Any:

@@ -9,18 +9,19 @@ import concurrent.futures
 import datetime
 import importlib.metadata
 import logging
+import os
 import sys
 import time
 from typing import Any
 
 import jax
 
-from jax_splitk import kernels, settings
+from jax_splitk import compiler, kernels, settings
 from jax_splitk.target import Target
 from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import Bench, Contestant
+from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
 
 logger = logging.getLogger("jax_splitk")
 
@@ -52,6 +53,7 @@ def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | No
 
     Raises:
       RuntimeError: XLA itself fails on the problem (out of memory, for instance), or no candidate worked.
+      CompilerUnavailable: there is no compiler for our candidates: XLA would win, and stay in the cache.
     """
     seconds = budget_seconds() if seconds is None else seconds
     entry = _worker.submit(_tune, key, target, old, seconds).result()
@@ -76,19 +78,24 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
     started = time.monotonic()
     deadline = started + SEARCH_SHARE * seconds
     ranking = ranked(key, target)
+    missing = compiler.unavailable() if target.platform == "cuda" else None
+    if missing is not None:
+        raise compiler.CompilerUnavailable(missing)
     progress = _Progress(key)
     with jax.default_device(jax.local_devices()[0]):
-        bench = Bench(key.problem, target.platform)
-        prepared, failures = bench.prepare([Candidate(XLA)])
-        if not prepared:
-            raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
-        (xla,) = prepared
         first = _spread_over_variants(ranking, FIRST_ROUND)
         if old is not None:
             ours = [m for m in old.measurements if m.us is not None and m.candidate.family != XLA]
             legal = [m for m in ours if illegality(m.candidate, key, target) is None]  # only the choice was checked
             again = sorted(legal, key=lambda m: m.us or 0.0)[:FINALISTS]
             first = list(dict.fromkeys([m.candidate for m in again] + first))
+        with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:  # XLA takes seconds to choose cuDNN's kernels
+            meanwhile.submit(compile_ahead, key.problem, first[: max(BATCH, os.cpu_count() or 1)])
+            bench = Bench(key.problem, target.platform)
+            prepared, failures = bench.prepare([Candidate(XLA)])
+        if not prepared:
+            raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
+        (xla,) = prepared
         tried: set[Candidate] = set()
         contestants: list[Contestant] = []
         taken = 0.0
