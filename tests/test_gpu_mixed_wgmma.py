@@ -52,13 +52,11 @@ def plain(case: Case) -> list[Config]:
 
 
 def configs(case: Case, count: int) -> list[Config]:
-    """Plain ones, and `count` candidates of different tiles, one of them also with warpgroups in order."""
+    """Plain ones, and `count` candidates of different tiles."""
     kinds: dict[Any, Config] = {}
     for config in mixed_wgmma.candidates(case.problem, target_for("cuda")):
         kinds.setdefault((config.tile_m, config.tile_n, config.stages), config)
-    found = list(kinds.values())[:count]
-    in_order = [dataclasses.replace(config, ordered=True) for config in found if config.consumers > 1]
-    return list(dict.fromkeys([*found, *in_order[:1], *plain(case)]))
+    return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
 
 
 ODD = [

@@ -115,11 +115,6 @@ CONFIG_EDGES = [
         {"scaling": "sum", "tile_n": 192},
         "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128",
     ),
-    (
-        {"ordered": True},
-        {"tile_m": 64, "ordered": True},
-        "ordered with tile_m 64; accepted with at least 128",
-    ),
     ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
     ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
     ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),

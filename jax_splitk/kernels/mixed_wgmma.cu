@@ -34,14 +34,11 @@
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes
 // of its copies) and `empty` (one arrival per consumer warp, once it has read its words and the WGMMAs that
 // read x have retired). Both start in phase 0; the producer's first pass waits on the opposite parity, which
-// is complete. One more stands for the stage before a piece's first one. With
-// ORDERED the consumer warpgroups issue their WGMMAs in turn, so that one makes fragments while another
-// multiplies.
+// is complete. One more stands for the stage before a piece's first one.
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
 // SCALE_TYPE, ZERO_TYPE (0 float, 1 bf16, 2 half, 3 none), GROUP (k of a scale; 0: all), SCALING, PERIOD
-// (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES, CTAS_PER_SM,
-// ORDERED.
+// (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES, CTAS_PER_SM.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -324,15 +321,13 @@ struct Reader {
   uint32_t ring, full;
   uint32_t words;  // the lane's in the first stage
   uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
-  int warpgroup;
   uint32_t released;  // barrier of the stage before this one, or the one that nobody waits for
   bool leads;         // its warp
   int stage = 0;
   uint32_t phase = 0;
 
   __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp) {
-    const int lane = threadIdx.x % 32;
-    warpgroup = warp / 4;
+    const int lane = threadIdx.x % 32, warpgroup = warp / 4;
     ring = ring_address;
     full = keep(cute::cast_smem_ptr_to_uint(barriers));
     words = keep(ring + 2 * BOX_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + lane * 16);
@@ -367,19 +362,16 @@ struct Reader {
   }
 };
 
-// Named barriers of the consumers: all of them; with ORDERED each warpgroup's turn to multiply, to which the
-// one before it arrives.
-constexpr int MEETING = 1, TURN = 2;
+constexpr int MEETING = 1;  // the named barrier of all consumers
 
 // acc (+)= A B of STEPS steps of 16 k, from a[0] and the lower half of B's descriptor on.
 template <int STEPS>
-__device__ inline void multiply(const Reader& in, uint32_t (*a)[4], uint32_t b, Accumulator& acc,
+__device__ inline void multiply(uint32_t (*a)[4], uint32_t b, Accumulator& acc,
                                 GMMA::ScaleOut scale = GMMA::ScaleOut::One) {
   constexpr uint64_t HIGH = uint64_t(1 << 30 | 8 * 128 >> 4) << 32;  // 128-byte swizzle, 8 rows of x apart
   fence(acc);
 #pragma unroll
   for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-  if constexpr (ORDERED) cutlass::arch::NamedBarrier::sync(256, TURN + in.warpgroup);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
@@ -387,7 +379,6 @@ __device__ inline void multiply(const Reader& in, uint32_t (*a)[4], uint32_t b, 
           typename MakeIndices<ACCUMULATORS>::type{});
   }
   cute::warpgroup_commit_batch();
-  if constexpr (ORDERED) cutlass::arch::NamedBarrier::arrive(256, TURN + (in.warpgroup + 1) % CONSUMERS);
 }
 
 __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
@@ -433,7 +424,7 @@ __device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
           scale_weights(block.pairs[(tile * 64 + step * 16) / GROUP_K], a[tile][step]);
         }
       }
-      multiply<4>(in, a[tile], b + tile * (BOX_BYTES >> 4), acc);
+      multiply<4>(a[tile], b + tile * (BOX_BYTES >> 4), acc);
       if (tile == 1) {
         in.advance();
         if (--blocks > 0) block.load(in);
@@ -516,13 +507,13 @@ __device__ inline void consume(Reader& in, int blocks, Period period, Accumulato
       }
       const uint32_t b_tile = b + tile * (BOX_BYTES >> 4);
       if constexpr (PERIOD == 32) {
-        multiply<2>(in, a[tile], b_tile, acc, scale);
+        multiply<2>(a[tile], b_tile, acc, scale);
         pending = true;
         finish();
         begin_period(tile * 64 + 32);
-        multiply<2>(in, a[tile] + 2, b_tile + 4, acc, scale);
+        multiply<2>(a[tile] + 2, b_tile + 4, acc, scale);
       } else {
-        multiply<4>(in, a[tile], b_tile, acc, scale);
+        multiply<4>(a[tile], b_tile, acc, scale);
         scale = GMMA::ScaleOut::One;
       }
       pending = true;
@@ -669,7 +660,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const int warpgroup = warp / 4;
   const uint32_t staging = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES + warp * STAGING_BYTES;
   Reader in(ring_address, barriers, warp);
-  if (ORDERED && warpgroup == CONSUMERS - 1) cutlass::arch::NamedBarrier::arrive(256, TURN);
   Work work(g);
   for (Piece piece; work.next(g, piece);) {
     Accumulator acc;

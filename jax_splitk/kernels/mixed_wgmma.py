@@ -70,7 +70,6 @@ class Config:
       waves: whole tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
         for each thread block.
       cluster: thread blocks of a cluster, which are the ranges of a tile; 1 if ranges meet in the workspace.
-      ordered: whether warpgroups multiply in turn, so that one dequantizes while another multiplies.
     """
 
     tile_m: int
@@ -80,7 +79,6 @@ class Config:
     blocks: int
     waves: int
     cluster: int = 1
-    ordered: bool = False
 
     @property
     def consumers(self) -> int:
@@ -286,8 +284,6 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     reason = scaling_limit(p, config.scaling)
     if reason is not None:
         return reason
-    if config.ordered and config.consumers == 1:
-        return f"ordered with tile_m {config.tile_m}; accepted with at least {2 * SLOT}"
     widest = max_tile_n(p, config.scaling, config.consumers)
     if config.tile_n > widest:
         return f"tile_n {config.tile_n} with tile_m {config.tile_m} and scaling {config.scaling!r}; at most {widest}"
@@ -397,7 +393,7 @@ def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
 
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
-    """Other schedules of the tile, one stage less, the other order, and the next tiles."""
+    """Other schedules of the tile, one stage less, and the next tiles."""
     tiles = math.prod(tile_counts(problem, config))
     found = _schedules(problem, dataclasses.replace(config, blocks=tiles, waves=1, cluster=1), target)
     found.append(dataclasses.replace(config, stages=config.stages - 1))
@@ -492,7 +488,6 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("TILE_N", config.tile_n),
             ("STAGES", config.stages),
             ("CTAS_PER_SM", ctas_per_sm(problem, config)),
-            ("ORDERED", int(config.ordered)),
         ),
     )
 
