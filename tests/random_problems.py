@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk import kernels
-from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_sm90
+from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_sm90, wgrad_tf32
 from jax_splitk.plan import DevicePlan
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import DEFAULT_CUDA
@@ -24,6 +24,7 @@ TARGET = DEFAULT_CUDA
 OUT_DTYPES = ("float32", "bfloat16", "float16")
 HALVES = (("bfloat16", "default"), ("float16", "default"))
 FLOATS = (("float32", "default"), ("float32", "highest"))
+TF32 = (("float32", "default"), ("float32", "high"))
 MAX_WINDOWS = 2_000_000  # elements of all windows: what the reference multiplies
 MAX_FLOPS = 2e8
 SIBLINGS = 0.7  # of the problems have the window, channels and dtypes of an earlier one
@@ -50,6 +51,10 @@ class Kind:
 
 def _eights(rng: np.random.Generator) -> tuple[int, int, int]:
     return 8 * int(rng.integers(1, 20)), 8 * int(rng.integers(1, 20)), 1
+
+
+def _fours(rng: np.random.Generator) -> tuple[int, int, int]:
+    return 4 * int(rng.integers(1, 40)), 4 * int(rng.integers(1, 40)), 1
 
 
 def _any(rng: np.random.Generator) -> tuple[int, int, int]:
@@ -83,16 +88,18 @@ KINDS = {
     "depthwise": Kind(wgrad_depthwise, _depthwise, (1, 2, 2), strides=8),
     "any_channels": Kind(wgrad_gather, _any, (1, 2, 2, 3), lhs_dilation=True),
     "float32": Kind(wgrad_gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
+    "tf32": Kind(wgrad_tf32, _fours, (1, 2, 2), TF32),
 }
 # How many of 25 problems are of each kind.
 MIXTURE = {
     "unit_stride": 4,
-    "dense": 4,
+    "dense": 3,
     "wide_groups": 2,
     "small_groups": 4,
     "depthwise": 4,
-    "any_channels": 4,
-    "float32": 3,
+    "any_channels": 3,
+    "float32": 2,
+    "tf32": 3,
 }
 
 

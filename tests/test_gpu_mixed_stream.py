@@ -90,6 +90,7 @@ DECODED = [
     )
 ]
 SUITE = [Case(n, 8192, features) for n, features in ((1, 3584), (8, 28672), (16, 8192), (32, 28672), (64, 3584))]
+SUITE += [Case(n, 8192, features, **E4M3) for n, features in ((8, 3584), (16, 28672), (64, 8192))]
 EXTREMES = [
     Case(20, 256, 64, qtype, 64, None, scale_dtype, out_dtype=out_dtype)
     for qtype, scale_dtype, out_dtype in itertools.product(
@@ -107,10 +108,15 @@ LONG = [
     Case(8, 8192, 512, "nf4", 64, None, "float16", "float16", "float16"),
     Case(32, 8192, 512, "int8", 8192),
     Case(64, 8192, 512, out_dtype="float32"),
+    Case(16, 8192, 512, **E4M3),
+    Case(64, 8192, 512, "int4", 128, **{**E4M3, "out_dtype": "float16"}),
+    Case(8, 8192, 512, "uint4", 8192, **E4M3),
+    Case(32, 8192, 512, "float4_e2m1fn", 32, None, "float32", **E4M3),
+    Case(16, 8192, 512, "float8_e4m3fn", 64, **E4M3),
 ]
 SPOILED = [ODD[1], ODD[4], ODD[6], ODD[8], dataclasses.replace(ODD[9], out_dtype="float32")]
-SPOILED.append(dataclasses.replace(ODD[4], **E4M3))
-REPEATED = [Case(16, 8192, 8192), Case(9, 1111, 300, "int8", 1111, "bfloat16")]
+SPOILED += [dataclasses.replace(ODD[index], **E4M3) for index in (1, 4, 9)]
+REPEATED = [Case(16, 8192, 8192), Case(16, 8192, 8192, **E4M3), Case(9, 1111, 300, "int8", 1111, "bfloat16")]
 # With how many configs of each.
 FEW, SEVERAL = 2, 4
 OTHERS = [(case, FEW) for case in (*EXTREMES, *SPOILED)] + [(case, SEVERAL) for case in (*SUITE, *LONG, *REPEATED)]
@@ -183,6 +189,7 @@ def test_as_accurate_as_a_float32_product(case: Case) -> None:
     x = mixed.normal(case)
     exact = np.asarray(x, np.float64) @ weight
     theirs = mixed.error(mixed.as_float32_product(case, x, weight), exact)
+    assert np.isfinite(theirs), "the result's dtype holds every sum"
     packed = prepack(q)
     for config in configs(case, SEVERAL):
         mine = mixed.error(mixed.product(mixed_stream, case, config, packed)(x), exact)
@@ -203,18 +210,7 @@ def test_bitwise_the_same_over_20_runs(case: Case) -> None:
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize(
-    "case",
-    [
-        ODD[1],
-        ODD[4],
-        ODD[6],
-        ODD[8],
-        dataclasses.replace(ODD[9], out_dtype="float32"),
-        dataclasses.replace(ODD[4], **E4M3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", SPOILED, ids=str)
 def test_infinities_and_nan_reach_what_depends_on_them(case: Case, value: float) -> None:
     q, weight = mixed.exact_weight(case, 4)
     x = mixed.integers(case, 2, 5)

@@ -16,7 +16,7 @@ from jax_splitk.quantized.problem import OUT_DTYPES, X_DTYPES, QuantizedMatmulPr
 from jax_splitk.target import DEFAULT_CUDA, Target
 from tests import cubin
 
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
+HGMMA, QGMMA = 0xDF0, 0xDF3  # a warpgroup's matrix product with A in registers, of 16-bit types or of e4m3
 REGISTERS_PER_SM = 65536
 SHARED_BYTES = 227 * 1024  # that a thread block may have
 LARGEST = 2**31 - 1
@@ -37,6 +37,7 @@ def best(p: QuantizedMatmulProblem, **changes: Any) -> Config:
     return dataclasses.replace(first, **changes)
 
 
+E4M3: dict[str, Any] = {"x_dtype": "float8_e4m3fn"}
 HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"}
 SIZES = (
     *((1, 64, 1), (8, 8192, 3584), (9, 333, 77), (16, 8192, 28672), (17, 8192, 8192), (32, 14336, 4096)),
@@ -50,6 +51,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"qtype": "float8_e4m3fn", "group_size": 32, "x_dtype": "float8_e4m3fn"},
     {"qtype": "int8", "group_size": 0, "zero_dtype": "float32"},
     {"qtype": "float4_e2m1fn", "group_size": 128, "scale_dtype": "float32"},
+    {**E4M3},
+    {**E4M3, "qtype": "uint4", "group_size": 128, "out_dtype": "float16"},
 )
 # Per channel (group_size 0, too) where k is no multiple of the group.
 PROBLEMS = [
@@ -119,6 +122,18 @@ CONFIG_EDGES = [
         "tile_n 32 with 4 warpgroups; accepted: at most 16",
     ),
     (
+        {"k": 1024, **E4M3},
+        {**WIDE, "tile_n": 64, "tiles": 2},
+        {**WIDE, "tile_n": 64, "tiles": 4},
+        "tiles 4 with tile_n 64 and 4 warpgroups; accepted: at most 2",
+    ),
+    (
+        {"k": 1024, "out_dtype": "float32", **E4M3},
+        {**WIDE, "tile_n": 16},
+        {**WIDE, "tile_n": 32},
+        "tile_n 32 with 4 warpgroups; accepted: at most 16",
+    ),
+    (
         {"k": 1024, "qtype": "uint4", "zero_dtype": "float32"},
         {**WIDE, "tile_n": 8},
         {**WIDE, "tile_n": 16},
@@ -158,6 +173,23 @@ def test_shared_memory_is_a_limit() -> None:
     size = mixed_stream.shared_bytes(p, config)
     assert size > SHARED_BYTES
     assert supports(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, "bfloat16"), (HALF, "float16"), (E4M3, "float8_e4m3fn"), ({**E4M3, "qtype": "uint4"}, "float8_e4m3fn"),
+    ({**E4M3, "qtype": "float4_e2m1fn", "out_dtype": "float16"}, "float8_e4m3fn"),
+    ({**E4M3, "qtype": "float8_e4m3fn", "group_size": 4096}, "float8_e4m3fn"),
+    ({**E4M3, "qtype": "nf4"}, "float16"), ({**E4M3, "qtype": "int8"}, "float16"),
+    ({**E4M3, "out_dtype": "float32"}, "float16"), ({**E4M3, "qtype": "uint4", "zero_dtype": "bfloat16"}, "float16"),
+])  # fmt: skip
+def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) -> None:
+    p = product(8, **changes)
+    assert mixed_stream.products(p) == expected
+    macros = dict(mixed_stream.source(p, PLAIN).defines)
+    assert macros["E4M3_PRODUCTS"] == (expected == "float8_e4m3fn")
+    assert macros["X_E4M3"] == (p.x_dtype == "float8_e4m3fn")
+    # Activations of e4m3 take half the room.
+    assert mixed_stream.x_bytes(p, PLAIN) == 8 * 4096 // 2 * jnp.dtype(expected).itemsize
 
 
 def test_only_hopper() -> None:
@@ -204,6 +236,28 @@ def test_the_model_prefers_full_machines() -> None:
     assert best(product(8, 8192, 3584)).cluster > 1
 
 
+# Device times of int4 weights in groups of 64 by 8192 k on one H200, us: the fastest config of each, and slow ones.
+MEASURED = [
+    *((8, 28672, E4M3, Config(8, 2, 4, 7, 2, 64), 34.2), (8, 8192, E4M3, Config(8, 4, 4, 3, 2, 64), 12.1)),
+    *((8, 3584, E4M3, Config(8, 2, 4, 9, 8, 14), 7.6), (16, 28672, E4M3, Config(16, 4, 4, 4, 2, 64), 35.0)),
+    *((16, 8192, E4M3, Config(16, 2, 4, 7, 2, 64), 13.2), (16, 3584, E4M3, Config(16, 2, 4, 6, 4, 28), 8.1)),
+    *((32, 28672, E4M3, Config(32, 4, 4, 3, 4, 30), 40.2), (32, 8192, E4M3, Config(32, 2, 4, 3, 2, 64), 15.3)),
+    *((32, 8192, E4M3, Config(32, 2, 4, 2, 2, 64), 17.7), (32, 28672, E4M3, Config(32, 4, 2, 2, 2, 64), 50.6)),
+    *((64, 28672, E4M3, Config(64, 2, 4, 4, 8, 15), 65.1), (64, 8192, E4M3, Config(64, 2, 4, 4, 8, 15), 21.9)),
+    *((64, 8192, E4M3, Config(64, 1, 4, 12, 8, 15), 23.6), (64, 3584, E4M3, Config(64, 2, 4, 5, 8, 14), 12.2)),
+    *((8, 28672, {}, Config(8, 4, 4, 3, 2, 64), 34.3), (8, 3584, {}, Config(8, 4, 4, 3, 4, 28), 7.7)),
+    *((16, 8192, {}, Config(16, 2, 4, 4, 2, 64), 14.3), (32, 8192, {}, Config(32, 2, 4, 6, 8, 15), 17.4)),
+]
+
+
+@pytest.mark.parametrize(("rows", "features", "types", "config", "us"), MEASURED, ids=str)
+def test_the_model_is_close_to_measured_times(
+    rows: int, features: int, types: dict[str, Any], config: Config, us: float
+) -> None:
+    p = product(rows, 8192, features, **types)
+    assert mixed_stream.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
+
+
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +284,7 @@ def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
 
 @pytest.mark.parametrize(("k", "x_dtype", "by_tma"), [
     (4096, "bfloat16", True), (1000, "float16", True), (1004, "bfloat16", False), (999, "float16", False),
-    (4096, "float8_e4m3fn", False),
+    (4096, "float8_e4m3fn", True), (1000, "float8_e4m3fn", False), (1008, "float8_e4m3fn", True),
 ])  # fmt: skip
 def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, by_tma: bool) -> None:
     p = product(5, k, 640, group_size=k, x_dtype=x_dtype)
@@ -243,8 +297,12 @@ def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, 
         return
     (x,) = made.maps
     assert isinstance(x, plan.TiledMap)
-    assert (x.buffer, x.dtype, x.dims, x.strides) == (0, x_dtype, (k, 5), (2 * k,))
-    assert x.box[0] * 2 == 128, "the width of the swizzle"
+    if x_dtype == "float8_e4m3fn":  # pairs
+        assert (x.buffer, x.dtype, x.dims, x.strides) == (0, "bfloat16", (k // 2, 5), (k,))
+        assert (x.box[0] * 2, x.swizzle) == (64, 2), "the width of the swizzle"
+    else:
+        assert (x.buffer, x.dtype, x.dims, x.strides) == (0, x_dtype, (k, 5), (2 * k,))
+        assert (x.box[0] * 2, x.swizzle) == (128, plan.SWIZZLE_128B), "the width of the swizzle"
     assert x.box[1] <= config.tile_n
 
 
@@ -278,6 +336,12 @@ COMPILED = [
     (product(16, qtype="float8_e4m3fn", x_dtype="float8_e4m3fn", group_size=4096), Config(16, 4, 2, 3, 8, 1)),
     (product(8, 1004, qtype="float4_e2m1fn", **{**HALF, "group_size": 1004}), Config(8, 1, 1, 8, 1, 1)),
     (product(8, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 4096}), Config(8, 4, 4, 3, 2, 1)),
+    (product(16, **E4M3), Config(16, 2, 4, 6, 2, 64)),
+    (product(64, **E4M3), Config(64, 4, 2, 3, 8, 1)),
+    (product(64, 1024, **E4M3), Config(64, 2, 4, 2, 2, 1)),
+    (product(32, qtype="uint4", group_size=32, **E4M3), Config(32, 4, 4, 2, 4, 1)),
+    (product(40, 1000, qtype="float4_e2m1fn", group_size=1000, **E4M3), Config(64, 2, 2, 2, 2, 1)),
+    (product(8, qtype="nf4", **E4M3), Config(8, 2, 4, 3, 2, 1)),
 ]
 
 
@@ -306,8 +370,10 @@ def test_variant_is_good_machine_code(
     assert report.stack_bytes == 0
     # Registers are allocated by the eight.
     assert -(-report.registers // 8) * 8 * launch.block[0] <= REGISTERS_PER_SM
-    # Of each tile four products of 16 k, and with zero points four that sum x.
-    assert kernel.opcodes[HGMMA] == config.tiles * (4 if p.zero_dtype == "none" else 8)
+    # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
+    e4m3 = mixed_stream.products(p) == "float8_e4m3fn"
+    assert kernel.opcodes[QGMMA] == config.tiles * (2 if e4m3 else 0)
+    assert kernel.opcodes[HGMMA] == config.tiles * (0 if e4m3 else 4 if p.zero_dtype == "none" else 8)
     # Without the KiB that the system takes.
     assert launch.shared_bytes + kernel.shared_bytes - 1024 <= SHARED_BYTES
 
@@ -328,3 +394,5 @@ def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
     assert {config.cluster for config in configs} == {1, 2, 4, 8}
     # The code takes its types and the group from the problem, whose k decides how x comes.
     assert {p.k % 8 == 0 for p in problems if p.x_dtype == "float16"} == {False, True}
+    assert {p.k % 16 == 0 for p in problems if mixed_stream.products(p) == "float8_e4m3fn"} == {False, True}
+    assert {p.qtype for p in problems if mixed_stream.products(p) == "float8_e4m3fn"} == {*mixed_stream.E4M3_FORMATS}

@@ -79,7 +79,7 @@ def test_packed_weights_and_small_activations_go_to_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("arguments, error, message", [
-    ({"implementation": "cutlass"}, NotImplementedError, "mixed_stream, mixed_wgmma: runs on cuda, not cpu. Use im"),
+    ({"implementation": "cutlass"}, NotImplementedError, "mixed_stream, mixed_fp8, mixed_wgmma: runs on cuda, not"),
     ({"config": mixed_host.Config(1000, 24)}, ValueError, "splits=1000 is outside 1..3"),
     ({"config": mixed_host.Config(1, 24), "implementation": "cutlass"}, ValueError, "belongs to implementation='host'"),
     ({"x": jnp.ones((3, 192)), "implementation": "host"}, NotImplementedError, "x of dtype float32; kernels take bf"),

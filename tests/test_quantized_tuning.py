@@ -72,7 +72,7 @@ def test_keys_and_entries_survive_their_files() -> None:
     with pytest.raises(entry.InvalidEntry, match=r"not legal: splits=4 is outside 1\.\.3"):
         entry.loads(other.dumps(), key, CPU)
     with pytest.raises(
-        entry.InvalidEntry, match="family 'wgrad_host'; accepted: mixed_stream, mixed_wgmma, mixed_host"
+        entry.InvalidEntry, match="family 'wgrad_host'; accepted: mixed_stream, mixed_fp8, mixed_wgmma, mixed_host"
     ):
         entry.loads(json.dumps({**json.loads(written.dumps()), "choice": {"family": "wgrad_host"}}), key, CPU)
 

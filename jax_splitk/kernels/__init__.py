@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax_splitk.kernels import (
+    mixed_fp8,
     mixed_host,
     mixed_stream,
     mixed_wgmma,
@@ -19,6 +20,7 @@ from jax_splitk.kernels import (
     wgrad_halo,
     wgrad_host,
     wgrad_sm90,
+    wgrad_tf32,
 )
 from jax_splitk.plan import DevicePlan, HostPlan
 from jax_splitk.target import Target
@@ -92,8 +94,8 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": (wgrad_depthwise, wgrad_grouped, wgrad_halo, wgrad_gather, wgrad_sm90, wgrad_host),
-    "quantized_matmul": (mixed_stream, mixed_wgmma, mixed_host),
+    "conv_wgrad": (wgrad_depthwise, wgrad_grouped, wgrad_tf32, wgrad_halo, wgrad_gather, wgrad_sm90, wgrad_host),
+    "quantized_matmul": (mixed_stream, mixed_fp8, mixed_wgmma, mixed_host),
 }
 
 

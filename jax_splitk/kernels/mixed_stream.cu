@@ -6,9 +6,14 @@
 // streams its slice of one row tile (64 rows of m) after another through a ring that a producer fills by bulk
 // copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
 // (jax_splitk/quantized/packing.py), and their scales. A lane's 16 bytes become WGMMA's A operand in its
-// registers (dequantize.cuh), X is B. The products of a group are summed by the tensor cores, then multiplied
-// by the scale and added in fp32; meanwhile the next tile is dequantized. Tiles beyond k repeat the last one,
-// against zeros of X.
+// registers (dequantize.cuh), X is B. The products of a group, or of 64 k of a longer one, are summed by the
+// tensor cores, then multiplied by the scale and added in fp32; meanwhile the next tile is dequantized, where
+// registers allow for two (IN_FLIGHT). Tiles beyond k repeat the last one, against zeros of X.
+//
+// With E4M3_PRODUCTS both operands are e4m3 (dequantize_e4m3.cuh): half as many products, and X as it comes
+// but for its order within 16 k, which has to be that of the weight's bytes. Each warpgroup reorders its own
+// tiles of X when it first meets them, or all reorder what they load. The tensor cores' sums of e4m3, which
+// are short, are never longer than those 64 k.
 //
 // At the end of a row tile the warpgroups' sums meet in shared memory, where the epilogue's warps add them,
 // and the blocks' in the cluster: each block owns TILE_N / CLUSTER rows of the result, receives the others'
@@ -19,11 +24,13 @@
 // `written`, one arrival per consumer warp: its sums are there; `read`, one per warp of the epilogue. Per
 // slot: `arrived` (one arrival of the own block, with the bytes that the cluster's blocks send) and `free`
 // (one arrival of each finishing warp of each block: that block has read its slot; counted where the sender
-// waits). All start in phase 0; the first passes of those who wait for room do not wait.
+// waits). All start in phase 0; the first passes of those who wait for room do not wait. Named barriers: 1
+// for all consumers, when they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles
+// of X.
 //
-// Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, X_TMA (X comes by TMA, else by the consumers' loads), GROUP
-// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1 bfloat16, 2 float16; ZERO_TYPE also -1:
-// none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
+// Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
+// else by the consumers' loads), GROUP (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1
+// bfloat16, 2 float16; ZERO_TYPE also -1: none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include <cutlass/arch/barrier.h>
 
@@ -31,6 +38,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "dequantize.cuh"
+#include "dequantize_e4m3.cuh"
 #include "wgmma_rs.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -68,13 +76,15 @@ using Scale = TypeOf<SCALE_TYPE>::type;
 using Zero = TypeOf<(ZERO_TYPE < 0 ? 0 : ZERO_TYPE)>::type;
 using Out = TypeOf<OUT_TYPE>::type;
 
+static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m3 products can compute");
+
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
 
 constexpr int STAGE_TILES = WARPGROUPS * TILES;
 constexpr int WORDS_BYTES = WORDS * 2048;  // of a tile of 64 by 64
 constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1,
-              STEPS = 4 / TILE_GROUPS;  // of a tile; of a group in it
+              STEPS = 64 / STEP_K / TILE_GROUPS;  // of a tile; of a group in it
 constexpr int STAGE_GROUPS = GROUP ? STAGE_TILES * 64 / GROUP : 0;
 constexpr int SCALES_OFFSET = STAGE_TILES * WORDS_BYTES;
 constexpr int SCALE_ROW = 64 * int(sizeof(Scale)), ZERO_ROW = 64 * int(sizeof(Zero));  // bytes of a group
@@ -90,7 +100,9 @@ constexpr int FINISHERS = PART_ITEMS >= EPILOGUE ? EPILOGUE_WARPS : (PART_ITEMS 
 
 constexpr int SUMS_AT = STAGES * STAGE_BYTES, SLOTS_AT = SUMS_AT + SUMS_BYTES;
 constexpr int BARRIERS_AT = SLOTS_AT + SLOTS * SLOT_BYTES;
-constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024, X_TILE = TILE_N * 128;  // of 64 k
+constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024;
+constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
+constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
 struct Barriers {
   uint64_t full[STAGES], empty[STAGES], written, read, arrived[SLOTS + 1], free[SLOTS + 1];
@@ -156,7 +168,7 @@ __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint
         constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
         uint8_t* to = smem + X_AT + ((s - slice.first) * STAGE_TILES + lane) * X_TILE;
         if (lane < STAGE_TILES) {
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, to, (s * STAGE_TILES + lane) * 64, 0);
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, to, (s * STAGE_TILES + lane) * X_BOX, 0);
         }
       }
     }
@@ -165,8 +177,8 @@ __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint
 
 // ---- X ---------------------------------------------------------------------------------------------------
 
-// X's slice in shared memory is tiles of TILE_N rows by 64 k of a 16-bit type, zero where X has none, under
-// the 128-byte swizzle. Where TMA cannot bring it, the consumers do.
+// X's slice in shared memory is tiles of TILE_N rows by 64 k, zero where X has none: of a 16-bit type under
+// the 128-byte swizzle, or of e4m3 under the 64-byte swizzle. Where TMA cannot bring it, the consumers do.
 
 // Two e4m3 to fp16, which is exact.
 __device__ inline uint32_t halves(uint16_t codes) {
@@ -175,14 +187,49 @@ __device__ inline uint32_t halves(uint16_t codes) {
   return out;
 }
 
-// The 16 bytes (8 elements) of row n that begin 8 * chunk elements into the slice.
+// The 16 bytes of row n that begin 16 * chunk bytes into the slice.
 __device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
-  return reinterpret_cast<uint4*>(to + chunk / 8 * X_TILE + n * 128 + (chunk % 8 ^ n % 8) * 16);
+  constexpr int CHUNKS = X_ROW / 16;  // of a tile
+  const int swizzled = chunk % CHUNKS ^ n * CHUNKS / 8 % CHUNKS;
+  return reinterpret_cast<uint4*>(to + chunk / CHUNKS * X_TILE + n * X_ROW + swizzled * 16);
+}
+
+// 16 e4m3 in the order of a packed weight's bytes: k 2t, 2t + 8, 2t + 1, 2t + 9 of word t.
+__device__ inline uint4 reordered(uint4 x) {
+  return uint4{__byte_perm(x.x, x.z, 0x5140), __byte_perm(x.x, x.z, 0x7362), __byte_perm(x.y, x.w, 0x5140),
+               __byte_perm(x.y, x.w, 0x7362)};
+}
+
+// The same for a warpgroup's tiles of X of one stage, where TMA has put them.
+[[maybe_unused]] __device__ inline void reorder_tiles(uint8_t* tiles, int warpgroup) {
+  uint4* chunks = reinterpret_cast<uint4*>(tiles);
+#pragma unroll
+  for (int i = 0; i < TILES * X_TILE / 16; i += 128) {
+    const int at = i + threadIdx.x % 128;
+    if (at < TILES * X_TILE / 16) chunks[at] = reordered(chunks[at]);
+  }
+  cutlass::arch::fence_view_async_shared();  // WGMMA reads it
+  cutlass::arch::NamedBarrier::sync(128, 2 + warpgroup);
+}
+
+// A byte of row n, 0 beyond X's ends.
+[[maybe_unused]] __device__ inline uint32_t byte_of_x(const Args& g, const void* x, int n, int k) {
+  return n < g.rows && k < g.k ? static_cast<const uint8_t*>(x)[int64_t(n) * g.k + k] : 0;
 }
 
 [[maybe_unused]] __device__ inline void load_x(const Args& g, const void* x, uint8_t* to, Slice slice) {
-  const int first = slice.first * STAGE_TILES * 64, chunks = (slice.last - slice.first) * STAGE_TILES * 8;
-  if (X_E4M3 && g.k % 16 == 0) {
+  const int first = slice.first * STAGE_TILES * 64;
+  const int chunks = (slice.last - slice.first) * STAGE_TILES * (X_ROW / 16);
+  if constexpr (E4M3_PRODUCTS) {
+    for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
+      const int n = i / chunks, chunk = i % chunks;
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        words[j / 4] |= byte_of_x(g, x, n, first + chunk * 16 + j) << (8 * (j % 4));
+      *place_of(to, n, chunk) = reordered(uint4{words[0], words[1], words[2], words[3]});
+    }
+  } else if (X_E4M3 && g.k % 16 == 0) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < TILE_N * chunks / 2; i += CONSUMERS) {
       const int n = i / (chunks / 2), chunk = i % (chunks / 2) * 2, k = first + chunk * 8;
@@ -206,9 +253,8 @@ __device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
       for (int j = 0; j < 8; ++j) {
         const int k = first + chunk * 8 + j;
         if (n >= g.rows || k >= g.k) continue;
-        const int64_t at = int64_t(n) * g.k + k;
-        const uint32_t bits = X_E4M3 ? halves(static_cast<const uint8_t*>(x)[at]) & 0xffff
-                                     : static_cast<const uint16_t*>(x)[at];
+        const uint32_t bits = X_E4M3 ? halves(uint16_t(byte_of_x(g, x, n, k))) & 0xffff
+                                     : static_cast<const uint16_t*>(x)[int64_t(n) * g.k + k];
         words[j / 2] |= bits << (16 * (j % 2));
       }
       *place_of(to, n, chunk) = uint4{words[0], words[1], words[2], words[3]};
@@ -222,15 +268,15 @@ __device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
 
 __device__ inline void fence(Fragments& a) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+  for (int i = 0; i < 256 / STEP_K; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
 }
 
-// acc (+)= a's STEPS steps of 16 k from `first` on.
+// acc (+)= a's STEPS steps from `first` on, 32 bytes of a row of X each.
 __device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accumulator& acc, bool add) {
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const int step = first + i;
-    wgmma(a[step], b + step * (16 * 2 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
+    wgmma(a[step], b + step * (32 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
           typename MakeIndices<ACCUMULATORS>::type{});
   }
 }
@@ -243,12 +289,34 @@ __device__ inline uint4 load16(uint32_t address) {
   return out;
 }
 
-// A lane's words of a tile, at the address, to values over FACTOR.
-__device__ inline void load_fragments(uint32_t address, Fragments& a) {
+// A lane's words of a tile.
+struct Words {
+  uint4 loads[WORDS];
+};
+
+__device__ inline Words load_words(uint32_t address) {
+  Words out;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) out.loads[i] = load16(address + i * 512);
+  return out;
+}
+
+// Their values, over FACTOR (or E4M3_FACTOR).
+__device__ inline void dequantize(const Words& from, Fragments& a) {
 #pragma unroll
   for (int load = 0; load < WORDS; ++load) {
-    const uint4 loaded = load16(address + load * 512);
+    const uint4 loaded = from.loads[load];
     const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#if E4M3_PRODUCTS
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 16 k of both rows, or of one row
+      if constexpr (WORDS == 1) {
+        decode_e4m3(words[i], a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+      } else {
+        a[load][i] = words[i];
+      }
+    }
+#else
 #pragma unroll
     for (int i = 0; i < 4 / WORDS; ++i) {
       uint32_t of_step[WORDS];
@@ -256,6 +324,7 @@ __device__ inline void load_fragments(uint32_t address, Fragments& a) {
       for (int j = 0; j < WORDS; ++j) of_step[j] = words[i * WORDS + j];
       dequantize(of_step, a[load * (4 / WORDS) + i]);
     }
+#endif
   }
 }
 
@@ -280,8 +349,7 @@ __device__ inline float2 two_rows(uint32_t address) {  // in shared memory
   return two_floats(pair.v);
 }
 
-// acc += scale * (sums - zero * sums of x); four elements of a lane are two columns of row g, then of row g
-// + 8.
+// acc += scale * (sums - zero * sums of x); four elements of a lane: two columns of row g, two of row g + 8.
 __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 scale, float2 zero,
                                   const Accumulator& x_sums) {
   fence(sums);
@@ -297,7 +365,7 @@ __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 sc
 __device__ inline void fill_ones(Fragments& a) {
   constexpr uint32_t one = twice(HALF ? 0x3c00 : FACTOR == 64.f ? 0x3c80 : 0x3f80);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = one;
+  for (int i = 0; i < 256 / STEP_K; ++i) a[i / 4][i % 4] = one;
 }
 
 // What a lane adds to a stage's address.
@@ -307,54 +375,13 @@ struct Lane {
 
 constexpr int UNITS =
     TILES * TILE_GROUPS;  // groups of a warpgroup's part of a stage, each with sums of its own
+constexpr int LAST_UNIT = UNITS - 1;
+// Whether words are loaded while the tile before them is multiplied: not where they already are fragments.
+constexpr bool AHEAD = (!E4M3_PRODUCTS || WORDS == 1) && TILE_N < 64;
 constexpr bool X_SUMS = ZERO_TYPE >= 0;
-// Sums that the tensor cores work on; registers allow for two where four warpgroups do not share them.
-constexpr int IN_FLIGHT = UNITS > 1 && !X_SUMS && (WARPGROUPS < 4 || TILE_N <= 16) ? 2 : 1;
-
-// A warpgroup's part of a stage, added to acc. Scales and zero points come with the stage, or are the
-// channel's.
-__device__ inline void consume_stage(Accumulator& acc, uint32_t stage, uint64_t x, const Lane& lane,
-                                     float2 channel_scale, float2 channel_zero) {
-  Fragments a[IN_FLIGHT];
-  Accumulator sums[IN_FLIGHT];
-  [[maybe_unused]] Accumulator x_sums;
-  [[maybe_unused]] Fragments one;
-  if constexpr (X_SUMS) fill_ones(one);
-  float2 scale[IN_FLIGHT], zero[IN_FLIGHT];
-#pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    const int tile = unit / TILE_GROUPS, part = unit % TILE_GROUPS, now = unit % IN_FLIGHT;
-    if (part == 0) load_fragments(stage + lane.words + tile * WORDS_BYTES, a[tile % IN_FLIGHT]);
-    const int row = GROUP > 64 ? tile * 64 / (GROUP ? GROUP : 1) : unit;
-    scale[now] = channel_scale;
-    zero[now] = channel_zero;
-    if constexpr (GROUP != 0) {
-      scale[now] = two_rows<Scale>(stage + lane.scales + row * SCALE_ROW);
-      if constexpr (X_SUMS) zero[now] = two_rows<Zero>(stage + lane.zeros + row * ZERO_ROW);
-    }
-    fence(sums[now]);
-    fence(a[tile % IN_FLIGHT]);
-    if constexpr (X_SUMS) fence(x_sums);
-    cute::warpgroup_arrive();
-    multiply(a[tile % IN_FLIGHT], part * STEPS, x + tile * (X_TILE >> 4), sums[now], false);
-    if constexpr (X_SUMS) multiply(one, part * STEPS, x + tile * (X_TILE >> 4), x_sums, false);
-    cute::warpgroup_commit_batch();
-    if constexpr (IN_FLIGHT == 2) {
-      if (unit > 0) {
-        cute::warpgroup_wait<1>();
-        add_scaled(acc, sums[(unit + 1) % IN_FLIGHT], scale[(unit + 1) % IN_FLIGHT], zero[0], x_sums);
-      }
-    } else {
-      cute::warpgroup_wait<0>();
-      if constexpr (X_SUMS) fence(x_sums);
-      add_scaled(acc, sums[now], scale[now], zero[now], x_sums);
-    }
-  }
-  if constexpr (IN_FLIGHT == 2) {
-    cute::warpgroup_wait<0>();
-    add_scaled(acc, sums[(UNITS - 1) % IN_FLIGHT], scale[(UNITS - 1) % IN_FLIGHT], zero[0], x_sums);
-  }
-}
+// Sums that the tensor cores work on. Two, which take turns, where registers allow for them.
+constexpr int WIDEST_OF_FOUR = 16;
+constexpr int IN_FLIGHT = TILES > 1 && !X_SUMS && (WARPGROUPS < 4 || TILE_N <= WIDEST_OF_FOUR) ? 2 : 1;
 
 // ---- results ---------------------------------------------------------------------------------------------
 
@@ -365,7 +392,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 // Four features of one row of the result.
 __device__ inline void store(const Args& g, Out* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
-  const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
+  constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
+  const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
   Out* to = out + int64_t(n) * g.features + feature;
   struct alignas(4 * sizeof(Out)) Four {
     Out v[4];
@@ -453,7 +481,7 @@ __device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers
 
 // ---- roles -----------------------------------------------------------------------------------------------
 
-__device__ inline void consume(const Args& g, const Scale* scale, const Zero* zero, uint8_t* smem,
+__device__ inline void consume(const Args& g, const Scale* scales, const Zero* zeros, uint8_t* smem,
                                Barriers& barriers, Slice slice, int tile, int clusters) {
   // The compiler shall see that descriptors of X are the same in all lanes.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -466,23 +494,106 @@ __device__ inline void consume(const Args& g, const Scale* scale, const Zero* ze
       uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * sizeof(Zero)),
   };
   const uint32_t ring_address = shared_address(smem);
-  const uint64_t x_start = operand(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE, 16);
+  const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
                 warp * 16 + id / 4;
   Ring ring;
   uint32_t phase = 1;
-  for (; tile < g.feature_tiles; tile += clusters, phase ^= 1) {
+  Fragments a[IN_FLIGHT];
+  Accumulator sums[IN_FLIGHT];
+  [[maybe_unused]] Accumulator x_sums;
+  float2 scale[IN_FLIGHT], zero{};
+  Words words;
+  for (bool first = true; tile < g.feature_tiles; tile += clusters, phase ^= 1, first = false) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
     if constexpr (GROUP == 0) {
-      channel_scale = two_floats(scale + int64_t(tile) * 64 + rows);
-      if constexpr (X_SUMS) channel_zero = two_floats(zero + int64_t(tile) * 64 + rows);
+      channel_scale = two_floats(scales + int64_t(tile) * 64 + rows);
+      if constexpr (X_SUMS) channel_zero = two_floats(zeros + int64_t(tile) * 64 + rows);
     }
     uint64_t x = x_start;
-    for (int s = slice.first; s < slice.last; ++s, ring.advance(), x += STAGE_TILES * X_TILE >> 4) {
+    uint32_t stage = 0;
+    const auto begin_stage = [&](int s) {
+      stage = ring_address + ring.stage * STAGE_BYTES;
       FullBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      consume_stage(acc, ring_address + ring.stage * STAGE_BYTES, x, lane, channel_scale, channel_zero);
-      if (id == 0) EmptyBarrier::arrive(&barriers.empty[ring.stage]);
+      if (E4M3_PRODUCTS && X_TMA && first) {
+        reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
+                      warpgroup);
+      }
+      if constexpr (AHEAD) words = load_words(stage + lane.words);
+    };
+    const auto decode = [&](int unit) {
+      if (!AHEAD && unit % TILE_GROUPS == 0) {
+        words = load_words(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES);
+      }
+      if (unit % TILE_GROUPS == 0) dequantize(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
+    };
+    // The products of a unit of stage s; then the words of the tile after it.
+    const auto start = [&](int unit, int s) {
+      const int t = unit / TILE_GROUPS, part = unit % TILE_GROUPS, now = unit % IN_FLIGHT;
+      const int row = GROUP > 64 ? t * 64 / (GROUP ? GROUP : 1) : unit;
+      scale[now] = channel_scale;
+      zero = channel_zero;
+      if constexpr (GROUP != 0) {
+        scale[now] = two_rows<Scale>(stage + lane.scales + row * SCALE_ROW);
+        if constexpr (X_SUMS) zero = two_rows<Zero>(stage + lane.zeros + row * ZERO_ROW);
+      }
+      fence(sums[now]);
+      fence(a[t % IN_FLIGHT]);
+      if constexpr (X_SUMS) fence(x_sums);
+      cute::warpgroup_arrive();
+      multiply(a[t % IN_FLIGHT], part * STEPS, x + t * (X_TILE >> 4), sums[now], false);
+      if constexpr (X_SUMS) {
+        Fragments one;
+        fill_ones(one);
+        multiply(one, part * STEPS, x + t * (X_TILE >> 4), x_sums, false);
+      }
+      cute::warpgroup_commit_batch();
+      if (unit == LAST_UNIT) {  // all of the stage has been read
+        __syncwarp();
+        if (id == 0) EmptyBarrier::arrive(&barriers.empty[ring.stage]);
+        ring.advance();
+        x += STAGE_TILES * X_TILE >> 4;
+        if (s + 1 < slice.last) begin_stage(s + 1);
+      } else if (AHEAD && part == TILE_GROUPS - 1) {
+        words = load_words(stage + lane.words + (t + 1) * WORDS_BYTES);
+      }
+    };
+    const auto finish = [&](int unit) {
+      if constexpr (X_SUMS) fence(x_sums);
+      add_scaled(acc, sums[unit % IN_FLIGHT], scale[unit % IN_FLIGHT], zero, x_sums);
+    };
+    begin_stage(slice.first);
+    if constexpr (IN_FLIGHT == 2) {  // before the first unit there is none
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) sums[1][i] = 0.f;
+      scale[1] = float2{};
+    }
+    for (int s = slice.first; s < slice.last; ++s) {
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) {
+        decode(unit);
+        if constexpr (IN_FLIGHT == 1) {
+          start(unit, s);
+          cute::warpgroup_wait<0>();
+          finish(unit);
+        } else {
+          // The unit before; around the loop only all products may be waited for.
+          if (unit == 0) {
+            cute::warpgroup_wait<0>();
+            finish(LAST_UNIT);
+          }
+          start(unit, s);
+          if (unit > 0) {
+            cute::warpgroup_wait<1>();
+            finish(unit - 1);
+          }
+        }
+      }
+    }
+    if constexpr (IN_FLIGHT == 2) {
+      cute::warpgroup_wait<0>();
+      finish(LAST_UNIT);
     }
     EmptyBarrier::wait(&barriers.read, phase);
 #pragma unroll

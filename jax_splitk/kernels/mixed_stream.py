@@ -1,5 +1,5 @@
 """Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA
-(device code: mixed_stream.cu).
+(device code: mixed_stream.cu). Activations of e4m3 are multiplied as they are where the weight's format allows it.
 
 Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
 shared memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums
@@ -27,16 +27,18 @@ TILES_N = (8, 16, 32, 64)
 WARPGROUPS = (1, 2, 4)
 TILES = (1, 2, 4)
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
-WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers; half of it with zero points
+WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, any for e4m3
 MAX_STAGES = 14  # barriers
 SHARED_BYTES = 227 * 1024
 INT32_MAX = 2**31 - 1
 
+E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
 TYPE_CODES = {"none": -1, "float32": 0, "bfloat16": 1, "float16": 2}  # macros SCALE_TYPE, ZERO_TYPE, OUT_TYPE
 _SLOTS = 2
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
+_SWIZZLE_64B = 2  # CUtensorMapSwizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,16 @@ def threads(config: Config) -> int:
     return 128 * (config.warpgroups + 1)
 
 
+def products(p: QuantizedMatmulProblem) -> str:
+    """The type that the tensor cores multiply: x's own, but float16 for what e4m3 products cannot do exactly enough.
+
+    That is formats with more than four significant bits, zero points, and float32 results: the tensor cores keep some
+    14 bits of a sum of e4m3 products.
+    """
+    exact = p.qtype in E4M3_FORMATS and p.zero_dtype == "none" and p.out_dtype != "float32"
+    return "float16" if p.x_dtype == "float8_e4m3fn" and not exact else p.x_dtype
+
+
 def stage_tiles(config: Config) -> int:
     """Tiles of 64 features by 64 k of a stage, one behind the other along k."""
     return config.warpgroups * config.tiles
@@ -89,9 +101,15 @@ def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     """The ring, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
-    x = -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * 2 * config.tile_n
+    x = x_bytes(p, config)
     rest = config.stages * stage_bytes(p, config) + sums + slots + _BARRIER_BYTES
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
+
+
+def x_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
+    """Of a thread block's slice of x."""
+    item = jnp.dtype(products(p)).itemsize
+    return -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * item * config.tile_n
 
 
 def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -150,9 +168,14 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
             return f"{field} {getattr(config, field)}; accepted: {', '.join(map(str, accepted))}"
     if config.tile_n < p.rows:
         return f"tile_n {config.tile_n}; accepted for {p.rows} rows: at least {p.rows}"
-    widest = WIDEST_OF_FOUR if p.zero_dtype == "none" else WIDEST_OF_FOUR // 2
+    e4m3 = products(p) == "float8_e4m3fn"
+    widest = TILES_N[-1] if e4m3 else WIDEST_OF_FOUR if p.zero_dtype == "none" else WIDEST_OF_FOUR // 2
     if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
         return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
+    if config.warpgroups == WARPGROUPS[-1] and config.tile_n == TILES_N[-1] and config.tiles > 2:
+        return (
+            f"tiles {config.tiles} with tile_n {config.tile_n} and {config.warpgroups} warpgroups; accepted: at most 2"
+        )
     if p.zero_dtype != "none" and config.tile_n == TILES_N[-1] and config.tiles > 2:
         return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
     if p.group_size not in (p.k, *range(TILE)) and config.tiles * TILE % p.group_size:
@@ -207,25 +230,30 @@ def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
-# Fitted to 120 device times of int4 weights on one H200, 8 to 64 rows; of other formats the instructions are counted.
+# Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
+# to an earlier fit of 120 times of bfloat16. Of other formats the instructions are counted.
 _CLOCK = 1.755e9
-_HBM_BYTES = 4.4e12
-_X_BYTES_PER_SM = 90e9  # the slice of x, while the first row tiles are loaded
+_HBM_BYTES = 4.5e12
+_X_BYTES_PER_SM = 60e9  # the slice of x, while the first row tiles are loaded
 _DECODE = {
-    "int4": 86,
-    "uint4": 86,
-    "int8": 92,
-    "float8_e4m3fn": 140,
-    "float4_e2m1fn": 125,
-    "nf4": 180,
+    "int4": 78,
+    "uint4": 78,
+    "int8": 84,
+    "float8_e4m3fn": 132,
+    "float4_e2m1fn": 117,
+    "nf4": 172,
 }  # clocks, a tile
-_ROW = 1.75  # clocks of a tile for each row of x
-_STAGE = 175  # clocks of a stage beside its tiles
-_ALONE = 90  # more of them where a stage's only tile of a warpgroup is waited for
-_OF_WARPGROUPS = {1: 1.15, 2: 1.0, 4: 1.08}
-_ROUND = 320  # clocks at the end of a row tile
-_SHADOW = 0.1  # part of the shorter of memory's and instructions' time that the longer does not hide
-_LAUNCH_SECONDS = 2.65e-6
+_DECODE_E4M3 = {"int4": 62, "uint4": 42, "float8_e4m3fn": 36, "float4_e2m1fn": 58}  # for products of e4m3
+_ROW, _ROW_E4M3 = 0.95, 1.18  # clocks of a tile for each row of x
+_ONE_WARPGROUP = 1.16  # times its tiles: nothing runs while it waits for products
+_STAGE = 155  # clocks of a stage beside its tiles
+_WAITED = 96  # more of them where a warpgroup waits for each tile's products (IN_FLIGHT of the device code)
+_FILL = 1560  # clocks from a stage's end to its next words
+_ROUND = 170  # clocks at the end of a row tile
+_SUM = 0.9  # more of them for each row of x, warpgroup and block, whose sums are added
+_ONE_STAGE = 240  # more of them where the row tile was a single stage
+_SHADOW = 0.12  # part of the shorter of memory's and instructions' time that the longer does not hide
+_LAUNCH_SECONDS = 2.97e-6
 
 
 def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
@@ -233,13 +261,19 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     rounds = -(-problem.feature_tiles // config.clusters)
     stages = -(-k_stages(problem, config) // config.cluster)
     zero = problem.zero_dtype != "none"
-    tile = (_DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)) * _OF_WARPGROUPS[config.warpgroups]
-    stage = _STAGE + (_ALONE if config.tiles == 1 or zero else 0) + stage_tiles(config) * tile
-    clocks = rounds * (stages * stage + _ROUND)
+    if products(problem) == "float8_e4m3fn":
+        tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
+    else:
+        tile = _DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)
+    tile *= _ONE_WARPGROUP if config.warpgroups == 1 else 1
+    waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
+    stage = _STAGE + (_WAITED if waited else 0) + stage_tiles(config) * tile
+    stage = max(stage, (_FILL + stage) / config.stages)  # or as fast as a short ring fills
+    end = _ROUND + _SUM * config.tile_n * (config.warpgroups + config.cluster) + (_ONE_STAGE if stages == 1 else 0)
+    busy = rounds * (stages * stage + end) / _CLOCK
     sms = min(config.clusters * config.cluster, target.cores)
     memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters / problem.feature_tiles
-    x = stages * stage_tiles(config) * TILE * 2 * config.tile_n / _X_BYTES_PER_SM
-    busy = clocks / _CLOCK
+    x = x_bytes(problem, config) / _X_BYTES_PER_SM
     return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
 
 
@@ -248,13 +282,13 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
 def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     """The device code's specialisation: it depends on types, groups and the config, not on the sizes."""
-    half = problem.x_dtype != "bfloat16"
     return compiler.Source(
         "mixed_stream.cu",
         (
             ("FORMAT", FORMAT_CODES[problem.qtype]),
-            ("HALF", int(half)),
+            ("HALF", int(problem.x_dtype != "bfloat16")),
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
+            ("E4M3_PRODUCTS", int(products(problem) == "float8_e4m3fn")),
             ("X_TMA", int(_by_tma(problem))),
             ("GROUP", 0 if problem.group_size == problem.k else problem.group_size),
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
@@ -270,8 +304,17 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
 
 
 def _by_tma(p: QuantizedMatmulProblem) -> bool:
-    """Whether x's rows are whole multiples of 16 bytes, of a type that the tensor cores take."""
-    return p.x_dtype != "float8_e4m3fn" and p.k % 8 == 0
+    """Whether x's rows are whole multiples of 16 bytes, of the type that the tensor cores take."""
+    return products(p) == p.x_dtype and p.k * jnp.dtype(p.x_dtype).itemsize % 16 == 0
+
+
+def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
+    """Boxes of 64 k of all rows. Tensor maps have no e4m3: pairs of them."""
+    if p.x_dtype == "float8_e4m3fn":
+        dims, box, dtype, swizzle = (p.k // 2, p.rows), (TILE // 2, config.tile_n), "bfloat16", _SWIZZLE_64B
+    else:
+        dims, box, dtype, swizzle = (p.k, p.rows), (TILE, config.tile_n), p.x_dtype, plan.SWIZZLE_128B
+    return plan.TiledMap(0, dtype, dims, plan.tensor_map_strides(dims, 2), box, swizzle)
 
 
 def _args(p: QuantizedMatmulProblem) -> plan.Int32Struct:
@@ -293,11 +336,10 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
     if problem.zero_dtype != "none":
         operands.append(buffer(problem.scale_shape, problem.zero_dtype))
     out = len(operands)
-    maps, x = (), plan.Pointer(0)
+    maps: tuple[plan.TiledMap, ...] = ()
+    x: plan.Pointer | plan.MapParam = plan.Pointer(0)
     if _by_tma(problem):
-        dims, box = (problem.k, problem.rows), (TILE, config.tile_n)
-        maps = (plan.TiledMap(0, problem.x_dtype, dims, plan.tensor_map_strides(dims, 2), box),)
-        x = plan.MapParam(0)
+        maps, x = (_x_map(problem, config),), plan.MapParam(0)
     launch = plan.Launch(
         kernel="mixed_stream",
         grid=(config.clusters * config.cluster, 1, 1),

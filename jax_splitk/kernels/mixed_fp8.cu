@@ -1,0 +1,709 @@
+// The product of an e4m3 activation and a packed quantized weight for Hopper's fp8 tensor cores: weights are
+// decoded, without rounding, into e4m3 in WGMMA's A registers, the activation is its B operand in shared
+// memory.
+//
+//   out[n, m] = sum over k of x[n, k] * value(q[k, m]) * scale[k / group, m]
+//
+// As a matrix product, D[m, n] = A B with m over features and n over rows of x. A k block is 128 k, two tiles
+// of the packed weight (jax_splitk/quantized/packing.py). A stage of the ring holds a block: x as TILE_N rows
+// of 128 bytes (128-byte swizzle), and for each consumer warpgroup the words of its 64 features, with their
+// scales. Beyond k, TMA fills x with zeros; where the weight ends in the middle of a block its last tile
+// stands in again, so that nothing unwritten is multiplied by these zeros.
+//
+// The tensor cores add e4m3 products with few bits (about 14), so that sums of PERIOD k at most are theirs:
+// they go, times their scale, onto fp32 accumulators. A tile's columns are CHUNKS pieces of CHUNK; step
+// (period, chunk) is one chain of WGMMAs into one of SUMS sets of partial sums. With two sets, the warpgroup
+// adds up the sums of a step and decodes weights of the next period while the next step is under way:
+//
+//   multiply step s | decode a part | wait for step s - 1, promote its sums | multiply step s + 1 ...
+//
+// With one set (where registers are few), and at a block's end, nothing is under way when sums are promoted;
+// other warpgroups keep the tensor cores busy.
+// The fragments hold values over E4M3_FACTOR, which comes back last.
+//
+// Order of k: WGMMA takes x as it lies in memory, so lane t of four needs k 4t to 4t + 3 of each 16, of which
+// the packed words of two lanes hold two each: it reads both lanes' words and takes half of each (`Pick`).
+//
+// Work: as in mixed_wgmma.cu. The output's tiles are numbered in bands (see `place_of`). A cluster computes
+// `waves` whole tiles, as many apart as there are clusters; the k blocks of all tiles after these, laid end
+// to end, are cut into ranges of `range` blocks, one for each cluster. A tile that more than one range
+// reaches meets in the workspace: each range writes its fp32 sums as a slot, in the accumulators' order, and
+// reduce_ranges adds the slots of a tile in the order of their ranges.
+// With CLUSTER 2, a tile is that of two thread blocks with the same rows of x: each loads half of these rows
+// for both.
+//
+// Roles: warpgroup 0 is the producer (a thread in each of two warps issues the bulk copies of half of the
+// weights, one in a third warp the TMA of x; it leaves its registers to the others), the other warpgroups are
+// consumers of 64 features each. The ring goes on from one piece of work to the next.
+// Barriers, per stage: `full` (one arrival per producer warp of this block, with the bytes of all copies into
+// it, also of those that the other block issues) and `empty` (one arrival per consumer warp of all blocks of
+// the cluster, once it has read its words and the WGMMAs that read x have retired). Both start in phase 0;
+// the producer's first pass waits on the opposite parity, which is complete. A last cluster barrier keeps
+// every block's memory until nobody writes to it any more.
+//
+// Macros: FORMAT (dequantize_e4m3.cuh), HALF (dequantize.cuh; of no effect), OUT (split_k.cuh; no float),
+// SCALE_TYPE (0 float, 1 bf16, 2 half), GROUP (k of a scale; 0: all), PERIOD (32, 64 or 128), CONSUMERS (2 or
+// 4), TILE_N, CHUNK, STAGES, CLUSTER.
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "dequantize.cuh"
+#include "dequantize_e4m3.cuh"
+#include "split_k.cuh"
+#include "wgmma.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// Must match `_args` in mixed_fp8.py.
+struct Args {
+  int rows, features;
+  int feature_tiles, k_tiles;  // of the packed weight
+  int groups;                  // of a feature tile's scales
+  int k_blocks;                // of 128 k
+  int tiles_m, tiles_n;        // of the output, a cluster's
+  int waves, range;
+  int once;  // every word is read by one thread block only
+};
+
+constexpr int FLOAT = 0, BF16 = 1;  // SCALE_TYPE
+
+constexpr int SLOT = 64;  // features of a warpgroup
+constexpr int BLOCK_K = 128;
+constexpr int X_BYTES = TILE_N * BLOCK_K;        // of a stage
+constexpr int SHARE = TILE_N / CLUSTER;          // rows of x that a thread block loads
+constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
+constexpr int STAGE_BYTES = X_BYTES + CONSUMERS * 2 * TILE_BYTES;
+constexpr int THREADS = 128 + 128 * CONSUMERS;
+// Registers by role (setmaxnreg wants multiples of 8): together no more than the 168 (96) of each thread at
+// launch.
+constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 64, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 104;
+constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
+
+// A stage's scales, after the ring.
+constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
+constexpr int GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
+constexpr int ROW = SLOT;                              // scales of a group
+constexpr int SCALE_ITEM = SCALE_TYPE == FLOAT ? 4 : 2;
+constexpr int SCALES = GROUPS * ROW * SCALE_ITEM;  // bytes, of a warpgroup
+constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = CONSUMERS * SCALES;
+// Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
+constexpr int STAGING_PITCH = 48, STAGING_BYTES = 16 * STAGING_PITCH;
+
+constexpr int ACCUMULATORS = TILE_N / 2;  // of a lane: four for each 8 columns
+constexpr int CHUNKS = TILE_N / CHUNK, PERIODS = BLOCK_K / PERIOD, STEPS = PERIOD / 32;
+using Accumulator = float[ACCUMULATORS];
+using Partial = float[CHUNK / 2];
+using Fragments = uint32_t[STEPS][4];  // A registers of a period, by steps of 32 k
+// A part of a period is what is read from memory at a time.
+constexpr int PARTS = PERIOD > 64 ? PERIOD / 64 : 1, PART_STEPS = STEPS / PARTS;
+constexpr int PART_LOADS = WORDS == 1 ? 1 : PART_STEPS;
+// Two sets of partial sums where registers allow it; `sums` in mixed_fp8.py.
+constexpr int REGISTERS = ACCUMULATORS + CHUNK + 8 * STEPS + 8 * PART_LOADS;
+constexpr int SUMS = REGISTERS <= (CONSUMERS == 2 ? 224 : 80) ? 2 : 1;
+
+static_assert(HAS_E4M3 && FACTOR == 1.f, "a weight that e4m3 holds");
+static_assert(OUT != 0, "sums of the tensor cores are too short for float32 results");
+static_assert(TILE_N % CHUNK == 0 && SHARE % 8 == 0, "whole chunks, and whole 8 rows of the swizzle");
+static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
+static_assert(CONSUMERS == 2 || CONSUMERS == 4, "registers are known for these");
+
+// ---- work ------------------------------------------------------------------------------------------------
+
+// k blocks [begin, end) of a tile. slot: where the sums go; -1 if this is the whole tile.
+struct Piece {
+  int tile, begin, end, slot;
+};
+
+__device__ inline int clusters() { return int(gridDim.x) / CLUSTER; }
+
+// A cluster's piece of that index, which follows from the index alone: nothing else need be kept in registers
+// during a piece. begin is not below end if there is none.
+__device__ inline Piece piece_of(const Args& g, int index, int cluster = int(blockIdx.x) / CLUSTER) {
+  if (index < g.waves) return {cluster + index * clusters(), 0, g.k_blocks, -1};
+  const int rest = g.tiles_m * g.tiles_n - g.waves * clusters();
+  const int first = cluster * g.range, last = min(first + g.range, rest * g.k_blocks);
+  const int tile = first / g.k_blocks + index - g.waves, from = tile * g.k_blocks;
+  const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
+  const bool whole = begin == 0 && end == g.k_blocks;
+  return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * cluster + (index > g.waves)};
+}
+
+struct Place {
+  int m, n;  // tiles, m a thread block's
+};
+
+// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
+__device__ inline Place place_of(const Args& g, int tile, int rank) {
+  const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
+  const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
+  return {m * CLUSTER + rank, first + inside - m * width};
+}
+
+__device__ inline int cluster_rank() { return int(blockIdx.x) % CLUSTER; }
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+__device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* full, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(full)), "l"(hint)
+      : "memory");
+}
+
+// `bytes` of a block; of half a block that half, twice.
+__device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
+                                  uint64_t hint) {
+  if (half) {
+    copy_bulk(to, from, bytes / 2, full, hint);
+    copy_bulk(to + bytes / 2, from, bytes / 2, full, hint);
+  } else {
+    copy_bulk(to, from, bytes, full, hint);
+  }
+}
+
+// Warps: the first two of them copy the weights of half of the consumers each, the next one x.
+constexpr int X_WARP = 2, PRODUCERS = 3, SHARED_BY = CONSUMERS / 2;
+
+// The producer's way through the ring.
+struct Writer {
+  int stage = 0;
+  uint32_t phase = 1;
+
+  __device__ uint64_t* begin(uint64_t* barriers, int bytes) const {
+    EmptyBarrier::wait(&barriers[STAGES + stage], phase);
+    FullBarrier::arrive_and_expect_tx(&barriers[stage], bytes);
+    return &barriers[stage];
+  }
+
+  __device__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ inline void produce_x(const TensorMap& map, const Args& g, uint8_t* ring, uint64_t* barriers) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  const int rank = cluster_rank();
+  Writer out;
+  for (int index = 0;; ++index) {
+    const Piece piece = piece_of(g, index);
+    if (piece.begin >= piece.end) break;
+    const int row = place_of(g, piece.tile, rank).n * TILE_N + rank * SHARE;
+#pragma unroll 1
+    for (int block = piece.begin; block < piece.end; ++block) {
+      uint64_t* full = out.begin(barriers, X_BYTES);
+      uint8_t* to = ring + out.stage * STAGE_BYTES + rank * SHARE * BLOCK_K;
+      const int column = block * (BLOCK_K / 2);  // the map's elements are pairs of x
+      if constexpr (CLUSTER > 1) {
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, (1 << CLUSTER) - 1, hint, to, column, row);
+      } else {
+        cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, column, row);
+      }
+      out.advance();
+    }
+  }
+}
+
+// Those of the warpgroups from `first` on.
+__device__ inline void produce_weight(const Args& g, const uint8_t* words, const uint8_t* scales,
+                                      uint32_t ring, uint64_t* barriers, int first) {
+  const uint64_t hint =
+      uint64_t(g.once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  Writer out;
+  for (int index = 0;; ++index) {
+    const Piece piece = piece_of(g, index);
+    if (piece.begin >= piece.end) break;
+    const int first_tile = place_of(g, piece.tile, cluster_rank()).m * CONSUMERS + first;
+#pragma unroll 1
+    for (int block = piece.begin; block < piece.end; ++block) {
+      uint64_t* full = out.begin(barriers, SHARED_BY * (2 * TILE_BYTES + SCALES));
+      const bool half = 2 * block + 1 == g.k_tiles;
+#pragma unroll
+      for (int i = 0; i < SHARED_BY; ++i) {
+        const int tile = min(first_tile + i, g.feature_tiles - 1);
+        copy_block(ring + out.stage * STAGE_BYTES + X_BYTES + (first + i) * 2 * TILE_BYTES,
+                   words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
+                   hint);
+        if constexpr (GROUPS > 0) {
+          copy_block(ring + EXTRAS_AT + out.stage * EXTRA_BYTES + (first + i) * SCALES,
+                     scales + (size_t(tile) * g.groups + block * GROUPS) * ROW * SCALE_ITEM, SCALES,
+                     half && GROUPS > 1, full, hint);
+        }
+      }
+      out.advance();
+    }
+  }
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------
+
+__device__ inline uint4 load_words(uint32_t address) {
+  uint4 w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "r"(address)
+               : "memory");
+  return w;
+}
+
+// Two neighbouring scales.
+using Pair = Vec<float, 2>;
+struct RawPair {
+  uint32_t bits[SCALE_TYPE == FLOAT ? 2 : 1];
+};
+
+__device__ inline RawPair load_pair(uint32_t address) {
+  RawPair raw;
+  if constexpr (SCALE_TYPE == FLOAT) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(raw.bits[0]), "=r"(raw.bits[SCALE_TYPE == FLOAT])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw.bits[0]) : "r"(address) : "memory");
+  }
+  return raw;
+}
+
+__device__ inline Pair to_floats(const RawPair& raw) {
+  if constexpr (SCALE_TYPE == FLOAT) {
+    return {__uint_as_float(raw.bits[0]), __uint_as_float(raw.bits[SCALE_TYPE == FLOAT])};
+  } else if constexpr (SCALE_TYPE == BF16) {
+    return {__uint_as_float(raw.bits[0] << 16), __uint_as_float(raw.bits[0] & 0xffff0000u)};
+  } else {
+    const float2 f = __half22float2(reinterpret_cast<const __half2&>(raw.bits[0]));
+    return {f.x, f.y};
+  }
+}
+
+// In a register from here on, not computed again in every turn.
+__device__ inline uint32_t keep(uint32_t value) { return __shfl_sync(~0u, value, int(threadIdx.x % 32)); }
+
+__device__ inline void wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{.reg .pred p; wait_more: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra waited; "
+      "bra wait_more; waited: }" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+__device__ inline void arrive_if(bool condition, uint32_t barrier) {
+  if constexpr (CLUSTER > 1) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(
+            barrier),
+        "r"(uint32_t(condition))
+        : "memory");
+  } else {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
+        "r"(uint32_t(condition))
+        : "memory");
+  }
+}
+
+constexpr uint32_t NOBODY = 1u << 31;
+
+// The ring as a consumer goes through it.
+struct Reader {
+  uint32_t ring, full;
+  uint32_t words;     // of the two lanes that this one takes from, in the first stage
+  uint32_t scales;    // of its two rows, which are neighbours, in the first stage
+  uint32_t pick;      // which half of the lanes' words
+  uint32_t empty;     // the first stage's barrier of the block that this lane tells; NOBODY if it tells none
+  uint32_t released;  // that of the stage before this one
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp) {
+    const int lane = threadIdx.x % 32, warpgroup = warp / 4;
+    ring = ring_address;
+    full = cute::cast_smem_ptr_to_uint(barriers);
+    const uint32_t from = lane / 4 * 4 + lane % 2 * 2;
+    words = keep(ring + X_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + from * 16);
+    scales = keep(ring + EXTRAS_AT + warpgroup * SCALES + (warp % 4 * 16 + lane / 4 * 2) * SCALE_ITEM);
+    pick = lane % 4 < 2 ? 0x6420 : 0x7531;
+    empty = full + STAGES * 8;
+    if constexpr (CLUSTER > 1) empty = cute::set_block_rank(empty, lane % CLUSTER);
+    released = empty = keep(lane < CLUSTER ? empty : NOBODY);
+  }
+
+  __device__ void wait_full() const { wait(full + stage * 8, phase); }
+
+  // The descriptor of the stage's x: uniform to the compiler, which shall not see the constant in it and put
+  // it together anew for every product.
+  __device__ uint64_t operand() const {
+    constexpr uint32_t HIGH = 1 << 30 | 8 * 128 >> 4;  // 128-byte swizzle, 8 rows of x apart
+    const uint32_t low = __shfl_sync(~0u, (ring + stage * STAGE_BYTES) >> 4 | 1 << 16, 0);
+    return uint64_t(__shfl_sync(~0u, HIGH, 0)) << 32 | low;
+  }
+
+  // The stage before this one.
+  __device__ void release() const { arrive_if(int(released) >= 0, released); }
+
+  __device__ void advance() {
+    released = empty + stage * 8;
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+#define PASTE_(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
+using Wgmma = GMMA::PASTE(MMA_64x, CHUNK, x32_F32E4M3E4M3_RS_TN)<>;
+
+template <int... I>
+__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Partial& sum, GMMA::ScaleOut scale,
+                             Indices<I...>) {
+  Wgmma::fma(a[0], a[1], a[2], a[3], b, sum[I]..., scale);
+}
+
+// sum = A B of a period, B from its descriptor on.
+__device__ inline void multiply(Fragments& a, uint64_t b, Partial& sum) {
+  fence(sum);
+#pragma unroll
+  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    wgmma(a[step], b + step * (32 >> 4), sum, step ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
+          typename MakeIndices<CHUNK / 2>::type{});
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// Adds sums of a chunk, which have retired. All columns of a row before the other row's: what is as scarce as
+// tensor cores here are reads of registers, and instructions in a row with the same scale read it once.
+__device__ inline void promote(Partial& sum, const Pair& scale, Accumulator& acc, int chunk) {
+  fence(sum);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 4; ++i) {
+      const int at = i / 2 * 4 + row * 2 + i % 2;
+      float& to = acc[chunk * (CHUNK / 2) + at];
+      to = GROUP ? fmaf(sum[at], scale.v[row], to) : to + sum[at];
+      cute::warpgroup_fence_operand(to);  // now: the next product overwrites the sum
+    }
+  }
+}
+
+// The words of two lanes, of a part of a period. 4-bit: those of the whole tile of 64 k.
+struct Words {
+  uint32_t w[2][4 * PART_LOADS];
+
+  __device__ void load(const Reader& in, int period, int part) {
+    const int k = period * PERIOD + part * PART_STEPS * 32;
+    const uint32_t from = in.words + in.stage * STAGE_BYTES + k / 64 * TILE_BYTES;
+#pragma unroll
+    for (int i = 0; i < PART_LOADS; ++i) {
+      const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
+#pragma unroll
+      for (int lane = 0; lane < 2; ++lane) {
+        const uint4 v = load_words(from + at + lane * 16);
+        w[lane][4 * i] = v.x;
+        w[lane][4 * i + 1] = v.y;
+        w[lane][4 * i + 2] = v.z;
+        w[lane][4 * i + 3] = v.w;
+      }
+    }
+  }
+
+  // The A registers of 32 k, which the part that was loaded last has.
+  __device__ void decode(const Reader& in, int period, int step, uint32_t (&a)[4]) const {
+    if constexpr (WORDS == 1) {
+      const int first = (period * STEPS + step) % 2 * 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        decode_e4m3(__byte_perm(w[0][first + i], w[1][first + i], in.pick), a[2 * i], a[2 * i + 1]);
+      }
+    } else {
+      const int first = step % PART_STEPS * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = __byte_perm(w[0][first + i], w[1][first + i], in.pick);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i]));  // here, not where it is used
+  }
+};
+
+// When, of a period's chunks, what is next is loaded (not in the first one, where the LDS would come between
+// the turn's first products), and how many of its steps are decoded before a chunk's sums are added.
+constexpr int LOAD_CHUNK = CHUNKS > 2 ? 1 : 0;
+
+__device__ constexpr int steps_before(int chunk) {
+  constexpr int SHARES = CHUNKS > 1 ? CHUNKS - 1 - LOAD_CHUNK : 1;
+  return chunk <= LOAD_CHUNK ? 0 : (chunk - LOAD_CHUNK) * STEPS / SHARES;
+}
+
+__device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
+  Fragments a[2];
+  Partial sum[SUMS];
+  Words words;
+  RawPair next;             // scales of the period that is decoded
+  Pair scale = {0.f, 0.f};  // of the period whose sums are promoted; at first there are none
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) acc[i] = 0.f;
+  const auto load = [&](int period) {
+    words.load(in, period, 0);
+    if constexpr (GROUPS > 0) {
+      next = load_pair(in.scales + in.stage * EXTRA_BYTES + period * PERIOD / GROUP_K * ROW * SCALE_ITEM);
+    }
+  };
+  // Steps [from, to) of a period, of whose parts the one with `from` is loaded.
+  const auto decode = [&](int period, int from, int to, Fragments& fragments) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      if (step < from || step >= to) continue;
+      if (step > from && step % PART_STEPS == 0) words.load(in, period, step / PART_STEPS);
+      words.decode(in, period, step, fragments[step]);
+    }
+  };
+  const auto next_words = [&](int period, bool of_next_block) {
+    if (of_next_block) {
+      in.advance();
+      if (--blocks > 0) in.wait_full();
+    }
+    load(period);  // after a piece's last block of anything: it is not used
+  };
+  // Not known to the compiler as early as it would matter: plain copies of a[1] to a[0], where a block is one
+  // period, would make one of the two, and ptxas wait after every product.
+  const uint32_t zero = keep(0);
+  in.wait_full();
+  load(0);
+  decode(0, 0, STEPS, a[0]);
+  while (true) {
+    const uint64_t b = in.operand();
+#pragma unroll
+    for (int period = 0; period < PERIODS; ++period) {
+      const bool last = period == PERIODS - 1;
+      const int following = (period + 1) % PERIODS;
+      Fragments& to = a[(period + 1) % 2];
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int step = period * CHUNKS + chunk;
+        multiply(a[period % 2], b + (chunk * CHUNK * BLOCK_K + period * PERIOD >> 4), sum[step % SUMS]);
+        // The fragments of the next period are free from the end of the period's first step on.
+        const int decoded = steps_before(chunk);
+        if (chunk == LOAD_CHUNK && LOAD_CHUNK > 0) next_words(following, last);
+        if (CHUNKS > 1 && chunk > 0) decode(following, steps_before(chunk - 1), decoded, to);
+        if (SUMS == 2 && step > 0) {
+          cute::warpgroup_wait<1>();
+          promote(sum[(step + 1) % 2], scale, acc, (step + CHUNKS - 1) % CHUNKS);
+        }
+        if (GROUPS > 0 && chunk == 0) scale = to_floats(next);
+        if (chunk == LOAD_CHUNK) {
+          if (LOAD_CHUNK == 0) next_words(following, last);
+          if constexpr (CHUNKS == 1) decode(following, 0, STEPS, to);
+        } else if (decoded > steps_before(chunk - 1) && decoded < STEPS && decoded % PART_STEPS == 0) {
+          words.load(in, following, decoded / PART_STEPS);
+        }
+        if constexpr (SUMS == 1) {
+          cute::warpgroup_wait<0>();
+          if (step == PERIODS * CHUNKS - 1) in.release();
+          promote(sum[0], scale, acc, chunk);
+        }
+      }
+    }
+    if constexpr (SUMS == 2) {
+      // Sums that are under way from one turn of the loop to the next would make ptxas wait after every
+      // product.
+      cute::warpgroup_wait<0>();
+      in.release();
+      promote(sum[(PERIODS * CHUNKS - 1) % 2], scale, acc, CHUNKS - 1);
+    }
+    if (blocks == 0) break;
+    if constexpr (PERIODS == 1) {
+#pragma unroll
+      for (int i = 0; i < 4 * STEPS; ++i) a[0][i / 4][i % 4] = a[1][i / 4][i % 4] ^ zero;
+    }
+  }
+}
+
+// ---- epilogue --------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t packed(float low, float high) {
+  Vec<Output, 2> pair;
+  convert(low, pair.v[0]);
+  convert(high, pair.v[1]);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
+// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
+__device__ inline void store(const Args& g, Output* out, uint32_t staging, int lane, int m, int n,
+                             const float (&v)[8]) {
+  // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
+  if (g.features % 8 == 0) {
+    const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
+    __syncwarp();
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
+                 "r"(packed(v[6], v[7]))
+                 : "memory");
+    __syncwarp();
+    const int row = n + lane / 2, feature = m + lane % 2 * 8;
+    const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
+    if (row < g.rows && feature < g.features) {
+      *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
+    if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
+  }
+}
+
+constexpr int SLOT_CHUNK = 128;                          // float4 of 8 rows of x of a warpgroup
+constexpr int WARPGROUP_SLOT = TILE_N / 8 * SLOT_CHUNK;  // float4
+constexpr int STORE_CHUNKS = TILE_N / 16;                // of 16 rows of x: what `store` takes
+
+// The sums of a warpgroup as a slot holds them: float4 of TILE_N / 8 columns by 128 threads.
+__device__ inline float4* slot_of(float* partials, int slot, int rank, int warpgroup) {
+  return reinterpret_cast<float4*>(partials) +
+         ((size_t(slot) * CLUSTER + rank) * CONSUMERS + warpgroup) * WARPGROUP_SLOT;
+}
+
+__device__ inline void add(float (&v)[8], const float4& low, const float4& high) {
+  v[0] += low.x;
+  v[1] += low.y;
+  v[2] += low.z;
+  v[3] += low.w;
+  v[4] += high.x;
+  v[5] += high.y;
+  v[6] += high.z;
+  v[7] += high.w;
+}
+
+// ---- kernels ---------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    mixed_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
+              const uint8_t* scales, Output* out, float* partials) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t barriers[2 * STAGES];  // full, empty
+  const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&barriers[i], PRODUCERS);
+      EmptyBarrier::init(&barriers[STAGES + i], 4 * CONSUMERS * CLUSTER);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x == 32 * X_WARP) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+  }
+  if constexpr (CLUSTER > 1) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+
+  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
+  if (warp < 0) {
+    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    if (warp + 4 < PRODUCERS && cute::elect_one_sync()) {
+      if (warp + 4 == X_WARP) {
+        produce_x(x_map, g, raw + (ring_address - raw_address), barriers);
+      } else {
+        produce_weight(g, words, scales, ring_address, barriers, (warp + 4) * SHARED_BY);
+      }
+    }
+    return;
+  }
+
+  cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+  const uint32_t staging_address = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES;
+  Reader in(ring_address, barriers, warp);
+  for (int index = 0;; ++index) {
+    Piece piece = piece_of(g, index);
+    if (piece.begin >= piece.end) break;
+    Accumulator acc;
+    consume(in, piece.end - piece.begin, acc);
+    // Computed again, not kept in registers meanwhile: where this is.
+    int thread, block;
+    asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+    const int lane = thread % 32, warp = thread / 32 - 4, warpgroup = warp / 4, rank = block % CLUSTER;
+    const uint32_t staging = staging_address + warp * STAGING_BYTES;
+    piece = piece_of(g, index, block / CLUSTER);
+    const Place at = place_of(g, piece.tile, rank);
+    Pair factor = {E4M3_FACTOR, E4M3_FACTOR};
+    if constexpr (GROUP == 0) {
+      const size_t row =
+          size_t(min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1)) * ROW + warp % 4 * 16 + lane / 4 * 2;
+      RawPair channel;
+#pragma unroll
+      for (uint32_t& bits : channel.bits) {
+        bits = __ldg(reinterpret_cast<const uint32_t*>(scales + row * SCALE_ITEM) + (&bits - channel.bits));
+      }
+      const Pair pair = to_floats(channel);
+      factor = {factor.v[0] * pair.v[0], factor.v[1] * pair.v[1]};
+    }
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) acc[i] *= factor.v[i / 2 % 2];
+    if (piece.slot >= 0) {
+      float4* to = slot_of(partials, piece.slot, rank, warpgroup) + thread % 128;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        __stcg(to + j * SLOT_CHUNK, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+      }
+    } else {
+      const int m = (at.m * CONSUMERS + warpgroup) * SLOT + warp % 4 * 16;
+#pragma unroll
+      for (int j = 0; j < STORE_CHUNKS; ++j) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
+        store(g, out, staging, lane, m, at.n * TILE_N + 16 * j, v);
+      }
+    }
+  }
+  launch_dependent_grids();
+  if constexpr (CLUSTER > 1) {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+}
+
+// A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
+extern "C" __global__ void __launch_bounds__(128)
+    reduce_ranges(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+  __shared__ alignas(16) uint8_t staging[4][STAGING_BYTES];
+  const int part = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - part * STORE_CHUNKS;
+  const int rest = part / CONSUMERS, warpgroup = part - rest * CONSUMERS;
+  const int tile = rest / CLUSTER, rank = rest - tile * CLUSTER;
+  const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
+  const int first = first_unit / g.range, last = last_unit / g.range;
+  wait_on_dependent_grids();
+  if (first == last) return;  // a whole tile
+  float v[8] = {};
+#pragma unroll 4
+  for (int range = first; range <= last; ++range) {
+    // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
+    const int slot = 2 * range + (range * g.range < first_unit);
+    const float4* from = slot_of(partials, slot, rank, warpgroup) + chunk * 2 * SLOT_CHUNK + threadIdx.x;
+    add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
+  }
+  const Place at = place_of(g, tiles_before + tile, rank);
+  const int warp = threadIdx.x / 32;
+  store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), threadIdx.x % 32,
+        (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16, at.n * TILE_N + chunk * 16, v);
+}

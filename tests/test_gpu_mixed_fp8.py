@@ -1,0 +1,194 @@
+"""The e4m3 tensor cores' family of quantized products on a GPU: exactness, decoding, accuracy, determinism, NaN."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from jax_splitk import compiler, execute
+from jax_splitk.kernels import mixed_fp8
+from jax_splitk.kernels.mixed_fp8 import Config
+from jax_splitk.quantized import PackedWeight, prepack
+from jax_splitk.target import target_for
+from tests import quantized
+from tests.mixed import (
+    Case,
+    as_float32_product,
+    error,
+    exact_weight,
+    integers,
+    normal,
+    operands,
+    product,
+    rounded,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.ndarray:
+    return product(mixed_fp8, case, config, packed)(x)
+
+
+def plain(case: Case) -> list[Config]:
+    """Small tiles with and without clusters, their k blocks in a few ranges, and each in its own."""
+    p, found = case.problem, []
+    for tile_n, cluster, tile_m in ((64, 1, 128), (64, 2, 128), (64, 1, 256), (32, 2, 256)):
+        config = Config(tile_n, min(64, tile_n), 2, cluster, cluster, 0, tile_m)
+        units = math.prod(mixed_fp8.tile_counts(p, config)) * mixed_fp8.k_blocks(p)
+        for ranges in sorted({min(7, units), units}):
+            found.append(mixed_fp8.whole_blocks(p, dataclasses.replace(config, blocks=ranges * cluster)))
+    return list(dict.fromkeys(found))
+
+
+def configs(case: Case, count: int) -> list[Config]:
+    """Plain ones, and `count` candidates of different tiles."""
+    kinds: dict[tuple[int, ...], Config] = {}
+    for config in mixed_fp8.candidates(case.problem, target_for("cuda")):
+        kinds.setdefault((config.tile_n, config.chunk, config.cluster, config.tile_m), config)
+    return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
+
+
+def largest(case: Case) -> int:
+    """Of the integers in x: the tensor cores' sums of e4m3 products keep 13 bits at least."""
+    return 1 if case.qtype == "float8_e4m3fn" else 4
+
+
+E4M3 = "float8_e4m3fn"
+CASES = [
+    Case(17, 320, 136, x_dtype=E4M3),
+    Case(20, 64, 1, x_dtype=E4M3),
+    Case(96, 192, 72, group_size=32, x_dtype=E4M3),
+    Case(64, 1024, 700, group_size=128, x_dtype=E4M3, out_dtype="float16", scale_dtype="float16"),
+    Case(100, 336, 77, group_size=336, x_dtype=E4M3),
+    Case(130, 1008, 300, E4M3, 1008, x_dtype=E4M3, scale_dtype="float32"),
+    Case(50, 256, 203, "uint4", 64, x_dtype=E4M3),
+    Case(31, 384, 130, E4M3, 32, None, "float32", E4M3),
+    Case(257, 448, 129, "float4_e2m1fn", 64, None, "float16", E4M3, "float16"),
+    Case(40, 96, 65, "float4_e2m1fn", 32, x_dtype=E4M3),
+    Case(1000, 1088, 640, x_dtype=E4M3),
+]
+DECODED = [
+    Case(384, 384, 200, qtype, group_size, None, scale_dtype, E4M3, out_dtype)
+    for qtype, (group_size, scale_dtype) in itertools.product(mixed_fp8.QTYPES, quantized.GROUPS)
+    for out_dtype in mixed_fp8.OUT_DTYPES
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_everything_first() -> None:
+    """In parallel, since the tests would compile one by one."""
+    wanted = [(case, config) for case in CASES for config in configs(case, 4)]
+    wanted += [(case, config) for case in DECODED for config in plain(case)]
+    compiler.compile_sources({mixed_fp8.source(case.problem, config) for case, config in wanted})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exact_on_integers(case: Case) -> None:
+    q, weight = exact_weight(case, 0)
+    x = integers(case, largest(case), 1)
+    expected = rounded(x @ weight, case.out_dtype)
+    packed = prepack(q)
+    for config in configs(case, 4):
+        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize(("rows", "k", "features"), [(128, 8192, 3584), (1024, 8192, 8192), (4096, 8192, 3584)])
+def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
+    case = Case(rows, k, features, x_dtype=E4M3)
+    q, weight = exact_weight(case, 2)
+    x = integers(case, 1, 3)
+    expected = rounded((x.astype(np.float32) @ weight.astype(np.float32)), case.out_dtype)
+    packed = prepack(q)
+    for config in mixed_fp8.candidates(case.problem, target_for("cuda"))[:6]:
+        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_one_hot_activations_decode_every_weight(case: Case) -> None:
+    q, weight = case.every_code()
+    packed = prepack(q)
+    # As it is defined: in float32, then rounded to the result's dtype.
+    expected = rounded(weight, case.out_dtype)
+    for config in plain(case):
+        np.testing.assert_array_equal(run(case, config, packed, np.eye(case.k)), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("qtype", ["int4", E4M3])
+def test_extreme_scales(scale: float, scale_dtype: str, qtype: str) -> None:
+    case = Case(256, 256, 64, qtype, 64, None, scale_dtype, E4M3)
+    q, weight = case.every_code()
+    factor = np.asarray(q.scale.astype(jnp.float32), np.float64)
+    q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * scale).astype(scale_dtype))
+    weight *= np.repeat(np.asarray(q.scale.astype(jnp.float32), np.float64) / factor, 64, axis=0)
+    packed = prepack(q)
+    for config in configs(case, 2):
+        np.testing.assert_allclose(
+            run(case, config, packed, np.eye(256)).astype(np.float64),
+            rounded(weight, "bfloat16").astype(np.float64),
+            rtol=2**-8,
+            err_msg=str(config),
+        )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(256, 8192, 512, x_dtype=E4M3),
+        Case(256, 8192, 512, group_size=8192, x_dtype=E4M3),
+        Case(256, 8192, 512, E4M3, 128, x_dtype=E4M3),
+        Case(256, 8192, 512, "float4_e2m1fn", 32, None, "float16", E4M3),
+    ],
+    ids=str,
+)
+def test_as_accurate_as_a_float32_product(case: Case) -> None:
+    q, weight = case.every_code()
+    x = normal(case)
+    exact = np.asarray(x.astype(jnp.float32), np.float64) @ weight
+    theirs = error(as_float32_product(case, x, weight), exact)
+    packed = prepack(q)
+    for config in configs(case, 3):
+        mine = error(run(case, config, packed, np.asarray(x, np.float64)), exact)
+        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
+        assert mine <= 2 * theirs, config
+
+
+@pytest.mark.parametrize("case", [Case(300, 8192, 1000, x_dtype=E4M3), CASES[5]], ids=str)
+def test_bitwise_the_same_over_20_runs(case: Case) -> None:
+    q, _ = case.every_code()
+    arguments = operands(prepack(q), normal(case), case.x_dtype)
+    for config in configs(case, 3):
+        custom_call = mixed_fp8.make_plan(case.problem, config).custom_call()
+        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
+        first = np.asarray(call(*arguments))
+        for _ in range(19):
+            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[7], CASES[10]], ids=str)
+def test_nan_reaches_what_depends_on_it(case: Case) -> None:
+    q, weight = exact_weight(case, 4)
+    x = integers(case, largest(case), 5)
+    expected = rounded(x @ weight, case.out_dtype)
+    x[3, case.k // 2] = np.nan
+    packed = prepack(q)
+    others = np.arange(case.rows) != 3
+    for config in configs(case, 2):
+        out = run(case, config, packed, x)
+        np.testing.assert_array_equal(out[others], expected[others], err_msg=str(config))
+        assert np.isnan(out[3].astype(np.float32)).all(), config
+    # A scale that is not finite: its feature only.
+    x[3, case.k // 2] = 1
+    expected = rounded(x @ weight, case.out_dtype)
+    others = np.arange(case.features) != case.features // 3
+    for value in (np.inf, np.nan):
+        spoiled = prepack(dataclasses.replace(q, scale=q.scale.at[0, case.features // 3].set(value)))
+        for config in configs(case, 2):
+            out = run(case, config, spoiled, x)
+            np.testing.assert_array_equal(out[:, others], expected[:, others], err_msg=str(config))
