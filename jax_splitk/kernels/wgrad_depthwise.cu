@@ -1,19 +1,20 @@
-// Split-k weight gradient of a depthwise convolution for Hopper, on CuTe and CUTLASS atoms: TMA feeding
-// warp-level tensor-core products.
+// Split-k weight gradient of a depthwise convolution for Hopper, on CuTe and CUTLASS atoms: warp-level
+// tensor-core products of what loader warps transpose in their registers.
 //
 //   dW[r, s, k] = sum over pixels (n, p, q) of
 //       X[n, p*stride - pad + r*dilation, q*stride - pad + s*dilation, k / multiplier] * dY[n, p, q, k]
 //
 // For one channel and one shift s it is a small matrix product over the columns of rows of the two images,
-//   D_s[i, j] = sum over q of X[row i, q + s] * dY[row j, q],      dW[r, s] = sum over j of D_s[j + r, j],
-// with i over 16 rows of X and j over 8 rows of dY: one m16n8k16 product for each s and 16 columns. A
+//   D_s[i, j] = sum over q of dY[row i, q] * X[row j, q + s],      dW[r, s] = sum over j of D_s[j - r, j],
+// with i over 16 rows of dY and j over 8 rows of X: one m16n8k16 product for each s and 16 columns. A
 // thread's operands are a run of `SEGMENT` columns of one row of each image; a shift of the run by s is a
 // renaming of its registers, for odd s of the registers with the halves of neighbours. So an element is read
-// from shared memory once for all taps. Two blocks of 8 rows of X make an operand, and the lower of the next
-// one is this one's upper: it stays in registers.
+// from shared memory once for all taps. Two blocks of 8 rows of dY make an operand, and the lower of the next
+// one is this one's upper: it stays in registers. (Of the operands dY's is the one with four registers, which
+// have to be neighbours: it is put together once for all taps.)
 //
 // Images lie under each other as one tall image, with just so many rows of zeros between them that no tap
-// reaches from one into the next: `pitch` rows from one to the next. Where a row is wider than a tile, its
+// reaches from one into the next: `PITCH` rows from one to the next. Where a row is wider than a tile, its
 // tiles count as images. A block is 8 rows of the tall image, `SEGMENTS` neighbouring segments wide and
 // IMAGES images deep: 4 segments in all, one for each of the four lanes that share a row of an operand. A
 // split is a run of blocks.
@@ -22,54 +23,47 @@
 // stride, for which X is read with that stride: its rows and columns as they are used here are always
 // neighbours.
 //
-// There is one role. Turn by turn, where the first has X's rows alone and the others the next 8 of X and 8
-// of dY, a warp
-//   1. waits for the stage (`full`; pixels of CHANNELS channels each, zeros outside of the images),
-//   2. does its part of the transposition into planes [channel][image][row][column], by ldmatrix.trans,
-//   3. meets the others (__syncthreads): the planes are complete and the stage is free; it starts the load
-//      of its own row of the turn that comes into this stage, by TMA (every warp arrives at `full`, with its
-//      row's bytes),
-//   4. computes the products of its own channel from the planes.
-// With more than one pass (of one channel to a warp), steps 2 to 4 are repeated for each. There are two sets
-// of planes, used in turns: a warp that is in step 2 again writes the other set, and this one only after a
-// barrier that all pass after their step 4.
+// Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
+//   - LOADERS warps read pixels from global memory into registers, 4 neighbours of 8 channels to a lane, pair
+//     them by channel and store them in planes [channel][image][row][column]. What a lane has stored it reads
+//     again for the next turn at once, so that a turn's bytes are always in flight. (TMA instead took 7%
+//     longer on 56x56 planes and 22% on 14x14, 2% less on 28x28, on an H200.)
+//   - A warp for each channel (with more than one pass: for each of a few) computes products from its planes.
+// They meet in a ring of sets of planes: `full` (an arrival of every loader warp) and `empty` (one of every
+// other warp, after its products).
 //
 // Macros: ELEMENT_BF16, CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS (1, 2 or 4 along a
-// row), COLUMNS (of dY in a tile, a multiple of 8), TAPS (of a block of taps, along a row), SHIFT (columns
-// from tap to tap), STAGE_BYTES and PLANES_BYTES (what the plan reckons with), OUT (split_k.cuh).
+// row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TAPS (of a
+// block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of dY), MULTIPLIER,
+// BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), IN_H, IN_W,
+// IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PLANES_BYTES (of a set; what the plan reckons
+// with), OUT (split_k.cuh). What could be arguments as well is known to the compiler for the sake of the
+// loaders' addresses.
 
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/mma_sm80.hpp>
 
 #include "split_k.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using Barrier = cutlass::arch::ClusterBarrier;
+using cutlass::arch::NamedBarrier;
 
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
-
-// The taps of one axis: tap t belongs to class t % step; the taps of a class are `shift` rows or columns
-// apart and cut into `blocks` blocks of at most `size` taps.
+// The taps of one axis: tap t belongs to class t % step; the taps of a class are a fixed number of rows or
+// columns apart and cut into blocks of at most `size` taps.
 struct Taps {
-  int kernel, step, size, blocks;
+  int kernel, step, size;
 };
 
 // Must match `_args` in wgrad_depthwise.py.
 struct Args {
-  int batch, in_channels, out_channels, multiplier;
-  int in_h, in_w, out_h, out_w;
-  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int batch;
+  int pad_h, pad_w, dilation_h, dilation_w;
   Taps taps_h, taps_w;
-  int shift_h;           // rows of X, as they are read here, from tap to tap
-  int tap_blocks_w;      // blocks of taps along a row
-  int tap_blocks;
-  int tiles_w;           // tiles of COLUMNS columns in a row of dY
-  int pitch;
+  int shift_h;  // rows of X, as they are read here, from tap to tap
   int blocks, blocks_per_split;
-  int stages;
+  int stages;  // sets of planes
 };
 
 #if ELEMENT_BF16
@@ -82,58 +76,87 @@ using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
 __device__ inline float to_float(Element x) { return __half2float(x); }
 #endif
 
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 constexpr int ROWS = 8;  // of a block
 constexpr int IMAGES = 4 / SEGMENTS;
-constexpr int WARPS = CHANNELS < 16 ? CHANNELS : 16;
-constexpr int THREADS = 32 * WARPS;
+constexpr int WARPS = CHANNELS < 16 ? CHANNELS : 16;  // of products
 constexpr int PASSES = CHANNELS / WARPS;
-constexpr int CTAS_PER_SM = 16 / WARPS;
+constexpr int LOADERS = 4;  // warps: one on each scheduler
+constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * LOADERS;
+// The register file, shared out by role (setmaxnreg wants multiples of 8): 640 threads start with 96 each.
+// With 8 channels there are fewer threads, and enough registers.
+constexpr bool SHARED_OUT = CHANNELS >= 16;
+constexpr int CONSUMER_REGS = 88, LOADER_REGS = 128;
+static_assert(!SHARED_OUT || CONSUMERS * CONSUMER_REGS + (THREADS - CONSUMERS) * LOADER_REGS <= THREADS * 96,
+              "what a thread block starts with is all there is");
+constexpr int MAX_IN_FLIGHT = PASSES > 1 ? 4 : 5;  // of a loader's slots, of 16 registers each
+constexpr int PARTS = CHANNELS / 8;                // of a pixel, each 16 bytes
 constexpr int REACH = (TAPS - 1) * SHIFT;
 constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
-constexpr int MAX_TAPS_H = 9, MAX_STAGES = 4;
+constexpr int MAX_TAPS_H = 9, MAX_STAGES = 6;
+constexpr int SCRATCH = 16 * 8 + 2;          // floats of a product: taps lie in different banks
+constexpr int SUMS = MAX_TAPS_H * TAPS | 1;  // floats of a channel, likewise
 constexpr unsigned ALL = ~0u;
+enum { START, PRODUCTS };  // named barriers
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
-// One operand in shared memory. In a stage: [row][image][BOX_W pixels]. In the planes, in units of 16 bytes:
-// an odd number of them to a channel, for the stores; odd rows and images that keep the four segments of a
-// row apart, for the loads. Nothing has a bank conflict.
+// One operand's planes, in units of 16 bytes. Odd rows, and images that keep the four segments of a row
+// apart, so that a quarter of a warp reads 8 different banks of 16 bytes; and parts that half a warp's stores
+// of 8 bytes (of every part of 16 / PARTS neighbouring quads) find apart.
 template <int COLUMNS_, int READ>
 struct Layout {
-  static constexpr int CHUNKS = (COLUMNS_ + 7) / 8;  // of 8 columns
-  static constexpr int BOX_W = CHUNKS * 8;
-  static constexpr int ROW_BYTES = IMAGES * BOX_W * CHANNELS * 2;
-  static constexpr int OPERAND_BYTES = ROWS * ROW_BYTES;
+  static constexpr int QUADS = (COLUMNS_ + 3) / 4;  // of columns: what is written of a row
   static constexpr int READ_CHUNKS = (READ + 7) / 8;
-  static constexpr int ROW = larger(CHUNKS, (SEGMENTS - 1) * (SEGMENT / 8) + READ_CHUNKS) | 1;
+  static constexpr int ROW_CHUNKS = (SEGMENTS - 1) * (SEGMENT / 8) + READ_CHUNKS;  // what is read of a row
+  static constexpr int ROW = larger((QUADS + 1) / 2, ROW_CHUNKS) | 1;
   static constexpr int IMAGE = ROWS * ROW + (SEGMENTS == 4 ? 0 : SEGMENTS == 2 ? 4 : 2);
-  static constexpr int CHANNEL = IMAGES * IMAGE | 1;
-  static constexpr int PLANE_BYTES = CHANNEL * WARPS * 16;
+  static constexpr int CHANNEL = IMAGES * IMAGE;
+  static constexpr int PART = 8 * CHANNEL + 8 / PARTS % 8;
+  static constexpr int PLANE_BYTES = PARTS * PART * 16;
+  // A loader warp's, of 32 quads of 8 channels each.
+  static constexpr int SLOTS = ceil_div(ROWS * IMAGES * QUADS * PARTS, 32 * LOADERS);
 };
 
-using X = Layout<COLUMNS + REACH, SEGMENT + REACH>;
-using Y = Layout<COLUMNS, SEGMENT>;
-static_assert(STAGE_BYTES == X::OPERAND_BYTES + Y::OPERAND_BYTES, "`stage_bytes` in wgrad_depthwise.py");
+using X = Layout<USED + REACH, SEGMENT + REACH>;
+using Y = Layout<USED, SEGMENT>;
 static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` in wgrad_depthwise.py");
 
-template <int I>
-struct Constant {
-  static constexpr int value = I;
-};
+// CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
+__device__ inline void wait(uint64_t* barrier, uint32_t phase) {
+  Barrier::wait(barrier, phase);
+  asm volatile("" ::: "memory");
+}
+
+// What all lanes of the warp have read or written before is so for whoever waits.
+__device__ inline void arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Barrier::arrive(barrier);
+  asm volatile("" ::: "memory");
+}
+
+__device__ inline void meet(int threads, int barrier) {
+  asm volatile("" ::: "memory");
+  NamedBarrier::sync(threads, barrier);
+  asm volatile("" ::: "memory");
+}
 
 // What does not change over a thread block's turns: its taps and channels.
 struct Work {
-  int r0, s0;         // first taps; the next ones follow at taps_h.step, taps_w.step
-  int k0, c0;         // first output and input channel
-  int begin, end;     // blocks of dY
+  int r0, s0;      // first taps; the next ones follow at taps_h.step, taps_w.step
+  int k0, c0;      // first output and input channel
+  int begin, end;  // blocks of dY
 
   __device__ Work(const Args& g) {
-    const int taps = blockIdx.x % g.tap_blocks;
-    r0 = first(g.taps_h, taps / g.tap_blocks_w);
-    s0 = first(g.taps_w, taps % g.tap_blocks_w);
-    k0 = blockIdx.x / g.tap_blocks * CHANNELS;
-    c0 = k0 / g.multiplier & ~7;  // TMA wants whole 16 bytes
-    begin = blockIdx.y * g.blocks_per_split;
+    // Volatile: a second one is worked out anew.
+    int column = blockIdx.x, split = blockIdx.y;
+    asm volatile("" : "+r"(column), "+r"(split));
+    const int taps = column % TAP_BLOCKS;
+    r0 = first(g.taps_h, taps / TAP_BLOCKS_W, BLOCKS_H);
+    s0 = first(g.taps_w, taps % TAP_BLOCKS_W, BLOCKS_W);
+    k0 = column / TAP_BLOCKS * CHANNELS;
+    c0 = k0 / MULTIPLIER & ~7;  // loads are of whole 16 bytes
+    begin = split * g.blocks_per_split;
     end = min(begin + g.blocks_per_split, g.blocks);
   }
 
@@ -141,8 +164,8 @@ struct Work {
   __device__ int r(const Args& g, int index) const { return r0 + index / TAPS * g.taps_h.step; }
   __device__ int s(const Args& g, int index) const { return s0 + index % TAPS * g.taps_w.step; }
 
-  __device__ static int first(const Taps& taps, int block) {
-    return block / taps.blocks + block % taps.blocks * taps.size * taps.step;
+  __device__ static int first(const Taps& taps, int block, int blocks) {
+    return block / blocks + block % blocks * taps.size * taps.step;
   }
 };
 
@@ -150,187 +173,251 @@ struct Work {
 struct Row {
   int n, tile, p;  // first image, tile, row of dY (beyond the last one: zeros)
 
-  Row() = default;
-  __device__ Row(const Args& g, int row) {
-    const int run = row / g.pitch;
-    p = row - run * g.pitch;
-    n = run / g.tiles_w * IMAGES;
-    tile = run % g.tiles_w;
+  __device__ Row(int row) {
+    const int run = row / PITCH;
+    p = row - run * PITCH;
+    n = run / TILES * IMAGES;
+    tile = run % TILES;
+  }
+};
+
+// ---- loader warps -----------------------------------------------------------------------------------------
+
+// 4 columns of 8 channels, two channels to a word.
+using Quad = uint32_t[4][4];
+
+// Volatile: a turn is to be in flight, and the compiler would move loads to their use.
+__device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+      : "l"(from), "r"(int(valid)));
+}
+
+// What a lane reads of an operand: where row p and column q of dY lie, p * STRIDE_H + h0 and so on, of its
+// part of the pixels (it has the same of all).
+template <int ROWS_, int COLUMNS_, int CHANNELS_, int STRIDE_H_, int STRIDE_W_, class Layout_>
+struct Operand {
+  using Layout = Layout_;
+  static constexpr int PIXEL_BYTES = CHANNELS_ * 2;
+  static constexpr int64_t ROW_BYTES = int64_t(COLUMNS_) * PIXEL_BYTES;
+  const char* data;
+  int h0, w0, batch;  // batch: 0 where the part is beyond the channels
+
+  __device__ Operand(const Element* data, int h0, int w0, int channel, int batch) : h0(h0), w0(w0) {
+    channel += threadIdx.x % PARTS * 8;
+    this->data = reinterpret_cast<const char*>(data + channel);
+    this->batch = channel < CHANNELS_ ? batch : 0;
   }
 
-  // 8 rows on.
-  __device__ void advance(const Args& g) {
-    for (p += ROWS; p >= g.pitch; p -= g.pitch) {
-      if (++tile == g.tiles_w) {
-        tile = 0;
-        n += IMAGES;
-      }
+  // A lane's quads of a block of rows, in the order of memory: parts of a pixel first.
+  struct Item {
+    uint32_t quad_image_row;  // 8 bits, 4 bits, and the rest
+    int at;                   // in its set, in bytes; negative: none
+
+    Item() = default;
+    __device__ Item(int slot) {
+      const int i = (slot * LOADERS + threadIdx.x / 32 % LOADERS) * 32 + threadIdx.x % 32;
+      const int part = i % PARTS, quad = i / PARTS % Layout::QUADS;
+      const int image = i / (PARTS * Layout::QUADS) % IMAGES, row = i / (PARTS * Layout::QUADS * IMAGES);
+      quad_image_row = quad | image << 8 | row << 12;
+      at = (part * Layout::PART + image * Layout::IMAGE + row * Layout::ROW) * 16 + quad * 8;
+      if (row >= ROWS) at = -1;
+    }
+  };
+
+  // Zeros unless `wanted`.
+  __device__ void fetch(int block, const Item& item, bool wanted, Quad& v) const {
+    const Row row(block * ROWS + (item.quad_image_row >> 12));
+    const int n = row.n + (item.quad_image_row >> 8 & 15), h = row.p * STRIDE_H_ + h0;
+    const int w = (row.tile * COLUMNS + (item.quad_image_row & 255) * 4) * STRIDE_W_ + w0;
+    const bool valid = wanted && item.at >= 0 && n < batch && unsigned(h) < unsigned(ROWS_);
+    const char* from = data + (n * ROWS_ + h) * ROW_BYTES + int64_t(w) * PIXEL_BYTES;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load(v[i], from + i * int64_t(STRIDE_W_ * PIXEL_BYTES),
+           valid && unsigned(w + i * STRIDE_W_) < unsigned(COLUMNS_));
+    }
+  }
+
+  __device__ void store(const Item& item, const Quad& v, uint8_t* planes) const {
+    if (item.at < 0) return;
+    uint8_t* to = planes + item.at;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int half = i % 2 ? 0x7632 : 0x5410;
+      *reinterpret_cast<uint2*>(to + i * Layout::CHANNEL * 16) = make_uint2(
+          __byte_perm(v[0][i / 2], v[1][i / 2], half), __byte_perm(v[2][i / 2], v[3][i / 2], half));
     }
   }
 };
 
-// ---- loads ------------------------------------------------------------------------------------------------
+using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, X>;
+using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, Y>;
 
-// A warp's rows of every turn: of a turn's 16 rows, 8 of X and 8 of dY, row `warp`, and warp + 8 where there
-// are 8 warps.
-struct Loader {
-  static constexpr int COUNT = 2 * ROWS / WARPS;
-  Row rows[COUNT];  // in the next turn that is loaded
-  int turn = 0, turns;
-
-  __device__ Loader(const Args& g, const Work& work, int warp) : turns(work.end - work.begin + 1) {
-    for (int i = 0; i < COUNT; ++i) rows[i] = Row(g, work.begin * ROWS + warp % ROWS);
-  }
-
-  __device__ void load(const TensorMap& x_map, const TensorMap& y_map, const Args& g, const Work& work,
-                       int warp, uint8_t* stage, uint64_t* full) {
-    uint8_t* x_row = stage + warp % ROWS * X::ROW_BYTES;
-    uint8_t* y_row = stage + X::OPERAND_BYTES + warp % ROWS * Y::ROW_BYTES;
-    constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    if (turn == turns) return;
+// All turns of a loader warp.
+__device__ inline void produce(const Args& g, const Work& work, const Element* x, const Element* y,
+                               uint8_t* planes, uint64_t* full, uint64_t* empty) {
+  constexpr int SLOTS = X::SLOTS + Y::SLOTS;
+  constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
+  constexpr int STEPS = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
+  const int turns = work.end - work.begin + 1;
+  const int h0 = work.r0 * g.dilation_h - g.pad_h, w0 = work.s0 * g.dilation_w - g.pad_w;
+  const XOperand x_operand(x, h0, w0, work.c0, g.batch);
+  const YOperand y_operand(y, 0, 0, work.k0, g.batch);
+  XOperand::Item x_items[X::SLOTS];
+  YOperand::Item y_items[Y::SLOTS];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const bool is_y = COUNT == 2 ? i == 1 : warp >= ROWS;
-      Row& row = rows[i];
-      if (!is_y) {
-        if (cute::elect_one_sync()) {
-          const int h = row.p * g.stride_h + work.r0 * g.dilation_h - g.pad_h;
-          const int w = row.tile * COLUMNS * g.stride_w + work.s0 * g.dilation_w - g.pad_w;
-          FullBarrier::arrive_and_expect_tx(full, X::ROW_BYTES);
-          cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, x_row, work.c0, w, h, row.n);
-        }
-        row.advance(g);
-      } else if (turn > 0) {
-        if (cute::elect_one_sync()) {
-          FullBarrier::arrive_and_expect_tx(full, Y::ROW_BYTES);
-          cute::SM90_TMA_LOAD_4D::copy(&y_map, full, hint, y_row, work.k0, row.tile * COLUMNS, row.p, row.n);
-        }
-        row.advance(g);
-      } else if (cute::elect_one_sync()) {
-        FullBarrier::arrive(full);
-      }
+  for (int i = 0; i < X::SLOTS; ++i) x_items[i] = XOperand::Item(i);
+#pragma unroll
+  for (int i = 0; i < Y::SLOTS; ++i) y_items[i] = YOperand::Item(i);
+  Quad v[IN_FLIGHT];
+
+  auto fetch = [&](int slot, int turn, Quad& quad) {
+    if (turn >= turns) return;
+    if (slot < X::SLOTS) {
+      x_operand.fetch(work.begin + turn, x_items[slot], true, quad);
+    } else if (slot < SLOTS) {
+      y_operand.fetch(work.begin + turn, y_items[slot - X::SLOTS], turn < turns - 1, quad);
     }
-    ++turn;
-  }
-};
-
-// ---- step 2: pixels of channels to planes of columns ------------------------------------------------------
-
-// This warp's granules of 4 rows x 8 columns x 8 channels. A matrix of ldmatrix is 8 columns of a row;
-// transposed, lane (channel, t) holds columns 2t and 2t + 1. Swizzled as TMA wrote it: the 16-byte part of a
-// pixel is xor-ed with address bits from 7 on.
-template <class L>
-__device__ inline void transpose(const uint8_t* stage, int pass, int warp, uint32_t* planes) {
-  constexpr int GRANULES = WARPS / 8 * 2 * IMAGES * L::CHUNKS;
-  int lane = threadIdx.x % 32;
-  // With two channels to a warp there are no registers for addresses from one turn to the next.
-  if (PASSES > 1) asm volatile("" : "+r"(lane));
+  };
 #pragma unroll
-  for (int i = 0; i < (GRANULES + WARPS - 1) / WARPS; ++i) {
-    const int granule = warp + i * WARPS;
-    if (GRANULES % WARPS != 0 && granule >= GRANULES) break;
-    const int chunk = granule % L::CHUNKS, image = granule / L::CHUNKS % IMAGES;
-    const int row = granule / L::CHUNKS / IMAGES % 2 * 4, part = granule / L::CHUNKS / IMAGES / 2;
-    const int pixel = ((row + lane / 8) * IMAGES + image) * L::BOX_W + chunk * 8 + lane % 8;
-    const int at = pixel * CHANNELS * 2, swizzle = at >> 7 & (CHANNELS / 8 - 1);
-    const uint8_t* from = stage + (at | ((swizzle ^ (pass * (WARPS / 8) + part)) << 4));
-    const int channel = part * 8 + lane / 4;
-    uint32_t* to = planes + lane % 4 + 4 * (chunk + row * L::ROW + image * L::IMAGE + channel * L::CHANNEL);
-    uint32_t v[4];
-    cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), v[0], v[1], v[2], v[3]);
+  for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch(slot, 0, v[slot]);
+  meet(THREADS, START);
+
+  int set = 0;
+  uint32_t phase = 1;  // of `empty`: the first round finds every set so
+  for (int turn = 0; turn < turns; ++turn) {
+    wait(&empty[set], phase);
+    uint8_t* to = planes + set * PLANES_BYTES;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) to[4 * j * L::ROW] = v[j];
+    for (int slot = 0; slot < STEPS; ++slot) {
+      Quad& quad = v[slot % IN_FLIGHT];
+      if (slot < X::SLOTS) {
+        x_operand.store(x_items[slot], quad, to);
+      } else if (slot < SLOTS) {
+        y_operand.store(y_items[slot - X::SLOTS], quad, to + X::PLANE_BYTES);
+      }
+      const bool now = slot + IN_FLIGHT < STEPS;
+      fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - STEPS, now ? turn : turn + 1, quad);
+    }
+    arrive(&full[set]);
+    if (++set == g.stages) {
+      set = 0;
+      phase ^= 1;
+    }
   }
 }
 
-// ---- step 4: products -------------------------------------------------------------------------------------
+// ---- products ---------------------------------------------------------------------------------------------
 
 // A run of columns of one row of X, two to a word.
 using Run = uint32_t[X_WORDS];
 
 // This lane's row (lane / 4) and segment (lane % 4) of a channel's plane.
 template <class L>
-__device__ inline const uint4* segment_of(const uint8_t* planes, int channel) {
+__device__ inline const uint8_t* segment_of(const uint8_t* planes, int channel) {
   const int row = threadIdx.x % 32 / 4, segment = threadIdx.x % 4;
-  return reinterpret_cast<const uint4*>(planes) + channel * L::CHANNEL + segment / SEGMENTS * L::IMAGE +
-         row * L::ROW + segment % SEGMENTS * (SEGMENT / 8);
+  const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + segment / SEGMENTS * L::IMAGE;
+  return planes + (at + row * L::ROW + segment % SEGMENTS * (SEGMENT / 8)) * 16;
 }
 
 template <int WORDS>
-__device__ inline void read_words(const uint4* from, uint32_t* words) {
+__device__ inline void read_words(const uint8_t* from, uint32_t* words) {
 #pragma unroll
   for (int i = 0; i < WORDS; i += 4) {
-    const uint4 v = from[i / 4];
+    const uint4 v = reinterpret_cast<const uint4*>(from)[i / 4];
     const uint32_t four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 4 && i + j < WORDS; ++j) words[i + j] = four[j];
   }
 }
 
-// The words of a run that start at odd columns.
-__device__ inline void odd_words(const Run& run, Run& odd) {
-#pragma unroll
-  for (int i = 0; i + 1 < X_WORDS; ++i) odd[i] = __funnelshift_r(run[i], run[i + 1], 16);
+// Volatile: in its place among the products.
+__device__ inline uint32_t funnel(uint32_t first, uint32_t second) {
+  uint32_t halves;
+  asm volatile("shf.r.wrap.b32 %0, %1, %2, 16;" : "=r"(halves) : "r"(first), "r"(second));
+  return halves;
 }
 
+// dY's columns of both blocks of rows, as products take them: of the lower and the upper block, twice.
+using Columns = uint32_t[Y_WORDS / 2][4];
+
 // The products' k is in the order in which the lanes hold columns: lane t of a row has 4 of a product's 16
-// columns.
-__device__ inline void multiply(const Run& low, const Run& high, const uint32_t (&y)[Y_WORDS],
-                                float (&acc)[TAPS][4]) {
-  Run low_odd, high_odd;
-  odd_words(low, low_odd);
-  odd_words(high, high_odd);
+// columns. Taps at odd columns take words made of the halves of neighbours, as late as possible: registers
+// are few.
+__device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
+  Run x_odd;
+  int made = 0;
 #pragma unroll
   for (int i = 0; i < Y_WORDS; i += 2) {
+    const uint32_t* a = y[i / 2];
 #pragma unroll
-    for (int s = 0; s < TAPS; ++s) {
-      const int at = i + s * SHIFT / 2;
-      const uint32_t* a = (s * SHIFT % 2 ? low_odd : low) + at;
-      const uint32_t* b = (s * SHIFT % 2 ? high_odd : high) + at;
-      float* d = acc[s];
-      Mma::fma(d[0], d[1], d[2], d[3], a[0], b[0], a[1], b[1], y[i], y[i + 1], d[0], d[1], d[2], d[3]);
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) {
+        if (s * SHIFT % 2 != odd) continue;
+        const int at = i + s * SHIFT / 2;
+        if (odd) {
+#pragma unroll
+          for (int j = at; j < at + 2; ++j) {
+            if (j < made) continue;
+            x_odd[j] = funnel(x[j], x[j + 1]);
+            made = j + 1;
+          }
+        }
+        const uint32_t* b = (odd ? x_odd : x) + at;
+        float* d = acc[s];
+        Mma::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+      }
     }
   }
 }
 
-// All turns of a warp.
-__device__ inline void consume(const TensorMap& x_map, const TensorMap& y_map, const Args& g,
-                               const Work& work, Loader& loader, uint8_t* stages, uint8_t* planes,
-                               uint64_t* full, int warp, float (&acc)[PASSES][TAPS][4]) {
-  Run runs[PASSES][2];  // rows of X: the last turn's and this one's, by the turn's parity
-  // X's channel of this warp among those loaded; with more than one pass they are the output's (`supports`).
-  const int x_channel = PASSES > 1 ? warp : (work.k0 + warp) / g.multiplier - work.c0;
-  int slot = 0, left = work.end - work.begin;  // left: blocks after this turn
-  uint32_t phase = 0;
-  bool with_y = false;
-
-  auto turn = [&](auto parity) {
-    constexpr int now = decltype(parity)::value;
-    uint8_t* stage = stages + slot * STAGE_BYTES;
-    FullBarrier::wait(&full[slot], phase);
+// All turns of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
+__device__ inline void consume(const Args& g, int turns, const uint8_t* planes, uint64_t* full,
+                               uint64_t* empty, int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
+  const uint8_t* x_planes = segment_of<X>(planes, x_channel);
+  const uint8_t* y_planes = segment_of<Y>(planes + X::PLANE_BYTES, channel);
+  Columns y[PASSES];
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      uint8_t* x_planes = planes + (PASSES > 1 ? pass : now) * PLANES_BYTES;
-      uint8_t* y_planes = x_planes + X::PLANE_BYTES;
-      transpose<X>(stage, pass, warp, reinterpret_cast<uint32_t*>(x_planes));
-      if (with_y) transpose<Y>(stage + X::OPERAND_BYTES, pass, warp, reinterpret_cast<uint32_t*>(y_planes));
-      __syncthreads();
-      if (pass == PASSES - 1) loader.load(x_map, y_map, g, work, warp, stage, &full[slot]);
-      read_words<X_WORDS>(segment_of<X>(x_planes, x_channel), runs[pass][now]);
-      if (with_y) {
-        uint32_t y_words[Y_WORDS];
-        read_words<Y_WORDS>(segment_of<Y>(y_planes, warp), y_words);
-        multiply(runs[pass][1 - now], runs[pass][now], y_words, acc[pass]);
+  for (int pass = 0; pass < PASSES; ++pass) {
+#pragma unroll
+    for (int i = 0; i < Y_WORDS; ++i) y[pass][i / 2][i % 2 * 2 + 1] = 0;  // above the first block
+  }
+  int set = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (; turns > 0; --turns) {
+    const int at = set * PLANES_BYTES;
+    wait(&full[set], phase);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {  // of 16 channels
+      Run x;
+      uint32_t next[Y_WORDS];
+      read_words<X_WORDS>(x_planes + at + pass * 2 * X::PART * 16, x);
+      read_words<Y_WORDS>(y_planes + at + pass * 2 * Y::PART * 16, next);
+#pragma unroll
+      for (int i = 0; i < Y_WORDS; ++i) {
+        uint32_t (&columns)[4] = y[pass][i / 2];
+        columns[i % 2 * 2] = columns[i % 2 * 2 + 1];
+        columns[i % 2 * 2 + 1] = next[i];
       }
+      multiply(x, y[pass], acc[pass]);
     }
-    if (++slot == g.stages) {
-      slot = 0;
+    arrive(&empty[set]);
+    if (++set == g.stages) {
+      set = 0;
       phase ^= 1;
     }
-    with_y = true;
-    return --left >= 0;
-  };
-  while (turn(Constant<0>{}) && turn(Constant<1>{})) {
   }
 }
 
@@ -343,15 +430,15 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
   const int lane = threadIdx.x % 32;
   float sum = 0.f;
   for (int i = work.begin * ROWS; i < work.end * ROWS; ++i) {
-    const Row row(g, i);
-    const int p = row.p, h = p * g.stride_h - g.pad_h + r * g.dilation_h;
-    if (p >= g.out_h || h < 0 || h >= g.in_h) continue;
+    const Row row(i);
+    const int p = row.p, h = p * STRIDE_H - g.pad_h + r * g.dilation_h;
+    if (p >= OUT_H || h < 0 || h >= IN_H) continue;
     for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
       const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
-      const int w = q * g.stride_w - g.pad_w + s * g.dilation_w;
-      if (n >= g.batch || q >= g.out_w || w < 0 || w >= g.in_w) continue;
-      const size_t x_at = ((size_t(n) * g.in_h + h) * g.in_w + w) * g.in_channels + k / g.multiplier;
-      const size_t y_at = ((size_t(n) * g.out_h + p) * g.out_w + q) * g.out_channels + k;
+      const int w = q * STRIDE_W - g.pad_w + s * g.dilation_w;
+      if (n >= g.batch || q >= OUT_W || w < 0 || w >= IN_W) continue;
+      const size_t x_at = ((size_t(n) * IN_H + h) * IN_W + w) * IN_CHANNELS + k / MULTIPLIER;
+      const size_t y_at = ((size_t(n) * OUT_H + p) * OUT_W + q) * OUT_CHANNELS + k;
       sum = fmaf(to_float(x[x_at]), to_float(y[y_at]), sum);
     }
   }
@@ -360,41 +447,53 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
   return sum;
 }
 
-// Adds a channel's products along their diagonals: sums[row of taps][tap of a row][channel of the thread
-// block].
-__device__ inline void add_diagonals(const Args& g, const float (&acc)[TAPS][4], float* scratch,
-                                     float* sums) {
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+// A channel's taps: sums of its products along their diagonals, and what is not finite again. sums[tap], as
+// `Work::r` and `Work::s` count taps.
+__device__ inline void finish(const Args& g, const Work& work, const Element* x, const Element* y, int k,
+                              const float (&acc)[TAPS][4], float* scratch, float* sums) {
+  const int lane = threadIdx.x % 32, taps = g.taps_h.size * TAPS;
+  float* products = scratch + lane / 4 * 8 + lane % 4 * 2;
 #pragma unroll
   for (int s = 0; s < TAPS; ++s) {
-    __syncwarp();
-    *reinterpret_cast<float2*>(scratch + row * 8 + column) = make_float2(acc[s][0], acc[s][1]);
-    *reinterpret_cast<float2*>(scratch + (row + 8) * 8 + column) = make_float2(acc[s][2], acc[s][3]);
-    __syncwarp();
-    if (lane < g.taps_h.size) {
-      float sum = 0.f;
+    *reinterpret_cast<float2*>(products + s * SCRATCH) = make_float2(acc[s][0], acc[s][1]);
+    *reinterpret_cast<float2*>(products + s * SCRATCH + 64) = make_float2(acc[s][2], acc[s][3]);
+  }
+  __syncwarp();
+  for (int base = 0; base < taps; base += 32) {
+    const int tap = base + lane;
+    bool wrong = false;
+    float sum = 0.f;
+    if (tap < taps) {
+      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - tap / TAPS * g.shift_h) * 8;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum += scratch[(j + lane * g.shift_h) * 8 + j];
-      sums[(lane * TAPS + s) * CHANNELS] = sum;
+      for (int j = 0; j < 8; ++j) sum += diagonal[j * 9];
+      wrong = !isfinite(sum) && work.r(g, tap) < g.taps_h.kernel && work.s(g, tap) < g.taps_w.kernel;
     }
+    for (unsigned all = __ballot_sync(ALL, wrong && k < OUT_CHANNELS); all != 0; all &= all - 1) {
+      const int index = base + __ffs(all) - 1;
+      const float again = exact(g, work, x, y, work.r(g, index), work.s(g, index), k);
+      if (index == tap) sum = again;
+    }
+    if (tap < taps) sums[tap] = sum;
   }
   __syncwarp();
 }
 
-// A channel's sums that are not finite, again.
-__device__ inline void mend(const Args& g, const Work& work, const Element* x, const Element* y, int channel,
-                            float* sums) {
-  const int lane = threadIdx.x % 32, k = work.k0 + channel;
-  if (k >= g.out_channels) return;
-  for (int base = 0; base < g.taps_h.size * TAPS; base += 32) {
-    const int mine = base + lane;
-    const bool is_tap = mine < g.taps_h.size * TAPS && work.r(g, mine) < g.taps_h.kernel &&
-                        work.s(g, mine) < g.taps_w.kernel;
-    unsigned wrong = __ballot_sync(ALL, is_tap && !isfinite(sums[mine * CHANNELS + channel]));
-    for (; wrong != 0; wrong &= wrong - 1) {
-      const int index = base + __ffs(wrong) - 1;
-      const float sum = exact(g, work, x, y, work.r(g, index), work.s(g, index), k);
-      if (lane == 0) sums[index * CHANNELS + channel] = sum;
+// Columns that are read of every row but not written (dY's are multiplied, X's multiply zeros): zeros, in
+// every set.
+template <class L>
+__device__ inline void clear(uint8_t* planes, int stages) {
+  constexpr int WIDE = 2 * L::ROW_CHUNKS - L::QUADS;  // in units of 8 bytes
+  if constexpr (WIDE > 0) {
+    const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
+    for (int i = threadIdx.x; i < all; i += CONSUMERS) {
+      int rest = i / WIDE;
+      const int row = rest % ROWS, image = rest / ROWS % IMAGES;
+      rest /= ROWS * IMAGES;
+      const int channel = rest % CHANNELS, set = rest / CHANNELS;
+      const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + image * L::IMAGE + row * L::ROW;
+      uint2* to = reinterpret_cast<uint2*>(planes + set * PLANES_BYTES);
+      to[2 * at + L::QUADS + i % WIDE] = make_uint2(0, 0);
     }
   }
 }
@@ -403,70 +502,72 @@ __device__ inline void mend(const Args& g, const Work& work, const Element* x, c
 // over splits. Split s covers blocks [s, s+1) * blocks_per_split and writes out + s * (output size); the
 // plan leaves no split empty.
 template <class T>
-__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& y_map, const Args& g, const Element* x,
-                             const Element* y, T* out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[MAX_STAGES];
-  // An offset from `raw`: of a rounded address the compiler does not know that it is in shared memory.
-  uint8_t* stages = raw + (-cute::cast_smem_ptr_to_uint(raw) & 1023);
-  uint8_t* planes = stages + g.stages * STAGE_BYTES;
+__device__ inline void wgrad(const Args& g, const Element* x, const Element* y, T* out) {
+  extern __shared__ uint4 raw[];
+  __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+  uint8_t* planes = reinterpret_cast<uint8_t*>(raw);
   const Work work(g);
   // A class with fewer blocks than others.
   if (work.r0 >= g.taps_h.kernel || work.s0 >= g.taps_w.kernel) return;
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);  // uniform to the compiler
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < g.stages; ++i) FullBarrier::init(&full[i], 2 * ROWS);
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  Loader loader(g, work, warp);
-  for (int i = 0; i < g.stages; ++i) {
-    loader.load(x_map, y_map, g, work, warp, stages + i * STAGE_BYTES, &full[i]);
-  }
-  // Columns beyond the chunks that are written turn by turn are read as zeros.
-  for (int i = threadIdx.x; i < 2 * PLANES_BYTES / 16; i += THREADS) {
-    reinterpret_cast<uint4*>(planes)[i] = make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-
-  float acc[PASSES][TAPS][4];
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-#pragma unroll
-    for (int s = 0; s < TAPS; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[pass][s][i] = 0.f;
+  if (warp >= WARPS) {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<LOADER_REGS>();
+    produce(g, work, x, y, planes, full, empty);
+  } else {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<CONSUMER_REGS>();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < g.stages; ++i) {
+        Barrier::init(&full[i], LOADERS);
+        Barrier::init(&empty[i], WARPS);
+      }
     }
-  }
-  consume(x_map, y_map, g, work, loader, stages, planes, full, warp, acc);
+    clear<X>(planes, g.stages);
+    clear<Y>(planes + X::PLANE_BYTES, g.stages);
+    meet(THREADS, START);
 
-  launch_dependent_grids();
-  __syncthreads();
-  float* sums = reinterpret_cast<float*>(planes);
-  float* scratch = sums + MAX_TAPS_H * TAPS * CHANNELS + warp * 128;
+    float acc[PASSES][TAPS][4];
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    add_diagonals(g, acc[pass], scratch, sums + pass * WARPS + warp);
-    mend(g, work, x, y, pass * WARPS + warp, sums);
-  }
-  __syncthreads();
-  out += blockIdx.y * size_t(g.taps_h.kernel) * g.taps_w.kernel * g.out_channels;
-  for (int i = threadIdx.x; i < g.taps_h.size * TAPS * CHANNELS; i += THREADS) {
-    const int r = work.r(g, i / CHANNELS), s = work.s(g, i / CHANNELS), k = work.k0 + i % CHANNELS;
-    if (r < g.taps_h.kernel && s < g.taps_w.kernel && k < g.out_channels) {
-      convert(sums[i], out[(size_t(r) * g.taps_w.kernel + s) * g.out_channels + k]);
+    for (int pass = 0; pass < PASSES; ++pass) {
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[pass][s][i] = 0.f;
+      }
+    }
+    // X's channel among those loaded; with more than one pass they are the output's (`supports`).
+    const int x_channel = PASSES > 1 ? warp : (work.k0 + warp) / MULTIPLIER - work.c0;
+    consume(g, work.end - work.begin + 1, planes, full, empty, x_channel, warp, acc);
+    const Work again(g);  // instead of `work`, for which there were no registers
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+
+    launch_dependent_grids();
+    meet(CONSUMERS, PRODUCTS);  // nobody reads the planes any more
+    float* sums = reinterpret_cast<float*>(planes);
+    float* scratch = sums + SUMS * CHANNELS + thread / 32 * TAPS * SCRATCH;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int channel = pass * WARPS + thread / 32;
+      finish(g, again, x, y, again.k0 + channel, acc[pass], scratch, sums + channel * SUMS);
+    }
+    meet(CONSUMERS, PRODUCTS);
+    out += blockIdx.y * size_t(g.taps_h.kernel) * g.taps_w.kernel * OUT_CHANNELS;
+    for (int i = thread; i < g.taps_h.size * TAPS * CHANNELS; i += CONSUMERS) {
+      const int tap = i / CHANNELS, channel = i % CHANNELS;
+      const int r = again.r(g, tap), s = again.s(g, tap), k = again.k0 + channel;
+      if (r < g.taps_h.kernel && s < g.taps_w.kernel && k < OUT_CHANNELS) {
+        convert(sums[channel * SUMS + tap], out[(size_t(r) * g.taps_w.kernel + s) * OUT_CHANNELS + k]);
+      }
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map,
-                  const __grid_constant__ Args g, const Element* x, const Element* y, float* partials) {
-  wgrad(x_map, y_map, g, x, y, partials);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    wgrad_partial(const __grid_constant__ Args g, const Element* x, const Element* y, float* partials) {
+  wgrad(g, x, y, partials);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map,
-                 const __grid_constant__ Args g, const Element* x, const Element* y, Output* out) {
-  wgrad(x_map, y_map, g, x, y, out);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    wgrad_direct(const __grid_constant__ Args g, const Element* x, const Element* y, Output* out) {
+  wgrad(g, x, y, out);
 }

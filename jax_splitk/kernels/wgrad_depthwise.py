@@ -8,7 +8,7 @@ limit. The reduction over images, tiles of columns and rows is cut into splits, 
 adds in a fixed order (split_k.py).
 
 Strides and dilations are reduced to unit stride: the taps fall into classes by their residue, each class reads every
-stride-th row and column (TMA's element strides), and its taps are a fixed number of those apart.
+stride-th row and column, and its taps are a fixed number of those apart.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from jax_splitk.target import Target, hopper_limit
 name = "wgrad_depthwise"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 1
+ABI = 2
 
 ROWS = 8  # of a block
 CHANNELS = (8, 16, 32)
 SEGMENTS = (1, 2, 4)
-MAX_STAGES = 4
+MAX_STAGES = 6
 MAX_ROW_REACH = 8  # a product has 16 rows of X for 8 of dY
 # Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has two channels.
 MAX_COLUMN_REACH = 12
 MAX_COLUMN_TAPS = 9
 MAX_WIDE_TAPS = 3
-MAX_WIDE_REACH = 6
-MAX_BOX = 256  # TMA
+MAX_WIDE_REACH = 4
+MAX_TAPS_H = 9
+LOADERS = 4  # warps
 SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
-RESERVED_BYTES = 1024 + 256  # alignment of the stages; barriers
 MAX_CANDIDATES = 48
 INT32_MAX = 2**31 - 1
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
@@ -47,7 +47,6 @@ MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 MAX_FLOAT32_CHAIN = 256
 
 _DTYPES = ("bfloat16", "float16")
-_SWIZZLES = {8: 0, 16: 1, 32: 2}  # CUtensorMapSwizzle by channels: a pixel is as wide as the swizzle's span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Config:
     Attributes:
       channels: of a thread block: 8, 16 or 32.
       segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
-      stages: depth of the shared-memory ring, in blocks of 8 rows.
+      stages: depth of the shared-memory ring, in transposed blocks of 8 rows.
       splits: parts into which the reduction over blocks of rows is cut; none may be empty.
     """
 
@@ -72,6 +71,7 @@ class Config:
 
     @property
     def warps(self) -> int:
+        """Of products; `LOADERS` others read and transpose."""
         return min(self.channels, 16)
 
 
@@ -158,21 +158,24 @@ def geometry(p: ConvWgradProblem) -> Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Shared memory of X or dY; `Layout` of the device code."""
+    """X or dY of a block of rows; `Layout` of the device code."""
 
-    box_w: int  # pixels of a row of a stage
-    bytes: int  # in a stage
+    quads: int  # of columns, that are written of a row
     read_chunks: int  # a lane's, of 8 columns
+    row: int  # from row to row of a plane, in units of 16 bytes
+    image: int
+    channel: int
+    part: int  # from 8 channels to 8 channels
     plane_bytes: int
 
     @staticmethod
     def of(config: Config, segment: int, columns: int, read: int) -> "Operand":
-        chunks, read_chunks = -(-columns // 8), -(-read // 8)
-        size = chunks * 8 * ROWS * config.images * config.channels * 2
-        row = max(chunks, (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        quads, read_chunks, parts = -(-columns // 4), -(-read // 8), config.channels // 8
+        row = max(-(-quads // 2), (config.segments - 1) * (segment // 8) + read_chunks) | 1
         image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
-        channel = config.images * image | 1
-        return Operand(chunks * 8, size, read_chunks, channel * config.warps * 16)
+        channel = config.images * image
+        part = 8 * channel + 8 // parts % 8
+        return Operand(quads, read_chunks, row, image, channel, part, parts * part * 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,29 +184,24 @@ class Tiling:
 
     segment: int  # columns of a lane
     columns: int  # of dY in a tile
+    used: int  # of these, in the image
     tiles: int  # in a row of dY
     x: Operand
     y: Operand
     groups: int  # of channels
     blocks: int  # of the reduction
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.x.bytes + self.y.bytes
+    epilogue_bytes: int  # of shared memory, in the planes' place
 
     @property
     def planes_bytes(self) -> int:
         return self.x.plane_bytes + self.y.plane_bytes
 
     def shared_bytes(self, stages: int) -> int:
-        return stages * self.stage_bytes + 2 * self.planes_bytes + RESERVED_BYTES
+        return max(stages * self.planes_bytes, self.epilogue_bytes)
 
-    def max_stages(self, ctas_per_sm: int = 1) -> int:
-        return min(MAX_STAGES, (SHARED_BYTES // ctas_per_sm - self.shared_bytes(0)) // self.stage_bytes)
-
-    def ctas_per_sm(self, config: Config) -> int:
-        """2 where registers and shared memory allow it."""
-        return 2 if config.warps == 8 and 2 * self.shared_bytes(config.stages) <= SHARED_BYTES else 1
+    @property
+    def max_stages(self) -> int:
+        return min(MAX_STAGES, SHARED_BYTES // self.planes_bytes)
 
 
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
@@ -219,14 +217,17 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
     columns = -(-width // -(-width // (segment * segments)))
     columns = -(-columns // 8) * 8
     tiles = -(-width // columns)
-    reach = g.width.reach
+    used = min(columns, width)
+    taps, reach = g.width.size, g.width.reach
     return Tiling(
         segment=segment,
         columns=columns,
+        used=used,
         tiles=tiles,
-        x=Operand.of(config, segment, columns + reach, segment + reach),
-        y=Operand.of(config, segment, columns, segment),
+        x=Operand.of(config, segment, used + reach, segment + reach),
+        y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
+        epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
         blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
     )
 
@@ -304,6 +305,7 @@ def _extent_limit(p: ConvWgradProblem) -> str | None:
     for what, size in (
         ("input rows", g.height.size_in),
         ("input columns", g.width.size_in),
+        ("input rows of all images", p.batch * g.height.size_in),
         ("output rows times stride", g.pitch * g.height.stride),
         ("output columns times stride", g.width.size_out * g.width.stride),
         ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.size_out // 8)),
@@ -328,11 +330,8 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
             return f"channels 32 with {g.width.size} taps in a row; accepted: at most {MAX_WIDE_TAPS}"
         if g.width.reach > MAX_WIDE_REACH:
             return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
-    if t.x.box_w * g.width.stride > MAX_BOX:
-        pixels = t.x.box_w * g.width.stride
-        return f"segments {config.segments}: {pixels} columns of input under a tile; accepted: at most {MAX_BOX}"
-    if not 1 <= config.stages <= t.max_stages():
-        return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages()}"
+    if not 1 <= config.stages <= t.max_stages:
+        return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
     most = min(t.blocks, 65535)
     if not 1 <= config.splits <= most:
         return f"splits {config.splits}; accepted for {t.blocks} blocks of rows: 1 to {most}"
@@ -352,15 +351,14 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
         for segments in SEGMENTS:
             shallow = Config(channels, segments, 1, 1)
             t = tiling(problem, shallow)
-            depths = {min(2, t.max_stages()), t.max_stages(), t.max_stages(ctas_per_sm=2) if channels == 8 else 0}
-            for stages in sorted(depths):
+            # More plane sets take what the loads have as L1 (4: 5%, 6: 50% slower on an H200).
+            for stages in sorted({min(2, t.max_stages), min(3, t.max_stages)}):
                 single = dataclasses.replace(shallow, stages=stages)
                 if _config_limit(problem, single) is not None:
                     continue
-                slots = target.cores * t.ctas_per_sm(single)
                 tiles = t.groups * geometry(problem).tap_blocks
                 least = least_splits(problem, single)
-                wanted = [least, *(slots * waves // tiles for waves in range(1, 5))]
+                wanted = [least, *(target.cores * waves // tiles for waves in range(1, 5))]
                 for count in wanted:
                     splits = whole_splits(problem, single, max(least, min(count, 65535)))
                     config = dataclasses.replace(single, splits=splits)
@@ -378,19 +376,20 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     least = least_splits(problem, config)
     splits = {whole_splits(problem, config, s) for s in wanted if s >= least}
     found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
-    depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages() + 1))
+    depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
     return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
 
 
-# Of an H200; predicted, not fitted. Cycles are of one SM.
+# Of an H200; fitted to 8 device times (8% root mean square). Cycles are of one SM.
 _CLOCK = 1.755e9
 _SHARED_BYTES_PER_CYCLE = 128
-_L2_BYTES_PER_CYCLE = 48
-_MMA_CYCLES = 2.0  # m16n8k16
-_PIXEL_CYCLES = 1.0  # TMA, for each pixel of a box, however few its channels
-_TURN_CYCLES = 350  # waiting, barrier and latencies that other warps do not hide
-_SHADOW = 0.25  # part of the shared-memory and tensor-core times that is not hidden by the longest
-_START_SECONDS = 2.0e-6  # first loads and the epilogue of a thread block
+_L2_BYTES_PER_CYCLE = 30
+_MMA_CYCLES = 1.5  # m16n8k16
+_PIXEL_CYCLES = 1.6  # of a loaded pixel, however few its channels
+_LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
+_TURN_CYCLES = 550  # waiting and latencies that other warps do not hide
+_SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
+_START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
 _HBM_BYTES = 4.0e12
 _LAUNCH_SECONDS = 4.5e-6
 _REDUCE_SECONDS = 0.7e-6
@@ -401,21 +400,21 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
     """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
     g, t = geometry(problem), tiling(problem, config)
     turns = -(-t.blocks // config.splits) + 1
-    pixels = (t.x.box_w + t.y.box_w) * ROWS * config.images
-    # Written by TMA, read by ldmatrix, written to the planes; read from there 16 bytes at a time by each lane.
-    transposed = 3 * pixels * config.channels * 2
+    pixels = (t.x.quads + t.y.quads) * 4 * ROWS * config.images
+    # Written to the planes; read from there 16 bytes at a time by each lane.
     operands = (t.x.read_chunks + t.segment // 8) * 16 * 32 * config.channels
-    shared = (transposed + operands) / _SHARED_BYTES_PER_CYCLE
+    shared = (pixels * config.channels * 2 + operands) / _SHARED_BYTES_PER_CYCLE
     mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
-    useful = g.width.size_out / (t.tiles * t.columns)
-    load = max(pixels * max(config.channels * 2, 32) * useful / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES)
+    useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
+    sectors = useful * pixels * max(config.channels * 2, 32)
+    load = max(sectors / _L2_BYTES_PER_CYCLE, useful * pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
     longest = max(shared, mma, load)
-    ctas = t.ctas_per_sm(config)
-    cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES / ctas
+    cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
     thread_blocks = t.groups * g.tap_blocks * config.splits
-    seconds = -(-thread_blocks // target.cores) * turns * cycles / _CLOCK
+    waves = -(-thread_blocks // target.cores)
+    seconds = waves * turns * cycles / _CLOCK
     seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
-    seconds += -(-thread_blocks // (target.cores * ctas)) * _START_SECONDS + _LAUNCH_SECONDS
+    seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
     if config.splits > 1:
         seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
     return seconds
@@ -425,8 +424,8 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, tile and taps of a row, not on stages or splits."""
-    t, width = tiling(problem, config), geometry(problem).width
+    """The device code's specialisation: it does not depend on the batch, stages or splits."""
+    t, g = tiling(problem, config), geometry(problem)
     return compiler.Source(
         "wgrad_depthwise.cu",
         (
@@ -436,9 +435,19 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("SEGMENT", t.segment),
             ("SEGMENTS", config.segments),
             ("COLUMNS", t.columns),
-            ("TAPS", width.size),
-            ("SHIFT", width.shift),
-            ("STAGE_BYTES", t.stage_bytes),
+            ("USED", t.used),
+            ("TAPS", g.width.size),
+            ("SHIFT", g.width.shift),
+            ("PITCH", g.pitch),
+            ("TILES", t.tiles),
+            ("MULTIPLIER", problem.out_channels // problem.in_channels),
+            ("BLOCKS_H", g.height.blocks),
+            ("BLOCKS_W", g.width.blocks),
+            ("TAP_BLOCKS_W", g.width.tap_blocks),
+            ("TAP_BLOCKS", g.tap_blocks),
+            *(("IN_H", g.height.size_in), ("IN_W", g.width.size_in), ("IN_CHANNELS", problem.in_channels)),
+            *(("OUT_H", g.height.size_out), ("OUT_W", g.width.size_out), ("OUT_CHANNELS", problem.out_channels)),
+            *(("STRIDE_H", g.height.stride), ("STRIDE_W", g.width.stride)),
             ("PLANES_BYTES", t.planes_bytes),
         ),
     )
@@ -449,45 +458,15 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     g, t = geometry(p), tiling(p, config)
     height, width = g.height, g.width
     values = (
-        *(p.batch, p.in_channels, p.out_channels, p.out_channels // p.in_channels),
-        *(height.size_in, width.size_in, height.size_out, width.size_out),
-        *(height.stride, width.stride, height.pad, width.pad, height.dilation, width.dilation),
-        *(height.kernel, height.step, height.size, height.blocks),
-        *(width.kernel, width.step, width.size, width.blocks),
+        p.batch,
+        *(height.pad, width.pad, height.dilation, width.dilation),
+        *(height.kernel, height.step, height.size),
+        *(width.kernel, width.step, width.size),
         height.shift,
-        *(width.tap_blocks, g.tap_blocks),
-        t.tiles,
-        g.pitch,
         *(t.blocks, -(-t.blocks // config.splits)),
         config.stages,
     )
     return plan.Int32Struct(values)
-
-
-@dataclasses.dataclass(frozen=True)
-class StridedMap(plan.TiledMap):
-    """A TMA descriptor of a box of every `element_strides`-th element; `box` counts those in between as well."""
-
-    element_strides: tuple[int, ...] = ()
-
-    def words(self) -> list[int]:
-        rank = len(self.dims)
-        words = super().words()
-        start = 4 + rank + rank - 1  # after the dimensions and their strides
-        return [*words[:start], *self.element_strides, *words[start + rank :]]
-
-
-def _map(buffer: int, dtype: str, dims: tuple[int, ...], box_w: int, config: Config, stride: int = 1) -> StridedMap:
-    """Of rows of every `stride`-th pixel."""
-    return StridedMap(
-        buffer,
-        dtype,
-        dims,
-        plan.tensor_map_strides(dims, 2),
-        box=(config.channels, box_w * stride, 1, config.images),
-        swizzle=_SWIZZLES[config.channels],
-        element_strides=(1, stride, 1, 1),
-    )
 
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
@@ -500,22 +479,13 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         plan.Buffer(math.prod(p.out_shape) * jnp.dtype(p.out_dtype).itemsize, 16),
         plan.Buffer(workspace_bytes(p, config), 16),
     )
-    x_dims = (p.in_channels, g.width.size_in, g.height.size_in, p.batch)
-    y_dims = (p.out_channels, g.width.size_out, g.height.size_out, p.batch)
-    maps = (
-        _map(0, p.dtype, x_dims, t.x.box_w, config, g.width.stride),
-        _map(1, p.dtype, y_dims, t.y.box_w, config),
-    )
     split = config.splits > 1
     main = plan.Launch(
         kernel="wgrad_partial" if split else "wgrad_direct",
         grid=(g.tap_blocks * t.groups, config.splits, 1),
-        block=(32 * config.warps, 1, 1),
-        params=(
-            *(plan.MapParam(0), plan.MapParam(1), _args(p, config)),
-            *(plan.Pointer(0), plan.Pointer(1), plan.Pointer(3 if split else 2)),
-        ),
+        block=(32 * (config.warps + LOADERS), 1, 1),
+        params=(_args(p, config), plan.Pointer(0), plan.Pointer(1), plan.Pointer(3 if split else 2)),
         shared_bytes=t.shared_bytes(config.stages),
     )
     launches = (main, split_k.reduce_launch(p, config.splits)) if split else (main,)
-    return plan.DevicePlan(source(p, config), buffers, maps, launches, label=f"{name} {config}")
+    return plan.DevicePlan(source(p, config), buffers, (), launches, label=f"{name} {config}")
