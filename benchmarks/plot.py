@@ -1,7 +1,7 @@
 """Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
 XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight.
 
-python -m benchmarks.plot RESULTS.json OUT.svg
+python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """
 
 import argparse
@@ -26,6 +26,25 @@ LINES = {
     "bf16": ("#4d8f57", ("xla_16bit", "torch_bf16")),
     "XLA, quantized": (XLA, ("xla_quantized",)),
 }
+
+
+def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first report with the cases of all; of a case that several have, the last one's figures.
+
+    Raises:
+      ValueError: they are of different devices or benchmarks, or of different types.
+    """
+    for name, values in (
+        ("device_kind", {r["environment"]["device_kind"] for r in reports}),
+        ("benchmark", {"quantized" if "crossovers" in r else "wgrad" for r in reports}),
+        ("x_dtype", {result["case"].get("x_dtype") for r in reports for result in r["results"]}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"reports of different {name}: {', '.join(map(str, sorted(values)))}; accepted: one")
+    results = {
+        result["case"].get("name") or result["name"]: result for report in reports for result in report["results"]
+    }
+    return reports[0] | {"results": list(results.values())}
 
 
 def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -132,16 +151,18 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description="A chart of a report of benchmarks.wgrad or benchmarks.quantized."
+        prog="python -m benchmarks.plot", description="A chart of reports of benchmarks.wgrad or benchmarks.quantized."
     )
-    parser.add_argument("report", type=pathlib.Path, help="JSON file of one of these")
+    parser.add_argument(
+        "reports", type=pathlib.Path, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
+    )
     parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file")
     options = parser.parse_args(argv)
     try:
-        report = json.loads(options.report.read_text())
+        report = combined([json.loads(path.read_text()) for path in options.reports])
         figure = quantized_chart(report) if "crossovers" in report else chart(report)
     except ValueError as error:
-        print(f"{options.report}: {error}", file=sys.stderr)
+        print(f"{', '.join(map(str, options.reports))}: {error}", file=sys.stderr)
         return 2
     # The same bytes for the same report: no date, no version, no random ids. Text as paths looks alike everywhere.
     metadata = {"Date": None, "Creator": None} if options.out.suffix == ".svg" else {"Software": None}

@@ -48,3 +48,27 @@ def test_a_report_without_floors_is_refused(tmp_path: pathlib.Path, capsys: pyte
     file.write_text(json.dumps(report | {"results": [r | {"floor_us": None} for r in report["results"]]}))
     assert plot.main([str(file), str(tmp_path / "out.svg")]) == 2
     assert "no result has floor_us; accepted: reports of an H200" in capsys.readouterr().err
+
+
+def test_later_reports_replace_cases_and_add_others() -> None:
+    report = json.loads(REPORT.read_text())
+    names = [result["case"]["name"] for result in report["results"]]
+    newer = json.loads(json.dumps(report["results"][1]))
+    newer["ours"]["us"] *= 2
+    other = json.loads(json.dumps(report["results"][2]))
+    other["case"]["name"] = "another"
+    merged = plot.combined([report, report | {"results": [newer, other]}])
+    assert [result["case"]["name"] for result in merged["results"]] == [*names, "another"]
+    before, after = plot.shares(report), plot.shares(merged)
+    assert after[names[1]][0] == before[names[1]][0] / 2
+    assert [after[name] for name in names if name != names[1]] == [before[name] for name in names if name != names[1]]
+
+
+def test_reports_that_do_not_belong_together_are_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = json.loads(REPORT.read_text())
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(report | {"environment": report["environment"] | {"device_kind": "another"}}))
+    assert plot.main([str(REPORT), str(file), str(tmp_path / "out.svg")]) == 2
+    assert "reports of different device_kind: NVIDIA H200, another; accepted: one" in capsys.readouterr().err
