@@ -356,7 +356,7 @@ using Columns = uint32_t[Y_WORDS / 2][4];
 // are few.
 __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
   Run x_odd;
-  int made = 0;
+  int made = SHIFT / 2;  // where the first tap at odd columns begins
 #pragma unroll
   for (int i = 0; i < Y_WORDS; i += 2) {
     const uint32_t* a = y[i / 2];
@@ -368,11 +368,7 @@ __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAP
         const int at = i + s * SHIFT / 2;
         if (odd) {
 #pragma unroll
-          for (int j = at; j < at + 2; ++j) {
-            if (j < made) continue;
-            x_odd[j] = funnel(x[j], x[j + 1]);
-            made = j + 1;
-          }
+          for (; made < at + 2; ++made) x_odd[made] = funnel(x[made], x[made + 1]);
         }
         const uint32_t* b = (odd ? x_odd : x) + at;
         float* d = acc[s];
