@@ -86,3 +86,15 @@ def warnings(log: str, file: str) -> list[str]:
     front_end = re.compile(rf"{re.escape(file)}\(\d+\): (warning|error)")
     ptxas = re.compile(r"ptxas\s*(warning|fatal|error)|Potential Performance Loss", re.IGNORECASE)
     return [line for line in log.splitlines() if front_end.search(line) or ptxas.search(line)]
+
+
+def check_roles(kernel: Kernel, report: Report, consumers: int) -> tuple[int, int]:
+    """A loader's and a consumer's registers, where one warpgroup loads and so many consume.
+
+    What they take of the register file may not exceed what the block was given: it would wait for ever.
+    """
+    given = -(-report.registers // 8) * 8 * (consumers + 1)
+    assert given * 128 <= 65536
+    loader, consumer = sorted(set(kernel.immediates(USETMAXREG)))
+    assert loader + consumers * consumer <= given
+    return loader, consumer

@@ -11,11 +11,12 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import _ffi, compiler, reference
+from jax_splitk import _ffi, compiler
 from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import target_for
-from tests import float64, poison
+from tests import float64, gpu_wgrad, poison
+from tests.gpu_wgrad import error, integers, normals, xla
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,6 @@ LEGAL = [case for case in cases.WGRAD_CASES if wgrad_sm90.supports(case.problem(
 OUT_DTYPES = ("bfloat16", "float32")
 ODD_TILES = (((128, 128), False), ((64, 192), True), ((192, 64), False))
 ODD_CHANNELS = next(case for case in cases.SMALL_CASES if case.name == "c136k200")
-SEED = np.random.SeedSequence().entropy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,22 +80,6 @@ SPATIAL_CONFIGS = (
 )
 
 
-def integers(case, limit=2, seed=0, dtype=None):
-    """Of a case or a problem."""
-    rng = np.random.default_rng([SEED, seed])
-    dtype = dtype or case.dtype
-    draw = lambda shape: jnp.asarray(rng.integers(-limit, limit + 1, shape, dtype=np.int8)).astype(dtype)  # noqa: E731
-    return draw(case.lhs_shape), draw(case.g_shape)
-
-
-def normals(case, seed=0, dtype=None):
-    keys = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    dtype = dtype or case.dtype
-    return tuple(
-        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, (case.lhs_shape, case.g_shape), strict=True)
-    )
-
-
 def ours(case, out_dtype=None, **options):
     return jax.jit(
         lambda lhs, g: jax_splitk.conv_wgrad(
@@ -112,10 +96,6 @@ def through_lax(case):
     return jax.jit(wgrad)
 
 
-def rounded(exact, dtype):
-    return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
-
-
 def chosen(case, out_dtype=None):
     """The family's best by its model."""
     problem, target = case.problem(out_dtype), target_for("cuda")
@@ -125,11 +105,7 @@ def chosen(case, out_dtype=None):
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
-    lhs, g = integers(case)
-    problem = case.problem(out_dtype)
-    plan = wgrad_sm90.make_plan(problem, chosen(case, out_dtype))
-    out = poison.run(plan, problem, lhs, g)
-    np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), out_dtype))
+    gpu_wgrad.check_exact(wgrad_sm90, case.problem(out_dtype), [chosen(case, out_dtype)])
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
@@ -137,13 +113,13 @@ def test_suite_is_as_accurate_as_xla(case):
     lhs, g = normals(case)
     problem = case.problem()
     exact = float64.conv_wgrad(problem, lhs, g)
-    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
-    mine, theirs = error(ours(case, config=chosen(case))(lhs, g)), error(through_lax(case)(lhs, g))
+    mine = error(ours(case, config=chosen(case))(lhs, g), exact)
+    theirs = error(through_lax(case)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
     # With nothing rounded at the end what is left is the tensor cores' fp32 accumulation, XLA's as ours.
     unrounded = case.problem("float32")
-    mine = error(ours(case, "float32", config=chosen(case, "float32"))(lhs, g))
-    theirs = error(jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, unrounded))(lhs, g))
+    mine = error(ours(case, "float32", config=chosen(case, "float32"))(lhs, g), exact)
+    theirs = error(xla(unrounded)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
 
 
@@ -163,9 +139,7 @@ def test_every_variant_is_exact(variant, splits, reduction):
         if wgrad_sm90.supports(problem, config) is not None:
             continue
         tried += 1
-        lhs, g = integers(shape, seed=splits)
-        out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
-        np.testing.assert_array_equal(out, float64.conv_wgrad(problem, lhs, g).astype(np.float32))
+        gpu_wgrad.check_exact(wgrad_sm90, problem, [config], seed=splits)
     assert tried or (variant.cluster == 2 and reduction == "cluster")
 
 
@@ -174,23 +148,15 @@ def test_clusters_of_every_size_are_exact(splits):
     problem = spatial(1, (64 * 240,), (1,), (72, 136), out_dtype="bfloat16")
     config = with_splits(problem, wgrad_sm90.Config(64, 64, 6, bool(splits % 2), 1), splits, "cluster")
     assert config.splits == splits
-    lhs, g = integers(problem, limit=1, seed=splits)
-    out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
-    np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), "bfloat16"))
+    gpu_wgrad.check_exact(wgrad_sm90, problem, [config], seed=splits, limit=1)
 
 
 @pytest.mark.parametrize("problem", SPATIAL, ids=str)
 def test_ranks_and_groups_are_exact(problem):
-    lhs, g = integers(problem)
-    exact = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
-    tried = 0
-    for given in SPATIAL_CONFIGS:
-        config = with_splits(problem, given, given.splits, given.reduction)
-        if wgrad_sm90.supports(problem, config) is None:
-            tried += 1
-            out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
-            np.testing.assert_array_equal(out, exact, err_msg=str(config))
-    assert tried >= 3
+    configs = [with_splits(problem, given, given.splits, given.reduction) for given in SPATIAL_CONFIGS]
+    legal = [config for config in configs if wgrad_sm90.supports(problem, config) is None]
+    assert len(legal) >= 3
+    gpu_wgrad.check_exact(wgrad_sm90, problem, legal)
 
 
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS, ids=str)
@@ -219,9 +185,7 @@ def test_split_tail_is_exact(tile, swap):
         problem = case.problem(out_dtype)
         splits = wgrad_sm90.whole_splits(problem, wanted)
         config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, splits, whole_tiles=whole)
-        lhs, g = integers(case, seed=whole)
-        out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
-        np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), out_dtype))
+        gpu_wgrad.check_exact(wgrad_sm90, problem, [config], seed=whole)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -232,32 +196,19 @@ def test_odd_shapes_are_exact(case, dtype):
         problem = case.problem(dtype if seed else "float32")
         stages = wgrad_sm90.max_stages(*tile)
         config = wgrad_sm90.Config(*tile, stages, swap, wgrad_sm90.whole_splits(problem, splits))
-        lhs, g = integers(case, seed=seed)
-        out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
-        np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), problem.out_dtype))
+        gpu_wgrad.check_exact(wgrad_sm90, problem, [config], seed=seed)
 
 
 @pytest.mark.parametrize("case", LEGAL[2:16:3], ids=lambda case: case.name)
 def test_bitwise_the_same_over_20_runs(case):
-    lhs, g = normals(case, seed=1)
-    run = ours(case, "float32", config=chosen(case, "float32"))
-    first = np.asarray(run(lhs, g))
-    for _ in range(19):
-        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
+    gpu_wgrad.check_repeats(ours(case, "float32", config=chosen(case, "float32")), *normals(case, seed=1))
 
 
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS[2:], ids=str)
 def test_clusters_give_bitwise_the_same(config):
     problem = ODD_CHANNELS.problem("float32")
     config = with_splits(problem, config, config.splits, config.reduction)
-    lhs, g = normals(ODD_CHANNELS, seed=2)
-    call = wgrad_sm90.make_plan(problem, config).custom_call()
-    out = jax.ShapeDtypeStruct(problem.out_shape, jnp.float32)
-    workspace = jax.ShapeDtypeStruct((call.workspace_bytes,), np.uint8)
-    run = jax.jit(lambda *xs: jax.ffi.ffi_call(call.target, (out, workspace))(*xs, **call.attributes)[0])
-    first = np.asarray(run(lhs, g))
-    for _ in range(19):
-        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(wgrad_sm90, problem, config), *normals(ODD_CHANNELS, seed=2))
 
 
 @pytest.mark.parametrize(

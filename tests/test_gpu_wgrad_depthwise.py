@@ -2,21 +2,21 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute, reference
+from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_depthwise
 from jax_splitk.kernels.wgrad_depthwise import Config
 from jax_splitk.target import DEFAULT_CUDA
-from tests import float64, poison
+from tests import float64, gpu_wgrad, poison
 from tests.depthwise import ODD, SEQUENCES, SUITE, folded
+from tests.gpu_wgrad import error, integers, normals, xla
+from tests.problems import SEED
 
 pytestmark = pytest.mark.gpu
 
-SEED = np.random.SeedSequence().entropy
 SMALL_SUITE = tuple(dataclasses.replace(case, batch=6) for case in SUITE)
 
 
@@ -55,43 +55,20 @@ def compile_everything_first():
     compiler.compile_sources(sources)
 
 
-def integers(problem, seed=0, limit=2):
-    rng = np.random.default_rng([SEED, seed])
-    draw = lambda shape: jnp.asarray(rng.integers(-limit, limit + 1, shape, dtype=np.int8)).astype(problem.dtype)  # noqa: E731
-    return draw(problem.lhs_shape), draw(problem.g_shape)
-
-
-def normals(problem, seed=0):
-    keys = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    shapes = (problem.lhs_shape, problem.g_shape)
-    return tuple(jax.random.normal(key, shape, problem.dtype) for key, shape in zip(keys, shapes, strict=True))
-
-
-def rounded(exact, dtype):
-    return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
-
-
-def ours(problem, config=None):
-    call = wgrad_depthwise.make_plan(problem, config or best(problem)).custom_call()
-    return jax.jit(lambda lhs, g: execute.call(call, problem, lhs, g))
+def ours(problem):
+    return gpu_wgrad.ours(wgrad_depthwise, problem, best(problem))
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
     problem = case.problem(out_dtype)
-    lhs, g = integers(problem, limit=1)
-    out = poison.run(wgrad_depthwise.make_plan(problem, best(problem)), problem, lhs, g)
-    np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(problem, lhs, g), out_dtype))
+    gpu_wgrad.check_exact(wgrad_depthwise, problem, [best(problem)], limit=1)
 
 
 @pytest.mark.parametrize(("name", "problem"), list(odd_problems()), ids=lambda v: v if isinstance(v, str) else "")
 def test_odd_shapes_are_exact_in_every_variant(name, problem):
-    lhs, g = integers(problem, seed=len(name))
-    exact = rounded(float64.conv_wgrad(problem, lhs, g), problem.out_dtype)
-    for config in variants(problem):
-        out = poison.run(wgrad_depthwise.make_plan(problem, config), problem, lhs, g)
-        np.testing.assert_array_equal(out, exact, err_msg=str(config))
+    gpu_wgrad.check_exact(wgrad_depthwise, problem, variants(problem), seed=len(name))
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
@@ -100,20 +77,14 @@ def test_suite_is_as_accurate_as_xla(case):
         problem = case.problem(out_dtype)
         lhs, g = normals(problem)
         exact = float64.conv_wgrad(problem, lhs, g)
-        error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: B023, E731
-        mine = error(ours(problem)(lhs, g))
-        theirs = error(jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, problem))(lhs, g))  # noqa: B023
+        mine, theirs = error(ours(problem)(lhs, g), exact), error(xla(problem)(lhs, g), exact)
         assert mine <= 2 * theirs, (out_dtype, mine, theirs)
 
 
 @pytest.mark.parametrize("case", SUITE[::3], ids=lambda case: case.name)
 def test_bitwise_the_same_over_20_runs(case):
     problem = case.problem("float32")
-    lhs, g = normals(problem, seed=1)
-    run = ours(problem)
-    first = np.asarray(run(lhs, g))
-    for _ in range(19):
-        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
+    gpu_wgrad.check_repeats(ours(problem), *normals(problem, seed=1))
 
 
 def depends_on(problem, position):

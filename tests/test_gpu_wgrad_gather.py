@@ -10,16 +10,17 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import compiler, reference
+from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_gather
 from jax_splitk.target import target_for
-from tests import float64, poison
+from tests import float64, gpu_wgrad, poison
+from tests.gpu_wgrad import error, normals, rounded, xla
+from tests.problems import SEED
 from tests.test_wgrad_gather import STEM, conv, random_problem
 
 pytestmark = pytest.mark.gpu
 
 SUITE = [case.problem() for case in cases.WGRAD_CASES if {"stem", "float32"} & set(case.tags)]
-SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
 ODD = [
     conv((28, 28), (5, 5), (1, 32), batch=16),
@@ -50,15 +51,6 @@ def integers(p, seed=0, limit=2):
     return tuple(rng.integers(-limit, limit + 1, shape).astype(np.float32) for shape in (p.lhs_shape, p.g_shape))
 
 
-def normals(p, seed=0):
-    keys = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    return tuple(jax.random.normal(k, shape, p.dtype) for k, shape in zip(keys, (p.lhs_shape, p.g_shape), strict=True))
-
-
-def rounded(exact, dtype):
-    return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
-
-
 def run(p, config, lhs, g):
     plan = wgrad_gather.make_plan(p, config)
     return poison.run(plan, p, jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype))
@@ -72,10 +64,6 @@ def varied(p, count):
         found.setdefault((config.consumers, config.blocks, config.tile_n, config.slice, config.pixels), config)
     chosen = list(found.values())
     return chosen[:: max(1, len(chosen) // count)][:count]
-
-
-def xla(p):
-    return jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, p))
 
 
 DTYPES = (("bfloat16", "default"), ("float16", "default"), ("float32", "default"), ("float32", "highest"))
@@ -135,21 +123,17 @@ ACCURACY = [
 def test_as_accurate_as_xla(p):
     lhs, g = normals(p)
     exact = float64.conv_wgrad_on_host(p, np.asarray(lhs, np.float64), np.asarray(g, np.float64))
-    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
-    theirs = error(xla(p)(lhs, g))
+    theirs = error(xla(p)(lhs, g), exact)
     for config in varied(p, 4):
-        mine = error(run(p, config, lhs, g))
+        mine = error(run(p, config, lhs, g), exact)
         print(p.dtype, p.precision, config, f"{mine:.2e} XLA {theirs:.2e}")
         assert mine <= 2 * theirs, config
 
 
 @pytest.mark.parametrize("p", [SUITE[0], SUITE[1]], ids=str)
 def test_bitwise_the_same_over_20_runs(p):
-    lhs, g = normals(p, 1)
     call = jax.jit(lambda lhs, g: run_config(p, varied(p, 1)[0], lhs, g))
-    first = np.asarray(call(lhs, g))
-    for _ in range(19):
-        np.testing.assert_array_equal(np.asarray(call(lhs, g)), first)
+    gpu_wgrad.check_repeats(call, *normals(p, 1))
 
 
 def run_config(p, config, lhs, g):

@@ -10,17 +10,18 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import compiler, reference
+from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_grouped
 from jax_splitk.target import target_for
-from tests import float64, poison
+from tests import float64, gpu_wgrad, poison
+from tests.gpu_wgrad import error, integers, normals, xla
+from tests.problems import SEED
 from tests.test_wgrad_grouped import ODD, grouped, line, spread
 
 pytestmark = pytest.mark.gpu
 
 SUITE = [case for case in cases.WGRAD_CASES if "grouped" in case.tags]
 OUT_DTYPES = ("bfloat16", "float32")
-SEED = np.random.SeedSequence().entropy
 # Rows, columns, images and slices of every kind, on one problem.
 TILED = grouped((20, 20), (4, 4), 8, batch=3)
 TILINGS = [
@@ -58,27 +59,10 @@ def compile_everything_first():
     compiler.compile_sources(sources)
 
 
-def integers(p, seed=0, limit=2):
-    rng = np.random.default_rng([SEED, seed])
-    draw = lambda shape: jnp.asarray(rng.integers(-limit, limit + 1, shape, dtype=np.int8)).astype(p.dtype)  # noqa: E731
-    return draw(p.lhs_shape), draw(p.g_shape)
-
-
-def normals(p, seed=0):
-    keys = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    return tuple(jax.random.normal(k, shape, p.dtype) for k, shape in zip(keys, (p.lhs_shape, p.g_shape), strict=True))
-
-
-def rounded(exact, dtype):
-    return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
-
-
 def check_exact(p, config, seed=0):
     config = dataclasses.replace(config, splits=min(config.splits, wgrad_grouped.tiles(p, config)))
     assert wgrad_grouped.supports(p, config) is None
-    lhs, g = integers(p, seed)
-    out = poison.run(wgrad_grouped.make_plan(p, config), p, lhs, g)
-    np.testing.assert_array_equal(out, rounded(float64.conv_wgrad(p, lhs, g), p.out_dtype))
+    gpu_wgrad.check_exact(wgrad_grouped, p, [config], seed)
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
@@ -119,33 +103,29 @@ def test_suite_is_as_accurate_as_xla(case):
     p = case.problem()
     lhs, g = normals(p)
     exact = float64.conv_wgrad(p, lhs, g)
-    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)  # noqa: E731
 
     def through_lax(lhs, g):
         forward = lambda rhs: lax.conv_general_dilated(lhs, rhs, **case.lax_arguments())  # noqa: E731
         return jax.linear_transpose(forward, jax.ShapeDtypeStruct(case.rhs_shape, lhs.dtype))(g)[0]
 
-    mine = error(poison.run(wgrad_grouped.make_plan(p, best(p)), p, lhs, g))
-    theirs = error(jax.jit(through_lax)(lhs, g))
+    mine = error(poison.run(wgrad_grouped.make_plan(p, best(p)), p, lhs, g), exact)
+    theirs = error(jax.jit(through_lax)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
     unrounded = case.problem("float32")
-    mine = error(poison.run(wgrad_grouped.make_plan(unrounded, best(unrounded)), unrounded, lhs, g))
-    theirs = error(jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, unrounded))(lhs, g))
+    mine = error(poison.run(wgrad_grouped.make_plan(unrounded, best(unrounded)), unrounded, lhs, g), exact)
+    theirs = error(xla(unrounded)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_bitwise_the_same_over_20_runs(case):
     p = case.problem("float32")
-    lhs, g = normals(p, seed=1)
     run = jax.jit(
         lambda lhs, g: jax_splitk.conv_wgrad(
             lhs, g, case.rhs_shape, **case.lax_arguments(), preferred_element_type="float32", config=best(p)
         )
     )
-    first = np.asarray(run(lhs, g))
-    for _ in range(19):
-        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
+    gpu_wgrad.check_repeats(run, *normals(p, seed=1))
 
 
 @pytest.mark.parametrize("name", ["g4x4", "g16x16", "stride2", "dilation2", "asymmetric", "7x7", "wide", "g2x8"])

@@ -103,7 +103,7 @@ EDGES = [
     (
         line(64, 2**14, 2**16 - 8),
         line(64, 2**15, 2**16),
-        f"{2**31} weights; accepted: 1 to {INT32_MAX}",
+        f"{2**31} weights; accepted: 1 to {INT32_MAX - 1024}",
     ),
     (
         line(1000, 2**20, 1, strides=(1,)),
@@ -403,7 +403,7 @@ def test_index_arithmetic_of_the_stem(pad: int) -> None:
     with seeded(32) as rng:
         x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
         for config in wgrad_gather.candidates(p, DEFAULT_CUDA)[::6]:
-            layout = wgrad_gather.layout(p, config)
+            layout = wgrad_gather.layout(wgrad_gather.volume(p), config)
             assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
             np.testing.assert_array_equal(Device(p, config)(x, dy), float64.conv_wgrad_on_host(p, x, dy))
 
@@ -455,15 +455,13 @@ def test_variants_are_good_machine_code() -> None:
         assert compiled.spill_bytes == 0, what
         found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
         assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
-        threads = 128 * (1 + config.consumers)
+        v, threads = wgrad_gather.volume(p), 128 * (1 + config.consumers)
         for name in ("wgrad_partial", "wgrad_direct"):
-            kernel, report, together = found[name], reports[name], wgrad_gather.ctas_per_sm(p, config)
+            kernel, report, together = found[name], reports[name], wgrad_gather.ctas_per_sm(v, config)
             assert (report.stack_bytes, report.spill_bytes) == (0, 0), what
             registers = -(-report.registers // 8) * 8
             assert registers * threads * together <= REGISTERS_PER_SM, what
-            assert (wgrad_gather.shared_bytes(p, config) + kernel.shared_bytes) * together <= SHARED_PER_SM, what
-            products = config.pixels // 16 * config.blocks * wgrad_gather.volume(p).products
+            assert (wgrad_gather.shared_bytes(v, config) + kernel.shared_bytes) * together <= SHARED_PER_SM, what
+            products = config.pixels // 16 * config.blocks * v.products
             assert kernel.opcodes[HGMMA] >= products, what
-            # What the roles take of the register file may not exceed what the block was given: it would wait for ever.
-            loader, consumer = sorted(set(kernel.immediates(cubin.USETMAXREG)))
-            assert 128 * (loader + config.consumers * consumer) <= registers * threads, what
+            cubin.check_roles(kernel, report, config.consumers)

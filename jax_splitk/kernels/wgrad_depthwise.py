@@ -15,10 +15,8 @@ import dataclasses
 import functools
 import math
 
-from jax import numpy as jnp
-
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import split_k
+from jax_splitk.kernels import split_k, split_search, wgrad_limits
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -41,10 +39,8 @@ MAX_TAPS_H = 9
 LOADERS = 4  # warps
 SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
 MAX_CANDIDATES = 48
-INT32_MAX = 2**31 - 1
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
-# Tensor cores truncate their fp32 sums; see MAX_FLOAT32_CHAIN in wgrad_sm90.py. In blocks of four products.
-MAX_FLOAT32_CHAIN = 256
+MAX_FLOAT32_CHAIN = 256  # blocks, of four products, of a float32 result's split: see split_k.least_splits
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -239,11 +235,7 @@ def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
 
 def least_splits(problem: ConvWgradProblem, config: Config) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    blocks = tiling(problem, config).blocks
-    least = 1 if problem.out_dtype != "float32" else -(-blocks // MAX_FLOAT32_CHAIN)
-    while least < blocks and least > 1 and -(-blocks // whole_splits(problem, config, least)) > MAX_FLOAT32_CHAIN:
-        least += 1  # rounding to whole splits may have gone below
-    return least
+    return split_k.least_splits(problem, tiling(problem, config).blocks, MAX_FLOAT32_CHAIN)
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
@@ -256,10 +248,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    return reason
+    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
@@ -279,18 +268,15 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
         return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
     if p.in_channels % 8:  # and with it the output's
         return f"{p.in_channels} channels; accepted: multiples of 8"
-    if any(d != 1 for d in p.lhs_dilation):
-        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
-    if 0 in p.input_spatial:
-        return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
-    if p.reduction_size < 1:
-        return f"{p.reduction_size} output pixels; accepted: at least 1"
-    if math.prod(p.out_shape) > INT32_MAX:
-        return f"{math.prod(p.out_shape)} weights; accepted: at most {INT32_MAX}"
-    return _extent_limit(p)
+    return wgrad_limits.lhs_dilation(p) or wgrad_limits.input_pixels(p) or _extent_limit(p)
 
 
 def _extent_limit(p: ConvWgradProblem) -> str | None:
+    if p.reduction_size < 1:
+        return f"{p.reduction_size} output pixels; accepted: at least 1"
+    reason = wgrad_limits.weights(p)
+    if reason is not None:
+        return reason
     for i in range(p.rank):
         where = f"in spatial dimension {i}"
         stride, (low, _) = p.window_strides[i], p.padding[i]
@@ -332,13 +318,7 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
             return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
     if not 1 <= config.stages <= t.max_stages:
         return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
-    most = min(t.blocks, 65535)
-    if not 1 <= config.splits <= most:
-        return f"splits {config.splits}; accepted for {t.blocks} blocks of rows: 1 to {most}"
-    nearest = whole_splits(p, config, config.splits)
-    if nearest != config.splits:
-        return f"splits {config.splits} leaves some of {t.blocks} blocks of rows' splits empty; use {nearest}"
-    return None
+    return split_k.splits_limit(config.splits, t.blocks, "blocks of rows")
 
 
 # ---- candidates and their cost -------------------------------------------------------------------------------------
@@ -358,9 +338,7 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
                     continue
                 tiles = t.groups * geometry(problem).tap_blocks
                 least = least_splits(problem, single)
-                wanted = [least, *(target.cores * waves // tiles for waves in range(1, 5))]
-                for count in wanted:
-                    splits = whole_splits(problem, single, max(least, min(count, 65535)))
+                for splits in split_search.wave_splits(t.blocks, tiles, target.cores, least):
                     config = dataclasses.replace(single, splits=splits)
                     if _config_limit(problem, config) is None:
                         found[config] = None
@@ -373,9 +351,7 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     each = -(-t.blocks // config.splits)
     wanted = {config.splits // 2, config.splits * 2}
     wanted |= {-(-t.blocks // blocks) for blocks in (each - 1, each + 1) if blocks > 0}  # a block more or less
-    least = least_splits(problem, config)
-    splits = {whole_splits(problem, config, s) for s in wanted if s >= least}
-    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
+    found = split_search.with_splits(config, t.blocks, wanted, least_splits(problem, config))
     depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
     return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
 
@@ -471,21 +447,14 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: lhs, g, dW, workspace."""
-    p, g, t = problem, geometry(problem), tiling(problem, config)
-    item = jnp.dtype(p.dtype).itemsize
-    buffers = (
-        plan.Buffer(math.prod(p.lhs_shape) * item, 16),
-        plan.Buffer(math.prod(p.g_shape) * item, 16),
-        plan.Buffer(math.prod(p.out_shape) * jnp.dtype(p.out_dtype).itemsize, 16),
-        plan.Buffer(workspace_bytes(p, config), 16),
-    )
-    split = config.splits > 1
-    main = plan.Launch(
-        kernel="wgrad_partial" if split else "wgrad_direct",
-        grid=(g.tap_blocks * t.groups, config.splits, 1),
-        block=(32 * (config.warps + LOADERS), 1, 1),
-        params=(_args(p, config), plan.Pointer(0), plan.Pointer(1), plan.Pointer(3 if split else 2)),
+    t = tiling(problem, config)
+    launches = split_k.launches(
+        problem,
+        config.splits,
+        grid=(geometry(problem).tap_blocks * t.groups, config.splits, 1),
+        threads=32 * (config.warps + LOADERS),
+        params=(_args(problem, config), plan.Pointer(0), plan.Pointer(1)),
         shared_bytes=t.shared_bytes(config.stages),
     )
-    launches = (main, split_k.reduce_launch(p, config.splits)) if split else (main,)
-    return plan.DevicePlan(source(p, config), buffers, (), launches, label=f"{name} {config}")
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
+    return plan.DevicePlan(source(problem, config), buffers, (), launches, label=f"{name} {config}")

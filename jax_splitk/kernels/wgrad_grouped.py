@@ -14,10 +14,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jax import numpy as jnp
-
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import split_k
+from jax_splitk.kernels import split_k, wgrad_limits
+from jax_splitk.kernels.wgrad_limits import INT32_MAX
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -41,10 +40,8 @@ SM_SHARED_BYTES = 228 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
-# The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row; see wgrad_sm90.
-# A float32 result, which keeps it, is summed in splits of at most this many MMAs for each accumulator.
+# MMAs for each accumulator in a float32 result's split: see split_k.least_splits.
 MAX_FLOAT32_CHAIN = 1024
-INT32_MAX = 2**31 - 1
 
 _DTYPES = ("bfloat16", "float16")
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle by a pixel's bytes
@@ -229,14 +226,8 @@ def block_count(p: ConvWgradProblem, config: Config) -> int:
 
 def least_splits(p: ConvWgradProblem, config: Config) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    if p.out_dtype != "float32":
-        return 1
     chain = -(-strips(config) // config.slices) * config.rows  # of one tile
-    return min(tiles(p, config), -(-tiles(p, config) // max(1, MAX_FLOAT32_CHAIN // chain)))
-
-
-def output_size(p: ConvWgradProblem) -> int:
-    return math.prod(p.out_shape)
+    return split_k.least_splits(p, tiles(p, config), MAX_FLOAT32_CHAIN // chain)
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
@@ -246,10 +237,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem) or _window_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    return reason
+    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
@@ -261,27 +249,31 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
 def _problem_limit(p: ConvWgradProblem) -> str | None:
     if p.rank not in (1, 2):
         return f"{p.rank} spatial dimensions; accepted: 1, 2"
-    types = split_k.type_limit(p, _DTYPES)
-    if types is not None:
-        return types
-    if p.batch_group_count != 1:
-        return f"batch_group_count {p.batch_group_count}; accepted: 1"
+    return (
+        split_k.type_limit(p, _DTYPES)
+        or wgrad_limits.batch_groups(p)
+        or _group_limit(p)
+        or wgrad_limits.channels(p, UNIT)
+        or wgrad_limits.lhs_dilation(p)
+        or wgrad_limits.input_pixels(p)
+        or wgrad_limits.output_pixels(p)
+        or wgrad_limits.weights(p)
+        or _extent_limit(p)
+        or _window_limit(p)
+    )
+
+
+def _group_limit(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
     group_in, group_out = group_channels(p)
     if group_in not in GROUP_CHANNELS or group_out not in GROUP_CHANNELS:
         accepted = ", ".join(map(str, GROUP_CHANNELS))
         return f"{group_in} input and {group_out} output channels per group; accepted: {accepted}"
-    if p.in_channels % UNIT or p.out_channels % UNIT:
-        return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of {UNIT}"
-    if any(d != 1 for d in p.lhs_dilation):
-        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
-    if 0 in p.input_spatial:
-        return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
-    if not 0 < p.reduction_size <= INT32_MAX:
-        return f"{p.reduction_size} output pixels; accepted: 1 to {INT32_MAX}"
-    if not 0 < output_size(p) <= INT32_MAX:
-        return f"{output_size(p)} weights; accepted: 1 to {INT32_MAX}"
+    return None
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
     for size, (low, high) in zip(p.input_spatial, p.padding, strict=True):
         if low > INT32_MAX or size + max(0, -low, high) > INT32_MAX:
             return f"input of {size} pixels padded by {(low, high)}; accepted: coordinates up to {INT32_MAX}"
@@ -347,7 +339,7 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
         return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
     if shared_bytes(p, config) > SHARED_BYTES:
         return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    most = min(tiles(p, config), 65535)
+    most = min(tiles(p, config), split_k.MAX_SPLITS)
     if not 1 <= config.splits <= most:
         return f"splits {config.splits}; accepted for {tiles(p, config)} tiles: 1 to {most}"
     return None
@@ -390,7 +382,7 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
 def _splits(p: ConvWgradProblem, config: Config, target: Target) -> list[int]:
     wave = target.cores * ctas_per_sm(p, config) / block_count(p, config)
     wanted = {int(wave), round(wave / 2), int(2 * wave)}
-    least, most = least_splits(p, config), min(tiles(p, config), 65535)
+    least, most = least_splits(p, config), min(tiles(p, config), split_k.MAX_SPLITS)
     return sorted({min(max(s, least, 1), most) for s in wanted})
 
 
@@ -572,27 +564,19 @@ def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int,
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: lhs, g, dW, workspace."""
-    item = jnp.dtype(problem.dtype).itemsize
-    out_bytes = output_size(problem) * jnp.dtype(problem.out_dtype).itemsize
-    buffers = (
-        plan.Buffer(math.prod(problem.lhs_shape) * item, 16),
-        plan.Buffer(math.prod(problem.g_shape) * item, 16),
-        plan.Buffer(out_bytes, 16),
-        plan.Buffer(workspace_bytes(problem, config), 16),
-    )
     s, (height, width) = plane(problem), x_box(problem, config)
     dy_width = _above(config.columns, OCTET)
     maps = (
         _map(problem, 0, s.size, problem.in_channels, (config.in_block, width, height, config.images)),
         _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
     )
-    split = config.splits > 1
-    main = plan.Launch(
-        kernel="wgrad_partial" if split else "wgrad_direct",
+    launches = split_k.launches(
+        problem,
+        config.splits,
         grid=(block_count(problem, config), config.splits, 1),
-        block=(threads(problem, config), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if split else 2)),
+        threads=threads(problem, config),
+        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
         shared_bytes=shared_bytes(problem, config),
     )
-    launches = (main, split_k.reduce_launch(problem, config.splits)) if split else (main,)
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")

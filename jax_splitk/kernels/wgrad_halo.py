@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import split_k
+from jax_splitk.kernels import split_k, wgrad_limits
+from jax_splitk.kernels.wgrad_limits import INT32_MAX
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, hopper_limit
 
@@ -35,9 +36,7 @@ MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
 REDUCE_ELEMENTS = 4  # float4 that a thread of the reduction sums where parts are few (ELEMENTS in the device code)
-INT32_MAX = 2**31 - 1
-# Float32 results are summed in chains of at most so many pixels: see MAX_FLOAT32_CHAIN in wgrad_sm90.py.
-MAX_FLOAT32_PIXELS = 128 * 64
+MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see split_k.least_splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +132,10 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    if reason is None and config is None and not _strips(problem):
-        reason = f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
-    return reason
+    limit = hopper_limit(target) or _problem_limit(problem)
+    if limit is None and config is None and not _strips(problem):
+        return f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
+    return limit or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
@@ -150,23 +147,27 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
 def _problem_limit(p: ConvWgradProblem) -> str | None:
     if p.rank != 2:
         return f"{p.rank} spatial dimensions; accepted: 2"
-    types = split_k.type_limit(p, ("bfloat16", "float16"))
-    if types is not None:
-        return types
-    if p.feature_group_count != 1 or p.batch_group_count != 1:
-        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-        return f"{groups}; accepted: 1"
-    if p.in_channels % 8 or p.out_channels % 8:
-        return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
-    if any(d != 1 for d in p.lhs_dilation):
-        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
+    return (
+        split_k.type_limit(p, ("bfloat16", "float16"))
+        or wgrad_limits.groups(p)
+        or wgrad_limits.channels(p, 8)
+        or wgrad_limits.lhs_dilation(p)
+        or _window_limit(p)
+        or wgrad_limits.empty_dimensions(p)
+        or _extent_limit(p)
+    )
+
+
+def _window_limit(p: ConvWgradProblem) -> str | None:
     if any(s != 1 for s in p.window_strides):
         return f"window_strides {p.window_strides}; accepted: 1"
     if p.kernel_spatial[1] < 2:
         return f"a filter {p.kernel_spatial[1]} wide; accepted: at least 2"
+    return None
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
     height, width = p.output_spatial
-    if 0 in (p.batch, height, width, *p.input_spatial):
-        return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"
     if width % 8 or (width % 16 and height % 2):
         return f"output of {height}x{width}; accepted: a width of whole 16 pixels, or of whole 8 with an even height"
     sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
@@ -194,12 +195,7 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
     units = units_per_tile(p, config)
     if tiles(p, config) * units > INT32_MAX:
         return f"{tiles(p, config) * units} strips of work; accepted: at most {INT32_MAX}"
-    if config.splits and not 1 <= config.splits <= min(units, 65535):
-        return f"splits {config.splits}; accepted for {units} strips: 0 to {min(units, 65535)}"
-    if config.splits and split_k.whole_splits(units, config.splits) != config.splits:
-        nearest = split_k.whole_splits(units, config.splits)
-        return f"splits {config.splits} leaves some of {units} strips' splits empty; use {nearest}"
-    return None
+    return split_k.splits_limit(config.splits, units, "strips", least=0)
 
 
 def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
@@ -354,13 +350,7 @@ def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: i
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: lhs, g, dW, workspace."""
-    out_bytes = math.prod(problem.out_shape) * {"float32": 4}.get(problem.out_dtype, 2)
-    buffers = (
-        plan.Buffer(math.prod(problem.lhs_shape) * 2, 16),
-        plan.Buffer(math.prod(problem.g_shape) * 2, 16),
-        plan.Buffer(out_bytes, 16),
-        plan.Buffer(workspace_bytes(problem, config), 16),
-    )
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
     maps = (
         _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
         _row_map(1, problem, problem.g_shape, config.tile_q),
@@ -381,9 +371,7 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
 def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32Struct) -> plan.Launch:
     count, elements = rest_tiles(problem, config), config.tile_bytes // 16
     most = config.splits or -(-parts(problem, config) // count) + 1
-    lanes = 1
-    while lanes < split_k.MAX_LANES and lanes * 4 <= most and count * elements * lanes < split_k.FILL:
-        lanes *= 2
+    lanes = split_k.reduce_lanes(count * elements, most)
     first_tile = tiles(problem, config) - count
     each = REDUCE_ELEMENTS if lanes == 1 else 1
     return plan.Launch(

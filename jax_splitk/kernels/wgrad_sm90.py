@@ -17,10 +17,8 @@ import functools
 import math
 from collections.abc import Iterator
 
-from jax import numpy as jnp
-
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import split_k
+from jax_splitk.kernels import split_k, wgrad_limits
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -35,13 +33,11 @@ BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
 MAX_STAGES = 8
-# WGMMA truncates its fp32 sums, an error that grows with the number of additions in a row: 2.8e-5 relative over 380
-# blocks of pixels (measured). A float32 result, which keeps it, is summed in splits of at most this many blocks; in a
-# 16-bit result rounding hides it.
+# Blocks of pixels of a float32 result's split: see split_k.least_splits. The error is 2.8e-5 relative over 380 of them
+# (measured).
 MAX_FLOAT32_CHAIN = 128
-INT32_MAX = 2**31 - 1
 MAX_CLUSTER = 16  # thread blocks; beyond 8 it is not portable to other GPUs of the architecture
-MAX_GRID_YZ = 65535
+MAX_GRID_Z = 65535
 # Larger clusters leave multiprocessors empty, and longer ones wait for each other: both lost by half (measured).
 MAX_CLUSTER_CANDIDATE = 8
 MAX_CLUSTER_K_TILES = 64
@@ -147,12 +143,7 @@ def whole_splits(problem: ConvWgradProblem, splits: int) -> int:
 
 def least_splits(problem: ConvWgradProblem) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    if problem.out_dtype != "float32":
-        return 1
-    blocks, least = k_tiles(problem), -(-k_tiles(problem) // MAX_FLOAT32_CHAIN)
-    while least < blocks and -(-blocks // whole_splits(problem, least)) > MAX_FLOAT32_CHAIN:
-        least += 1  # rounding to whole splits may have gone below
-    return least
+    return split_k.least_splits(problem, k_tiles(problem), MAX_FLOAT32_CHAIN)
 
 
 def group_channels(p: ConvWgradProblem) -> tuple[int, int]:
@@ -189,10 +180,6 @@ def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
     return math.prod(tile_counts(problem, config)) - config.whole_tiles
 
 
-def output_size(problem: ConvWgradProblem) -> int:
-    return math.prod(problem.out_shape)
-
-
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     """fp32 partial sums, one set for each split; none for a single split and for a reduction in clusters."""
     if config.whole_tiles:
@@ -202,10 +189,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem) or _tma_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    return reason
+    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
@@ -215,27 +199,26 @@ def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
 
 
 def _problem_limit(p: ConvWgradProblem) -> str | None:
-    types = split_k.type_limit(p, _DTYPES)
-    if types is not None:
-        return types
-    if p.batch_group_count != 1:
-        return f"batch_group_count {p.batch_group_count}; accepted: 1"
-    if p.feature_group_count > MAX_GRID_YZ:
-        return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_YZ}"
+    return (
+        split_k.type_limit(p, _DTYPES)
+        or wgrad_limits.batch_groups(p)
+        or _group_limit(p)
+        or wgrad_limits.channels(p, 8)
+        or wgrad_limits.lhs_dilation(p)
+        or wgrad_limits.input_pixels(p)
+        or wgrad_limits.output_pixels(p, wgrad_limits.INT32_MAX - BLOCK_K)
+        or wgrad_limits.weights(p)
+        or _tma_limit(p)
+    )
+
+
+def _group_limit(p: ConvWgradProblem) -> str | None:
+    if p.feature_group_count > MAX_GRID_Z:
+        return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_Z}"
     channels, out_channels = group_channels(p)
     if p.feature_group_count > 1 and (channels % SLOT or out_channels % SLOT):
         each = f"{channels} input and {out_channels} output channels each"
         return f"feature_group_count {p.feature_group_count} with {each}; accepted: multiples of {SLOT} channels, or 1"
-    if p.in_channels % 8 or p.out_channels % 8:
-        return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
-    if any(d != 1 for d in p.lhs_dilation):
-        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
-    if 0 in p.input_spatial:
-        return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
-    if not 0 < p.reduction_size <= INT32_MAX - BLOCK_K:
-        return f"{p.reduction_size} output pixels; accepted: 1 to {INT32_MAX - BLOCK_K}"
-    if not 0 < output_size(p) <= INT32_MAX:
-        return f"{output_size(p)} weights; accepted: 1 to {INT32_MAX}"
     return None
 
 
@@ -267,12 +250,9 @@ def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
         return f"stages {config.stages}; accepted with this tile: {least} to {most}"
     if not isinstance(config.swap, bool):
         return f"swap {config.swap!r}; accepted: True or False"
-    blocks = k_tiles(problem)
-    if not 1 <= config.splits <= min(blocks, MAX_GRID_YZ):
-        return f"splits {config.splits}; accepted for {blocks} blocks of pixels: 1 to {min(blocks, MAX_GRID_YZ)}"
-    if whole_splits(problem, config.splits) != config.splits:
-        nearest = whole_splits(problem, config.splits)
-        return f"splits {config.splits} leaves some of {blocks} blocks of pixels' splits empty; use {nearest}"
+    splits = split_k.splits_limit(config.splits, k_tiles(problem), "blocks of pixels")
+    if splits is not None:
+        return splits
     if config.reduction not in REDUCTIONS:
         return f"reduction {config.reduction!r}; accepted: {', '.join(map(repr, REDUCTIONS))}"
     if config.in_cluster and not 2 <= config.splits <= MAX_CLUSTER:
@@ -530,29 +510,20 @@ def _matrix_map(buffer: int, dtype: str, channels: int, pixels: int) -> plan.Til
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: lhs, g, dW, workspace."""
-    item = jnp.dtype(problem.dtype).itemsize
-    out_bytes = output_size(problem) * jnp.dtype(problem.out_dtype).itemsize
-    buffers = (
-        plan.Buffer(math.prod(problem.lhs_shape) * item, 16),
-        plan.Buffer(math.prod(problem.g_shape) * item, 16),
-        plan.Buffer(out_bytes, 16),
-        plan.Buffer(workspace_bytes(problem, config), 16),
-    )
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
     maps = (_x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size))
     if config.whole_tiles:
         launches = _tail_launches(problem, config)
         return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
-    partial = config.splits > 1 and not config.in_cluster
-    blocks = _columns_and_blocks(problem, config)[1]
-    main = plan.Launch(
-        kernel="wgrad_partial" if partial else "wgrad_direct",
-        grid=(blocks, config.splits, problem.feature_group_count),
-        block=(128 * (config.consumers + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if partial else 2)),
+    launches = split_k.launches(
+        problem,
+        1 if config.in_cluster else config.splits,
+        grid=(_columns_and_blocks(problem, config)[1], config.splits, problem.feature_group_count),
+        threads=128 * (config.consumers + 1),
+        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
         shared_bytes=config.shared_bytes,
         cluster=(config.cluster, config.splits if config.in_cluster else 1, 1),
     )
-    launches = (main, split_k.reduce_launch(problem, config.splits)) if partial else (main,)
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
 
 

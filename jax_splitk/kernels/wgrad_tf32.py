@@ -12,7 +12,8 @@ import itertools
 import math
 
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import split_k, wgrad_sm90
+from jax_splitk.kernels import split_k, split_search, wgrad_limits, wgrad_sm90
+from jax_splitk.kernels.wgrad_limits import INT32_MAX
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -25,7 +26,8 @@ BOX_CHANNELS = 32  # 128 bytes, TMA's swizzle
 BLOCK_CHANNELS = 64  # input channels of a consumer warpgroup
 PIXEL_BYTES = BOX_CHANNELS * 4
 TILE_N = (32, 64, 96, 128, 192, 256)
-SHARED_BYTES = 226 * 1024  # dynamic; the barriers have a KiB of their own
+SHARED_BYTES = 226 * 1024  # dynamic; the barriers have more of their own
+BARRIER_BYTES = 1024
 RESERVED_BYTES = 1024  # alignment
 RAW_STAGES = 2  # rows of dY as they come
 AHEAD = 2  # rows of dY that are transposed before they are needed
@@ -36,9 +38,7 @@ MAX_BOX = 256  # TMA's
 MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
-# WGMMA truncates its fp32 sums, an error that grows with the number of additions in a row (see wgrad_sm90).
-MAX_FLOAT32_CHAIN = 16384
-INT32_MAX = 2**31 - 1
+MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see split_k.least_splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +194,7 @@ def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
 
 def least_splits(problem: ConvWgradProblem, config: Config) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    if problem.out_dtype != "float32":
-        return 1
-    count = units(problem, config)
-    most = max(1, MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p))
-    return split_k.whole_splits(count, -(-count // most))
+    return split_k.least_splits(problem, units(problem, config), MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p))
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
@@ -211,10 +207,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    return reason
+    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
@@ -231,17 +224,17 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
         return f"precision {p.precision}; accepted: default, high"
     if p.rank > 2:
         return f"{p.rank} spatial dimensions; accepted: 1, 2"
-    if p.feature_group_count != 1 or p.batch_group_count != 1:
-        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-        return f"{groups}; accepted: 1"
-    if p.in_channels % 4 or p.out_channels % 4:
-        return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 4"
-    if any(d != 1 for d in p.lhs_dilation):
-        return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
-    if 0 in (p.batch, *p.output_spatial, *p.input_spatial):
-        return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"
-    if not 0 < math.prod(p.out_shape) <= INT32_MAX:
-        return f"{math.prod(p.out_shape)} weights; accepted: 1 to {INT32_MAX}"
+    return (
+        wgrad_limits.groups(p)
+        or wgrad_limits.channels(p, 4)
+        or wgrad_limits.lhs_dilation(p)
+        or wgrad_limits.empty_dimensions(p)
+        or wgrad_limits.weights(p)
+        or _extent_limit(p)
+    )
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
@@ -284,22 +277,21 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
     if config.images < 1 or narrow or config.pixels % 8 or config.pixels > MAX_PIXELS:
         columns_limit = f"multiples of 4 columns or at least {MIN_MIXED}"
         return f"{line}; accepted: {columns_limit}, products that are multiples of 8 up to {MAX_PIXELS}"
-    if config.tile_p < 1:
-        return f"tile_p {config.tile_p}; accepted: at least 1"
+    if not 1 <= config.tile_p <= v.out[0]:
+        return f"tile_p {config.tile_p}; accepted: 1 to {v.out[0]}"
     if columns(v, config) > MAX_BOX:
         return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
     if _shared_bytes(v, config) > SHARED_BYTES:
         needed = _shared_bytes(v, config)
         return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+    barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
+    if barriers > BARRIER_BYTES:
+        needed = f"filter rows that reach over {reach(v, config)} input rows take {barriers} bytes of barriers"
+        return f"{needed}; accepted: at most {BARRIER_BYTES}"
     count = units(p, config)
     if count > INT32_MAX or math.prod(tile_counts(p, config)) > INT32_MAX:
         return f"{count} strips of {math.prod(tile_counts(p, config))} tiles; accepted: at most {INT32_MAX} each"
-    if not 1 <= config.splits <= min(count, 65535):
-        return f"splits {config.splits}; accepted for {count} strips: 1 to {min(count, 65535)}"
-    if whole_splits(p, config, config.splits) != config.splits:
-        nearest = whole_splits(p, config, config.splits)
-        return f"splits {config.splits} leaves some of {count} strips' splits empty; use {nearest}"
-    return None
+    return split_k.splits_limit(config.splits, count, "strips")
 
 
 # ---- candidates ----------------------------------------------------------------------------------------------------
@@ -335,9 +327,11 @@ def _lines(v: View) -> list[tuple[int, int]]:
 
 
 def _heights(v: View) -> list[int]:
-    """Rows of a strip: all, and equal parts of them."""
-    sizes = (-(-v.out[0] // parts) for parts in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 512, 1024))
-    return [rows for rows in dict.fromkeys(sizes) if rows <= 128 or rows == v.out[0]]
+    """Rows of a strip: all, equal parts of them, and fixed numbers where even small parts are tall."""
+    parts = [-(-v.out[0] // count) for count in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 512, 1024)]
+    if parts[-1] > 128:
+        parts += [128, 64, 32]
+    return [rows for rows in dict.fromkeys(parts) if rows <= 128 or rows == v.out[0]]
 
 
 def _widths(out_channels: int) -> list[int]:
@@ -378,14 +372,11 @@ def _candidates(p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
     found = {}
     for variant in _variants(p, target)[:_VARIANTS]:
         tiles, least = math.prod(tile_counts(p, variant)), least_splits(p, variant)
-        for splits in sorted({least, *(max(least, target.cores * waves // tiles) for waves in (1, 2, 3, 4))}):
-            config = dataclasses.replace(variant, splits=whole_splits(p, variant, splits))
+        for splits in split_search.wave_splits(units(p, variant), tiles, target.cores, least):
+            config = dataclasses.replace(variant, splits=splits)
             if _config_limit(p, config) is None:
                 found[config] = estimate(p, config, target)
-    # The fewest splits of each stay, however slow: a small workspace may allow no others.
-    ranked = sorted(found, key=lambda c: found[c])
-    fewest = sorted(ranked, key=lambda c: c.splits)[:4]
-    return tuple(dict.fromkeys([*ranked[: MAX_CANDIDATES - len(fewest)], *fewest]))
+    return split_search.fastest_and_fewest(found, MAX_CANDIDATES)
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
@@ -397,9 +388,7 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     """Split counts nearby, doubled and halved, a stage more or less, and strips of twice or half the rows."""
     wave = max(1, target.cores // math.prod(tile_counts(problem, config)))
     wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
-    least = least_splits(problem, config)
-    splits = {whole_splits(problem, config, s) for s in wanted if s >= least}
-    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
+    found = split_search.with_splits(config, units(problem, config), wanted, least_splits(problem, config))
     found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
     for tile_p in (config.tile_p * 2, -(-config.tile_p // 2)):
         if tile_p not in (config.tile_p, *range(problem.output_spatial[0] + 1, tile_p + 1)):
@@ -505,13 +494,6 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: lhs, g, dW, workspace."""
     v = view(problem)
-    out_bytes = math.prod(problem.out_shape) * {"float32": 4}.get(problem.out_dtype, 2)
-    buffers = (
-        plan.Buffer(math.prod(problem.lhs_shape) * 4, 16),
-        plan.Buffer(math.prod(problem.g_shape) * 4, 16),
-        plan.Buffer(out_bytes, 16),
-        plan.Buffer(workspace_bytes(problem, config), 16),
-    )
     x_dims = (problem.in_channels, v.size[1], v.size[0], v.batch)
     dy_dims = (problem.out_channels, v.out[1], v.out[0], v.batch)
     x_strides = tuple(4 * elements for elements in v.lhs_strides)
@@ -525,13 +507,13 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
             (BOX_CHANNELS, config.tile_q, 1, config.images),
         ),
     )
-    split = config.splits > 1
-    main = plan.Launch(
-        kernel="wgrad_partial" if split else "wgrad_direct",
+    launches = split_k.launches(
+        problem,
+        config.splits,
         grid=(math.prod(tile_counts(problem, config)), config.splits, 1),
-        block=(128 * (config.consumers + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config), plan.Pointer(3 if split else 2)),
+        threads=128 * (config.consumers + 1),
+        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
         shared_bytes=shared_bytes(problem, config),
     )
-    launches = (main, split_k.reduce_launch(problem, config.splits)) if split else (main,)
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
