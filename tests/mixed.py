@@ -1,15 +1,21 @@
-"""Products with packed weights whose results are known exactly, for the kernel families that compute them on a GPU."""
+"""What the tests of the kernel families of products with packed weights share: problems, products whose results are
+known exactly, and checks."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.quantized import PackedWeight, QuantizedArray
+from jax_splitk import execute, plan
+from jax_splitk.kernels import ranges
+from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
+from jax_splitk.target import DEFAULT_CUDA, Target
 from tests import poison, quantized
 
 SEED = int(np.random.SeedSequence().generate_state(1)[0])
@@ -119,3 +125,154 @@ def product(family: Any, case: Case, config: Any, packed: PackedWeight) -> Calla
     """x to the family's result, with poisoned buffers."""
     call = poison.function(family.make_plan(case.problem, config), case.problem)
     return lambda x: np.asarray(call(*operands(packed, x, case.x_dtype)))
+
+
+def valid_problem(rows: int, k: int, features: int, **changes: Any) -> QuantizedMatmulProblem:
+    """Of int4 weights in groups of 64 and bfloat16, but for the changes."""
+    fields = {
+        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
+        **changes,
+    }  # fmt: skip
+    made = QuantizedMatmulProblem(rows, k, features, **fields)
+    made.validate()
+    return made
+
+
+def problems(
+    sizes: Iterable[tuple[int, int, int]], kinds: Iterable[dict[str, Any]], **defaults: Any
+) -> list[QuantizedMatmulProblem]:
+    """All kinds in all sizes; per channel (group_size 0, too) where k is no multiple of the group."""
+    found = []
+    for (rows, k, features), kind in itertools.product(sizes, kinds):
+        group = kind.get("group_size", 64)
+        group = group if group and k % group == 0 else k
+        found.append(valid_problem(rows, k, features, **{**defaults, **kind, "group_size": group}))
+    return found
+
+
+# ---- checks without a GPU ------------------------------------------------------------------------------------------
+
+
+def check_only_hopper(family: Any, p: QuantizedMatmulProblem) -> None:
+    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
+    expected = "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
+    assert family.supports(p, None, ampere) == expected
+    assert family.supports(p, None, DEFAULT_CUDA) is None
+    assert family.preferred(p, DEFAULT_CUDA) is None
+
+
+def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
+    """They are legal, in order, and of the variants that are compiled."""
+    found = family.candidates(p, DEFAULT_CUDA)
+    assert found
+    assert len(set(found)) == len(found) <= 40
+    for config in found:
+        assert family.supports(p, config, DEFAULT_CUDA) is None, config
+    seconds = [family.estimate(p, config, DEFAULT_CUDA) for config in found]
+    assert seconds == sorted(seconds)
+    assert 1e-6 < seconds[0] < 1
+    for config in family.neighbours(p, found[0], DEFAULT_CUDA):
+        assert config != found[0]
+    compiled = {family.source(p, variant) for variant in family.variants(p)}
+    assert {family.source(p, config) for config in found} <= compiled
+
+
+def check_buffers(p: QuantizedMatmulProblem, made: plan.DevicePlan) -> None:
+    """All but the workspace are those of the custom call."""
+    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
+    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
+    assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+
+
+Piece = tuple[int, int, int, int]  # a tile, its first k block, end, slot
+
+
+def check_schedule(
+    family: Any, p: QuantizedMatmulProblem, config: Any, pieces: Callable[[plan.Int32Struct, int, int], list[Piece]]
+) -> None:
+    """Every k block of every tile is computed once, and the second kernel adds what was cut.
+
+    `pieces(args, worker, workers)` is what the device code makes of its arguments.
+    """
+    given = family.schedule(p, config)
+    launches = {launch.kernel: launch for launch in family.make_plan(p, config).launches}
+    main = launches[family.name]
+    (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
+    length = args.values[9]
+    done = np.zeros((given.tiles, given.k_blocks), int)
+    slots: dict[int, list[int]] = {}
+    for worker in range(given.workers):
+        for tile, begin, end, slot in pieces(args, worker, given.workers):
+            done[tile, begin:end] += 1
+            if slot >= 0:
+                slots.setdefault(tile, []).append(slot)
+    assert (done == 1).all(), config
+    assert bool(slots) == ("reduce_ranges" in launches) == family.is_cut(p, config)
+    assert (main.grid[0], main.cluster) == (config.blocks, (config.cluster, 1, 1))
+    assert main.grid[0] % config.cluster == 0
+    flat = list(itertools.chain(*slots.values()))
+    assert len(set(flat)) == len(flat)
+    tile_floats = config.blocks // given.workers * config.tile_m * config.tile_n
+    assert all((slot + 1) * tile_floats * 4 <= family.workspace_bytes(p, config) for slot in flat)
+    if not slots:
+        return
+    # What the second kernel adds, in the order of the ranges.
+    before = config.waves * given.workers
+    parts = launches["reduce_ranges"].grid[0] // (given.tiles - before)
+    assert parts * ranges.REDUCE_COLUMNS * ranges.SLOT == tile_floats
+    for tile in range(given.tiles - before):
+        first_unit = tile * given.k_blocks
+        first, last = first_unit // length, (first_unit + given.k_blocks - 1) // length
+        added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
+        assert added == slots.get(before + tile, [])
+
+
+# ---- checks on a GPU -----------------------------------------------------------------------------------------------
+
+
+def check_exact(
+    family: Any, case: Case, configs: Iterable[Any], largest: int, seed: int = 0, dtype: type = np.float64
+) -> None:
+    """On x of small integers; `dtype` is what the expected result is computed in."""
+    q, weight = exact_weight(case, seed)
+    x = integers(case, largest, seed + 1)
+    expected = rounded(x.astype(dtype) @ weight.astype(dtype), case.out_dtype)
+    packed = prepack(q)
+    for config in configs:
+        out = product(family, case, config, packed)(x)
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_decoding(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """One-hot activations give every weight as it is defined: in float32, then rounded to the result's dtype."""
+    q, weight = case.every_code()
+    packed, expected = prepack(q), rounded(weight, case.out_dtype)
+    for config in configs:
+        out = product(family, case, config, packed)(np.eye(case.k))
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_accuracy(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """At most twice the error of a product in float32."""
+    q, weight = case.every_code()
+    x = normal(case)
+    exact = np.asarray(x.astype(jnp.float32), np.float64) @ weight
+    theirs = error(as_float32_product(case, x, weight), exact)
+    assert np.isfinite(theirs), "the result's dtype holds every sum"
+    packed = prepack(q)
+    for config in configs:
+        mine = error(product(family, case, config, packed)(x), exact)
+        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
+        assert mine <= 2 * theirs, config
+
+
+def check_repeats(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """Bitwise the same over 20 runs."""
+    q, _ = case.every_code()
+    arguments = operands(prepack(q), normal(case), case.x_dtype)
+    for config in configs:
+        custom_call = family.make_plan(case.problem, config).custom_call()
+        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
+        first = np.asarray(call(*arguments))
+        for _ in range(19):
+            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)

@@ -4,25 +4,24 @@ import dataclasses
 import itertools
 import math
 
-import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute
-from jax_splitk.kernels import mixed_fp8
+from jax_splitk import compiler
+from jax_splitk.kernels import mixed_fp8, ranges
 from jax_splitk.kernels.mixed_fp8 import Config
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.target import target_for
 from tests import quantized
 from tests.mixed import (
     Case,
-    as_float32_product,
-    error,
+    check_accuracy,
+    check_decoding,
+    check_exact,
+    check_repeats,
     exact_weight,
     integers,
-    normal,
-    operands,
     product,
     rounded,
 )
@@ -39,9 +38,9 @@ def plain(case: Case) -> list[Config]:
     p, found = case.problem, []
     for tile_n, cluster, tile_m in ((64, 1, 128), (64, 2, 128), (64, 1, 256), (32, 2, 256)):
         config = Config(tile_n, min(64, tile_n), 2, cluster, cluster, 0, tile_m)
-        units = math.prod(mixed_fp8.tile_counts(p, config)) * mixed_fp8.k_blocks(p)
-        for ranges in sorted({min(7, units), units}):
-            found.append(mixed_fp8.whole_blocks(p, dataclasses.replace(config, blocks=ranges * cluster)))
+        units = math.prod(mixed_fp8.tile_counts(p, config)) * ranges.k_blocks(p)
+        for workers in sorted({min(7, units), units}):
+            found.append(mixed_fp8.whole_blocks(p, dataclasses.replace(config, blocks=workers * cluster)))
     return list(dict.fromkeys(found))
 
 
@@ -89,33 +88,19 @@ def compile_everything_first() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_on_integers(case: Case) -> None:
-    q, weight = exact_weight(case, 0)
-    x = integers(case, largest(case), 1)
-    expected = rounded(x @ weight, case.out_dtype)
-    packed = prepack(q)
-    for config in configs(case, 4):
-        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+    check_exact(mixed_fp8, case, configs(case, 4), largest(case))
 
 
 @pytest.mark.parametrize(("rows", "k", "features"), [(128, 8192, 3584), (1024, 8192, 8192), (4096, 8192, 3584)])
 def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     case = Case(rows, k, features, x_dtype=E4M3)
-    q, weight = exact_weight(case, 2)
-    x = integers(case, 1, 3)
-    expected = rounded((x.astype(np.float32) @ weight.astype(np.float32)), case.out_dtype)
-    packed = prepack(q)
-    for config in mixed_fp8.candidates(case.problem, target_for("cuda"))[:6]:
-        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+    found = mixed_fp8.candidates(case.problem, target_for("cuda"))[:6]
+    check_exact(mixed_fp8, case, found, 1, 2, np.float32)
 
 
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    q, weight = case.every_code()
-    packed = prepack(q)
-    # As it is defined: in float32, then rounded to the result's dtype.
-    expected = rounded(weight, case.out_dtype)
-    for config in plain(case):
-        np.testing.assert_array_equal(run(case, config, packed, np.eye(case.k)), expected, err_msg=str(config))
+    check_decoding(mixed_fp8, case, plain(case))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -137,6 +122,21 @@ def test_extreme_scales(scale: float, scale_dtype: str, qtype: str) -> None:
         )
 
 
+def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
+    """The factor between a code and its e4m3 value, 512, must not meet the scale alone."""
+    case = Case(256, 256, 64, "int4", 256, None, "float32", E4M3)
+    q, weight = case.every_code()
+    weight *= 1e36 / np.asarray(q.scale, np.float64)
+    packed = prepack(dataclasses.replace(q, scale=jnp.full_like(q.scale, 1e36)))
+    x = np.eye(256) * 2.0**-9
+    x[0] = 0
+    for config in configs(case, 2):
+        expected = rounded(x @ weight, "bfloat16").astype(np.float64)
+        np.testing.assert_allclose(
+            run(case, config, packed, x).astype(np.float64), expected, rtol=2**-8, err_msg=str(config)
+        )
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -148,27 +148,12 @@ def test_extreme_scales(scale: float, scale_dtype: str, qtype: str) -> None:
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    q, weight = case.every_code()
-    x = normal(case)
-    exact = np.asarray(x.astype(jnp.float32), np.float64) @ weight
-    theirs = error(as_float32_product(case, x, weight), exact)
-    packed = prepack(q)
-    for config in configs(case, 3):
-        mine = error(run(case, config, packed, np.asarray(x, np.float64)), exact)
-        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
-        assert mine <= 2 * theirs, config
+    check_accuracy(mixed_fp8, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [Case(300, 8192, 1000, x_dtype=E4M3), CASES[5]], ids=str)
 def test_bitwise_the_same_over_20_runs(case: Case) -> None:
-    q, _ = case.every_code()
-    arguments = operands(prepack(q), normal(case), case.x_dtype)
-    for config in configs(case, 3):
-        custom_call = mixed_fp8.make_plan(case.problem, config).custom_call()
-        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
-        first = np.asarray(call(*arguments))
-        for _ in range(19):
-            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+    check_repeats(mixed_fp8, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[7], CASES[10]], ids=str)

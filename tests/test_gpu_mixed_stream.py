@@ -4,12 +4,11 @@ import dataclasses
 import itertools
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute
+from jax_splitk import compiler
 from jax_splitk.kernels import mixed_stream
 from jax_splitk.kernels.mixed_stream import Config
 from jax_splitk.quantized import prepack
@@ -132,21 +131,12 @@ def compile_everything_first() -> None:
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=str)
 def test_exact_on_integers(case: Case, config: Config) -> None:
-    q, weight = mixed.exact_weight(case, 0)
-    x = mixed.integers(case, 2, 1)
-    out = mixed.product(mixed_stream, case, config, prepack(q))(x)
-    np.testing.assert_array_equal(out, mixed.rounded(x @ weight, case.out_dtype))
+    mixed.check_exact(mixed_stream, case, [config], 2)
 
 
 @pytest.mark.parametrize("case", SUITE, ids=str)
 def test_the_suites_shapes_are_exact(case: Case) -> None:
-    q, weight = mixed.exact_weight(case, 2)
-    x = mixed.integers(case, 1, 3)
-    expected = mixed.rounded(x.astype(np.float32) @ weight.astype(np.float32), case.out_dtype)
-    packed = prepack(q)
-    for config in configs(case, SEVERAL):
-        out = mixed.product(mixed_stream, case, config, packed)(x)
-        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+    mixed.check_exact(mixed_stream, case, configs(case, SEVERAL), 1, 2, np.float32)
 
 
 @pytest.mark.parametrize(("index", "case"), list(enumerate(DECODED)), ids=str)
@@ -185,28 +175,12 @@ def test_extreme_scales(case: Case, scales: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    q, weight = case.every_code()
-    x = mixed.normal(case)
-    exact = np.asarray(x, np.float64) @ weight
-    theirs = mixed.error(mixed.as_float32_product(case, x, weight), exact)
-    assert np.isfinite(theirs), "the result's dtype holds every sum"
-    packed = prepack(q)
-    for config in configs(case, SEVERAL):
-        mine = mixed.error(mixed.product(mixed_stream, case, config, packed)(x), exact)
-        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
-        assert mine <= 2 * theirs, config
+    mixed.check_accuracy(mixed_stream, case, configs(case, SEVERAL))
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_bitwise_the_same_over_20_runs(case: Case) -> None:
-    q, _ = case.every_code()
-    arguments = mixed.operands(prepack(q), mixed.normal(case), case.x_dtype)
-    for config in configs(case, SEVERAL):
-        custom_call = mixed_stream.make_plan(case.problem, config).custom_call()
-        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
-        first_out = np.asarray(call(*arguments))
-        for _ in range(19):
-            np.testing.assert_array_equal(np.asarray(call(*arguments)), first_out)
+    mixed.check_repeats(mixed_stream, case, configs(case, SEVERAL))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

@@ -5,27 +5,27 @@ import itertools
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute
-from jax_splitk.kernels import mixed_wgmma, split_k
+from jax_splitk import compiler
+from jax_splitk.kernels import mixed_wgmma, ranges, split_k
 from jax_splitk.kernels.mixed_wgmma import Config
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.target import target_for
 from tests import quantized
 from tests.mixed import (
     HALF,
-    SEED,
     TYPES,
     Case,
-    as_float32_product,
+    check_accuracy,
+    check_decoding,
+    check_exact,
+    check_repeats,
     elements,
-    error,
     exact_weight,
-    operands,
+    integers,
     product,
     rounded,
 )
@@ -42,11 +42,11 @@ def plain(case: Case) -> list[Config]:
     p, found = case.problem, []
     for scaling in mixed_wgmma.scalings(p):
         config = Config(128, 32 if p.rows <= 32 else 64, 2, scaling, 1, 0)
-        units = math.prod(mixed_wgmma.tile_counts(p, config)) * mixed_wgmma.k_blocks(p)
+        units = math.prod(mixed_wgmma.tile_counts(p, config)) * ranges.k_blocks(p)
         for blocks in sorted({min(7, units), units}):
             found.append(mixed_wgmma.whole_blocks(p, dataclasses.replace(config, blocks=blocks)))
-        tiles = units // mixed_wgmma.k_blocks(p)
-        for size in {split_k.whole_splits(mixed_wgmma.k_blocks(p), wanted) for wanted in (2, 3, 8)} - {1}:
+        tiles = units // ranges.k_blocks(p)
+        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in (2, 3, 8)} - {1}:
             found.append(dataclasses.replace(config, blocks=tiles * size, cluster=size))
     return list(dict.fromkeys(found))
 
@@ -99,12 +99,7 @@ def compile_everything_first() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_on_integers(case: Case) -> None:
-    q, weight = exact_weight(case, 0)
-    x = np.random.default_rng([SEED, 1]).integers(-2, 3, (case.rows, case.k)).astype(np.float64)
-    expected = rounded(x @ weight, case.out_dtype)
-    packed = prepack(q)
-    for config in configs(case, 2):
-        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+    check_exact(mixed_wgmma, case, configs(case, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -112,22 +107,13 @@ def test_exact_on_integers(case: Case) -> None:
 )
 def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     case = Case(rows, k, features)
-    q, weight = exact_weight(case, 2)
-    x = np.random.default_rng([SEED, 3]).integers(-1, 2, (rows, k)).astype(np.float64)
-    expected = rounded((x.astype(np.float32) @ weight.astype(np.float32)), case.out_dtype)
-    packed = prepack(q)
-    for config in mixed_wgmma.candidates(case.problem, target_for("cuda"))[:6]:
-        np.testing.assert_array_equal(run(case, config, packed, x), expected, err_msg=str(config))
+    found = mixed_wgmma.candidates(case.problem, target_for("cuda"))[:6]
+    check_exact(mixed_wgmma, case, found, 1, 2, np.float32)
 
 
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    q, weight = case.every_code()
-    packed = prepack(q)
-    # As it is defined: in float32, then rounded to the result's dtype.
-    expected = rounded(weight, case.out_dtype)
-    for config in plain(case):
-        np.testing.assert_array_equal(run(case, config, packed, np.eye(case.k)), expected, err_msg=str(config))
+    check_decoding(mixed_wgmma, case, plain(case))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -163,28 +149,12 @@ def test_extreme_scales(scale: float, scale_dtype: str, out_dtype: str, qtype: s
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    q, weight = case.every_code()
-    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
-    exact = np.asarray(x, np.float64) @ weight
-    theirs = error(as_float32_product(case, x, weight), exact)
-    packed = prepack(q)
-    for config in configs(case, 3):
-        mine = error(run(case, config, packed, np.asarray(x, np.float64)), exact)
-        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
-        assert mine <= 2 * theirs, config
+    check_accuracy(mixed_wgmma, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [Case(64, 8192, 8192), Case(50, 1111, 300, "int8", 1111, "bfloat16")], ids=str)
 def test_bitwise_the_same_over_20_runs(case: Case) -> None:
-    q, _ = case.every_code()
-    x = jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k), case.x_dtype)
-    arguments = (x, *operands(prepack(q), np.zeros(1), case.x_dtype)[1:])
-    for config in configs(case, 2):
-        custom_call = mixed_wgmma.make_plan(case.problem, config).custom_call()
-        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
-        first = np.asarray(call(*arguments))
-        for _ in range(19):
-            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+    check_repeats(mixed_wgmma, case, configs(case, 2))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -193,7 +163,7 @@ def test_bitwise_the_same_over_20_runs(case: Case) -> None:
 )
 def test_infinities_and_nan_reach_what_depends_on_them(case: Case, value: float) -> None:
     q, weight = exact_weight(case, 4)
-    x = np.random.default_rng([SEED, 5]).integers(-2, 3, (case.rows, case.k)).astype(np.float64)
+    x = integers(case, 2, 5)
     expected = rounded(x @ weight, case.out_dtype)
     x[3, case.k // 2] = value
     packed = prepack(q)

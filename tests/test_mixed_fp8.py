@@ -10,25 +10,19 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import mixed_fp8
+from jax_splitk.kernels import mixed_fp8, ranges
 from jax_splitk.kernels.mixed_fp8 import Config, supports
 from jax_splitk.quantized import prepack
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
-from jax_splitk.target import DEFAULT_CUDA, Target
-from tests import cubin, quantized
+from jax_splitk.target import DEFAULT_CUDA
+from tests import cubin, mixed, quantized
 
 QGMMA = 0xDF3  # a warpgroup's e4m3 product with A in registers
 REGISTERS_PER_SM = 65536
 
 
 def product(rows: int = 256, k: int = 1024, features: int = 1024, **changes: Any) -> QuantizedMatmulProblem:
-    fields = {
-        "x_dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64,
-        "scale_dtype": "bfloat16", **changes,
-    }  # fmt: skip
-    made = QuantizedMatmulProblem(rows, k, features, **fields)
-    made.validate()
-    return made
+    return mixed.valid_problem(rows, k, features, **{"x_dtype": "float8_e4m3fn", **changes})
 
 
 PLAIN = Config(128, 64, 4, 2, 16, 1)  # 4 tiles of a cluster along features by 2 along rows, of 8 k blocks
@@ -40,12 +34,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"qtype": "float8_e4m3fn", "group_size": 0},
 )
 SIZES = ((1, 64, 1), (65, 1088, 200), (256, 8192, 8192), (1000, 4160, 333), (4096, 8192, 3584))
-# Per channel where k is no multiple of the group.
-PROBLEMS = [
-    product(rows, k, features, **{**kind, "group_size": group if group and k % group == 0 else k})
-    for (rows, k, features), kind in itertools.product(SIZES, KINDS)
-    for group in (kind.get("group_size", 64),)
-]
+PROBLEMS = mixed.problems(SIZES, KINDS, x_dtype="float8_e4m3fn")
 
 
 # ---- what is legal -------------------------------------------------------------------------------------------------
@@ -129,12 +118,7 @@ def test_wide_chunks_need_registers() -> None:
 
 
 def test_only_hopper() -> None:
-    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
-    assert supports(product(), None, ampere) == (
-        "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
-    )
-    assert supports(product(), None, DEFAULT_CUDA) is None
-    assert mixed_fp8.preferred(product(), DEFAULT_CUDA) is None
+    mixed.check_only_hopper(mixed_fp8, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -142,18 +126,7 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_ordered(p: QuantizedMatmulProblem) -> None:
-    found = mixed_fp8.candidates(p, DEFAULT_CUDA)
-    assert found
-    assert len(set(found)) == len(found) <= 40
-    for config in found:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-    seconds = [mixed_fp8.estimate(p, config, DEFAULT_CUDA) for config in found]
-    assert seconds == sorted(seconds)
-    assert 1e-6 < seconds[0] < 1
-    for config in mixed_fp8.neighbours(p, found[0], DEFAULT_CUDA):
-        assert config != found[0]
-    compiled = {mixed_fp8.source(p, variant) for variant in mixed_fp8.variants(p)}
-    assert {mixed_fp8.source(p, config) for config in found} <= compiled
+    mixed.check_candidates(mixed_fp8, p)
 
 
 def test_the_model_prefers_full_machines() -> None:
@@ -192,15 +165,15 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     for cluster, tile_m in itertools.product((1, 2), mixed_fp8.TILES_M):
         tile = Config(64, 64, 2, cluster, cluster, 0, tile_m)
         tiles = math.prod(mixed_fp8.tile_counts(p, tile))
-        units = tiles * mixed_fp8.k_blocks(p)
+        units = tiles * ranges.k_blocks(p)
         wanted = {(tiles, 1), (1, tiles), (1, 0), (min(7, units), 0), (units, 0), (max(1, tiles // 2 - 1), 2)}
-        for ranges, waves in sorted(wanted):
-            config = dataclasses.replace(tile, blocks=ranges * cluster, waves=waves)
+        for workers, waves in sorted(wanted):
+            config = dataclasses.replace(tile, blocks=workers * cluster, waves=waves)
             found.append(mixed_fp8.whole_blocks(p, config))
     return [config for config in found if supports(p, config) is None]
 
 
-def pieces(args: plan.Int32Struct, cluster: int, clusters: int) -> list[tuple[int, int, int, int]]:
+def pieces(args: plan.Int32Struct, cluster: int, clusters: int) -> list[mixed.Piece]:
     """(tile, first k block, end, slot) of a cluster: `piece_of` of the device code."""
     k_blocks, tiles_m, tiles_n, waves, length = args.values[5:10]
     found = []
@@ -224,35 +197,7 @@ def pieces(args: plan.Int32Struct, cluster: int, clusters: int) -> list[tuple[in
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
     assert schedules(p)
     for config in schedules(p):
-        launches = {launch.kernel: launch for launch in mixed_fp8.make_plan(p, config).launches}
-        main = launches["mixed_fp8"]
-        (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
-        tiles, length = math.prod(mixed_fp8.tile_counts(p, config)), args.values[9]
-        done = np.zeros((tiles, mixed_fp8.k_blocks(p)), int)
-        slots: dict[int, list[int]] = {}
-        for cluster in range(config.ranges):
-            for tile, begin, end, slot in pieces(args, cluster, config.ranges):
-                done[tile, begin:end] += 1
-                if slot >= 0:
-                    slots.setdefault(tile, []).append(slot)
-        assert (done == 1).all(), config
-        assert bool(slots) == ("reduce_ranges" in launches) == mixed_fp8.is_cut(p, config)
-        assert (main.grid[0], main.cluster) == (config.blocks, (config.cluster, 1, 1))
-        flat = list(itertools.chain(*slots.values()))
-        assert len(set(flat)) == len(flat)
-        slot_bytes = config.cluster * config.tile_m * config.tile_n * 4
-        assert all((slot + 1) * slot_bytes <= mixed_fp8.workspace_bytes(p, config) for slot in flat)
-        if not slots:
-            continue
-        # What the second kernel adds, in the order of the ranges.
-        before = config.waves * config.ranges
-        parts = launches["reduce_ranges"].grid[0] // (tiles - before)
-        assert parts * 16 * 64 == config.cluster * config.tile_m * config.tile_n
-        for tile in range(tiles - before):
-            first_unit = tile * mixed_fp8.k_blocks(p)
-            first, last = first_unit // length, (first_unit + mixed_fp8.k_blocks(p) - 1) // length
-            added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
-            assert added == slots.get(before + tile, [])
+        mixed.check_schedule(mixed_fp8, p, config, pieces)
 
 
 def test_plan_of_a_plain_problem() -> None:
@@ -273,9 +218,7 @@ def test_plan_of_a_plain_problem() -> None:
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     for config in mixed_fp8.candidates(p, DEFAULT_CUDA)[::6]:
         made = mixed_fp8.make_plan(p, config)
-        shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
-        shapes += [(p.out_shape, p.out_dtype)]
-        assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+        mixed.check_buffers(p, made)
         assert made.buffers[-1].bytes == mixed_fp8.workspace_bytes(p, config)
         # TMA's limits: strides of 16 bytes, boxes within 256; whole groups of 8 rows of the swizzle.
         x_map = made.maps[0]

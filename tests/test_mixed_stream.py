@@ -1,8 +1,6 @@
 """The family of quantized products with few rows: what is legal, which configs, plans, machine code. Needs no GPU."""
 
 import dataclasses
-import itertools
-import math
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from jax_splitk.kernels import mixed_stream
 from jax_splitk.kernels.mixed_stream import Config, supports
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
-from jax_splitk.target import DEFAULT_CUDA, Target
-from tests import cubin
+from jax_splitk.target import DEFAULT_CUDA
+from tests import cubin, mixed
 
 HGMMA, QGMMA = 0xDF0, 0xDF3  # a warpgroup's matrix product with A in registers, of 16-bit types or of e4m3
 REGISTERS_PER_SM = 65536
@@ -23,13 +21,7 @@ LARGEST = 2**31 - 1
 
 
 def product(rows: int = 8, k: int = 4096, features: int = 4096, **changes: Any) -> QuantizedMatmulProblem:
-    fields = {
-        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
-        **changes,
-    }  # fmt: skip
-    made = QuantizedMatmulProblem(rows, k, features, **fields)
-    made.validate()
-    return made
+    return mixed.valid_problem(rows, k, features, **changes)
 
 
 def best(p: QuantizedMatmulProblem, **changes: Any) -> Config:
@@ -54,12 +46,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {**E4M3},
     {**E4M3, "qtype": "uint4", "group_size": 128, "out_dtype": "float16"},
 )
-# Per channel (group_size 0, too) where k is no multiple of the group.
-PROBLEMS = [
-    product(rows, k, features, **{**kind, "group_size": group if group and k % group == 0 else k})
-    for (rows, k, features), kind in itertools.product(SIZES, KINDS)
-    for group in (kind.get("group_size", 64),)
-]
+PROBLEMS = mixed.problems(SIZES, KINDS)
 
 
 # ---- what is legal -------------------------------------------------------------------------------------------------
@@ -123,9 +110,9 @@ CONFIG_EDGES = [
     ),
     (
         {"k": 1024, **E4M3},
-        {**WIDE, "tile_n": 64, "tiles": 2},
-        {**WIDE, "tile_n": 64, "tiles": 4},
-        "tiles 4 with tile_n 64 and 4 warpgroups; accepted: at most 2",
+        {**WIDE, "tile_n": 32},
+        {**WIDE, "tile_n": 64},
+        "tile_n 64 with 4 warpgroups; accepted: at most 32",
     ),
     (
         {"k": 1024, "out_dtype": "float32", **E4M3},
@@ -193,12 +180,7 @@ def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) 
 
 
 def test_only_hopper() -> None:
-    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
-    assert supports(product(), None, ampere) == (
-        "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
-    )
-    assert supports(product(), None, DEFAULT_CUDA) is None
-    assert mixed_stream.preferred(product(), DEFAULT_CUDA) is None
+    mixed.check_only_hopper(mixed_stream, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -263,11 +245,9 @@ def test_the_model_is_close_to_measured_times(
 
 @pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if supports(p) is None], ids=str)
 def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
-    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
-    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
     for config in mixed_stream.candidates(p, DEFAULT_CUDA):
         made = mixed_stream.make_plan(p, config)
-        assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+        mixed.check_buffers(p, made)
         assert made.buffers[-1].bytes == mixed_stream.workspace_bytes(p, config) == 0
         (launch,) = made.launches
         assert launch.grid == (config.clusters * config.cluster, 1, 1)
@@ -337,7 +317,8 @@ COMPILED = [
     (product(8, 1004, qtype="float4_e2m1fn", **{**HALF, "group_size": 1004}), Config(8, 1, 1, 8, 1, 1)),
     (product(8, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 4096}), Config(8, 4, 4, 3, 2, 1)),
     (product(16, **E4M3), Config(16, 2, 4, 6, 2, 64)),
-    (product(64, **E4M3), Config(64, 4, 2, 3, 8, 1)),
+    (product(32, **E4M3), Config(32, 4, 4, 3, 4, 1)),
+    (product(64, **E4M3), Config(64, 2, 4, 3, 8, 1)),
     (product(64, 1024, **E4M3), Config(64, 2, 4, 2, 2, 1)),
     (product(32, qtype="uint4", group_size=32, **E4M3), Config(32, 4, 4, 2, 4, 1)),
     (product(40, 1000, qtype="float4_e2m1fn", group_size=1000, **E4M3), Config(64, 2, 2, 2, 2, 1)),

@@ -1,21 +1,18 @@
 """The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
-import numpy as np
 import pytest
-from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
-from jax_splitk.kernels import mixed_wgmma
+from jax_splitk.kernels import mixed_wgmma, ranges
 from jax_splitk.kernels.mixed_wgmma import Config, supports
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
-from jax_splitk.target import DEFAULT_CUDA, Target
-from tests import cubin
+from jax_splitk.target import DEFAULT_CUDA
+from tests import cubin, mixed
 
 HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
 REGISTERS_PER_SM = 65536
@@ -23,13 +20,7 @@ SHARED_PER_SM = 228 * 1024
 
 
 def product(rows: int = 64, k: int = 1024, features: int = 1024, **changes: Any) -> QuantizedMatmulProblem:
-    fields = {
-        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
-        **changes,
-    }  # fmt: skip
-    made = QuantizedMatmulProblem(rows, k, features, **fields)
-    made.validate()
-    return made
+    return mixed.valid_problem(rows, k, features, **changes)
 
 
 PLAIN = Config(128, 64, 4, "weight", 8, 1)
@@ -47,12 +38,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"group_size": 128, "scale_dtype": "float32"},
     {"x_dtype": "float8_e4m3fn"},
 )
-# Per channel (group_size 0, too) where k is no multiple of the group.
-PROBLEMS = [
-    product(rows, k, features, **{**kind, "group_size": group if group and k % group == 0 else k})
-    for (rows, k, features), kind in itertools.product(SIZES, KINDS)
-    for group in (kind.get("group_size", 64),)
-]
+PROBLEMS = mixed.problems(SIZES, KINDS)
 
 
 # ---- what is legal -------------------------------------------------------------------------------------------------
@@ -192,12 +178,7 @@ def test_a_float32_result_and_zero_points_leave_room_for_two_sets_of_sums() -> N
 
 
 def test_only_hopper() -> None:
-    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
-    assert supports(product(), None, ampere) == (
-        "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
-    )
-    assert supports(product(), None, DEFAULT_CUDA) is None
-    assert mixed_wgmma.preferred(product(), DEFAULT_CUDA) is None
+    mixed.check_only_hopper(mixed_wgmma, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -205,18 +186,7 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_ordered(p: QuantizedMatmulProblem) -> None:
-    found = mixed_wgmma.candidates(p, DEFAULT_CUDA)
-    assert found
-    assert len(set(found)) == len(found) <= 40
-    for config in found:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-    seconds = [mixed_wgmma.estimate(p, config, DEFAULT_CUDA) for config in found]
-    assert seconds == sorted(seconds)
-    assert 1e-6 < seconds[0] < 1
-    for config in mixed_wgmma.neighbours(p, found[0], DEFAULT_CUDA):
-        assert config != found[0]
-    compiled = {mixed_wgmma.source(p, variant) for variant in mixed_wgmma.variants(p)}
-    assert {mixed_wgmma.source(p, config) for config in found} <= compiled
+    mixed.check_candidates(mixed_wgmma, p)
 
 
 @pytest.mark.parametrize("p", PROBLEMS[:: len(PROBLEMS) // 12], ids=str)
@@ -242,13 +212,13 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     """Whole tiles, ranges, and both."""
     tile = Config(128, 32, 2, mixed_wgmma.scalings(p)[0], 1, 0)
     tiles = math.prod(mixed_wgmma.tile_counts(p, tile))
-    wanted = {(tiles, 1), (1, tiles), (1, 0), (7, 0), (tiles * mixed_wgmma.k_blocks(p), 0), (max(1, tiles // 2 - 1), 2)}
+    wanted = {(tiles, 1), (1, tiles), (1, 0), (7, 0), (tiles * ranges.k_blocks(p), 0), (max(1, tiles // 2 - 1), 2)}
     found = [mixed_wgmma.whole_blocks(p, dataclasses.replace(tile, blocks=b, waves=w)) for b, w in sorted(wanted)]
     found += [dataclasses.replace(tile, blocks=tiles * size, cluster=size) for size in (2, 3, 4, 8)]
     return [config for config in found if supports(p, config) is None]
 
 
-def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[tuple[int, int, int, int]]:
+def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[mixed.Piece]:
     """(tile, first k block, end, slot) of a thread block: `Work` of the device code."""
     k_blocks, tiles_m, tiles_n, waves, length, splits = args.values[5:11]
     if splits > 1:
@@ -268,37 +238,9 @@ def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[tuple[int, i
 
 @pytest.mark.parametrize("p", [product(40, 640, 700), product(200, 1000, 1300, group_size=1000)], ids=str)
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
+    assert schedules(p)
     for config in schedules(p):
-        launches = {launch.kernel: launch for launch in mixed_wgmma.make_plan(p, config).launches}
-        main = launches["mixed_wgmma"]
-        (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
-        tiles, length = math.prod(mixed_wgmma.tile_counts(p, config)), args.values[9]
-        done = np.zeros((tiles, mixed_wgmma.k_blocks(p)), int)
-        slots: dict[int, list[int]] = {}
-        for block in range(main.grid[0]):
-            for tile, begin, end, slot in pieces(args, block, main.grid[0]):
-                done[tile, begin:end] += 1
-                if slot >= 0:
-                    slots.setdefault(tile, []).append(slot)
-        assert (done == 1).all(), config
-        assert bool(slots) == ("reduce_ranges" in launches) == mixed_wgmma.is_cut(p, config)
-        assert main.cluster == (config.cluster, 1, 1)
-        assert main.grid[0] % config.cluster == 0
-        flat = list(itertools.chain(*slots.values()))
-        assert len(set(flat)) == len(flat)
-        tile_bytes = config.tile_m * config.tile_n * 4
-        assert all((slot + 1) * tile_bytes <= mixed_wgmma.workspace_bytes(p, config) for slot in flat)
-        if not slots:
-            continue
-        # What the second kernel adds, in the order of the ranges.
-        before = config.waves * config.blocks
-        chunks = launches["reduce_ranges"].grid[0] // (tiles - before)
-        assert chunks * 16 * 64 == config.tile_m * config.tile_n
-        for tile in range(tiles - before):
-            first_unit = tile * mixed_wgmma.k_blocks(p)
-            first, last = first_unit // length, (first_unit + mixed_wgmma.k_blocks(p) - 1) // length
-            added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
-            assert added == slots.get(before + tile, [])
+        mixed.check_schedule(mixed_wgmma, p, config, pieces)
 
 
 def test_plan_of_a_plain_problem() -> None:
@@ -354,9 +296,7 @@ def test_plan_of_an_activation_of_8_bits() -> None:
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     config = mixed_wgmma.candidates(p, DEFAULT_CUDA)[0]
     made = mixed_wgmma.make_plan(p, config)
-    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
-    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
-    assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+    mixed.check_buffers(p, made)
     assert made.buffers[-1].bytes == mixed_wgmma.workspace_bytes(p, config)
     # TMA's limits: strides of 16 bytes, boxes within 256.
     x_map = made.maps[0]

@@ -24,11 +24,7 @@
 // Order of k: WGMMA takes x as it lies in memory, so lane t of four needs k 4t to 4t + 3 of each 16, of which
 // the packed words of two lanes hold two each: it reads both lanes' words and takes half of each (`Pick`).
 //
-// Work: as in mixed_wgmma.cu. The output's tiles are numbered in bands (see `place_of`). A cluster computes
-// `waves` whole tiles, as many apart as there are clusters; the k blocks of all tiles after these, laid end
-// to end, are cut into ranges of `range` blocks, one for each cluster. A tile that more than one range
-// reaches meets in the workspace: each range writes its fp32 sums as a slot, in the accumulators' order, and
-// reduce_ranges adds the slots of a tile in the order of their ranges.
+// Work: as in ranges.cuh; a worker is a cluster.
 // With CLUSTER 2, a tile is that of two thread blocks with the same rows of x: each loads half of these rows
 // for both.
 //
@@ -42,42 +38,26 @@
 // every block's memory until nobody writes to it any more.
 //
 // Macros: FORMAT (dequantize_e4m3.cuh), HALF (dequantize.cuh; of no effect), OUT (split_k.cuh; no float),
-// SCALE_TYPE (0 float, 1 bf16, 2 half), GROUP (k of a scale; 0: all), PERIOD (32, 64 or 128), CONSUMERS (2 or
-// 4), TILE_N, CHUNK, STAGES, CLUSTER.
+// SCALE_TYPE, GROUP (scales.cuh), PERIOD (32, 64 or 128), CONSUMERS (2 or 4), TILE_N, CHUNK, STAGES, CLUSTER.
 
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "dequantize.cuh"
 #include "dequantize_e4m3.cuh"
+#include "ring.cuh"
 #include "split_k.cuh"
-#include "wgmma.cuh"
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
+#define E4M3_PRODUCTS 1
+#define COLUMNS CHUNK
+#include "wgmma_rs.cuh"
+// These need what is above.
+#include "ranges.cuh"
+#include "scales.cuh"
 
 // Must match `_args` in mixed_fp8.py.
-struct Args {
-  int rows, features;
-  int feature_tiles, k_tiles;  // of the packed weight
-  int groups;                  // of a feature tile's scales
-  int k_blocks;                // of 128 k
-  int tiles_m, tiles_n;        // of the output, a cluster's
-  int waves, range;
+struct Args : Schedule {
   int once;  // every word is read by one thread block only
 };
 
-constexpr int FLOAT = 0, BF16 = 1;  // SCALE_TYPE
-
-constexpr int SLOT = 64;  // features of a warpgroup
-constexpr int BLOCK_K = 128;
 constexpr int X_BYTES = TILE_N * BLOCK_K;        // of a stage
 constexpr int SHARE = TILE_N / CLUSTER;          // rows of x that a thread block loads
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
@@ -86,28 +66,18 @@ constexpr int THREADS = 128 + 128 * CONSUMERS;
 // Registers by role (setmaxnreg wants multiples of 8): together no more than the 168 (96) of each thread at
 // launch.
 constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 64, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 104;
-constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
 
 // A stage's scales, after the ring.
-constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
-constexpr int GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
-constexpr int ROW = SLOT;                              // scales of a group
-constexpr int SCALE_ITEM = SCALE_TYPE == FLOAT ? 4 : 2;
-constexpr int SCALES = GROUPS * ROW * SCALE_ITEM;  // bytes, of a warpgroup
 constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = CONSUMERS * SCALES;
-// Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
-constexpr int STAGING_PITCH = 48, STAGING_BYTES = 16 * STAGING_PITCH;
 
-constexpr int ACCUMULATORS = TILE_N / 2;  // of a lane: four for each 8 columns
 constexpr int CHUNKS = TILE_N / CHUNK, PERIODS = BLOCK_K / PERIOD, STEPS = PERIOD / 32;
-using Accumulator = float[ACCUMULATORS];
-using Partial = float[CHUNK / 2];
-using Fragments = uint32_t[STEPS][4];  // A registers of a period, by steps of 32 k
+using Sums = float[TILE_SUMS];               // of the tile
+using PeriodFragments = uint32_t[STEPS][4];  // A registers of a period, by steps of 32 k
 // A part of a period is what is read from memory at a time.
 constexpr int PARTS = PERIOD > 64 ? PERIOD / 64 : 1, PART_STEPS = STEPS / PARTS;
 constexpr int PART_LOADS = WORDS == 1 ? 1 : PART_STEPS;
 // Two sets of partial sums where registers allow it; `sums` in mixed_fp8.py.
-constexpr int REGISTERS = ACCUMULATORS + CHUNK + 8 * STEPS + 8 * PART_LOADS;
+constexpr int REGISTERS = TILE_SUMS + CHUNK + 8 * STEPS + 8 * PART_LOADS;
 constexpr int SUMS = REGISTERS <= (CONSUMERS == 2 ? 224 : 80) ? 2 : 1;
 
 static_assert(HAS_E4M3 && FACTOR == 1.f, "a weight that e4m3 holds");
@@ -117,11 +87,6 @@ static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
 static_assert(CONSUMERS == 2 || CONSUMERS == 4, "registers are known for these");
 
 // ---- work ------------------------------------------------------------------------------------------------
-
-// k blocks [begin, end) of a tile. slot: where the sums go; -1 if this is the whole tile.
-struct Piece {
-  int tile, begin, end, slot;
-};
 
 __device__ inline int clusters() { return int(gridDim.x) / CLUSTER; }
 
@@ -137,39 +102,9 @@ __device__ inline Piece piece_of(const Args& g, int index, int cluster = int(blo
   return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * cluster + (index > g.waves)};
 }
 
-struct Place {
-  int m, n;  // tiles, m a thread block's
-};
-
-// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
-__device__ inline Place place_of(const Args& g, int tile, int rank) {
-  const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
-  const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
-  return {m * CLUSTER + rank, first + inside - m * width};
-}
-
 __device__ inline int cluster_rank() { return int(blockIdx.x) % CLUSTER; }
 
 // ---- producer --------------------------------------------------------------------------------------------
-
-__device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* full, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(full)), "l"(hint)
-      : "memory");
-}
-
-// `bytes` of a block; of half a block that half, twice.
-__device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
-                                  uint64_t hint) {
-  if (half) {
-    copy_bulk(to, from, bytes / 2, full, hint);
-    copy_bulk(to + bytes / 2, from, bytes / 2, full, hint);
-  } else {
-    copy_bulk(to, from, bytes, full, hint);
-  }
-}
 
 // Warps: the first two of them copy the weights of half of the consumers each, the next one x.
 constexpr int X_WARP = 2, PRODUCERS = 3, SHARED_BY = CONSUMERS / 2;
@@ -249,15 +184,6 @@ __device__ inline void produce_weight(const Args& g, const uint8_t* words, const
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
-__device__ inline uint4 load_words(uint32_t address) {
-  uint4 w;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "r"(address)
-               : "memory");
-  return w;
-}
-
 // Two neighbouring scales.
 using Pair = Vec<float, 2>;
 struct RawPair {
@@ -272,7 +198,7 @@ __device__ inline RawPair load_pair(uint32_t address) {
                  : "r"(address)
                  : "memory");
   } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw.bits[0]) : "r"(address) : "memory");
+    raw.bits[0] = load_shared(address);
   }
   return raw;
 }
@@ -283,34 +209,8 @@ __device__ inline Pair to_floats(const RawPair& raw) {
   } else if constexpr (SCALE_TYPE == BF16) {
     return {__uint_as_float(raw.bits[0] << 16), __uint_as_float(raw.bits[0] & 0xffff0000u)};
   } else {
-    const float2 f = __half22float2(reinterpret_cast<const __half2&>(raw.bits[0]));
+    const float2 f = to_floats<SCALE_TYPE>(raw.bits[0]);
     return {f.x, f.y};
-  }
-}
-
-// In a register from here on, not computed again in every turn.
-__device__ inline uint32_t keep(uint32_t value) { return __shfl_sync(~0u, value, int(threadIdx.x % 32)); }
-
-__device__ inline void wait(uint32_t barrier, uint32_t phase) {
-  asm volatile(
-      "{.reg .pred p; wait_more: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra waited; "
-      "bra wait_more; waited: }" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
-
-__device__ inline void arrive_if(bool condition, uint32_t barrier) {
-  if constexpr (CLUSTER > 1) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(
-            barrier),
-        "r"(uint32_t(condition))
-        : "memory");
-  } else {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
-        "r"(uint32_t(condition))
-        : "memory");
   }
 }
 
@@ -351,7 +251,7 @@ struct Reader {
   }
 
   // The stage before this one.
-  __device__ void release() const { arrive_if(int(released) >= 0, released); }
+  __device__ void release() const { arrive_if<(CLUSTER > 1)>(int(released) >= 0, released); }
 
   __device__ void advance() {
     released = empty + stage * 8;
@@ -362,33 +262,9 @@ struct Reader {
   }
 };
 
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
-using Wgmma = GMMA::PASTE(MMA_64x, CHUNK, x32_F32E4M3E4M3_RS_TN)<>;
-
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Partial& sum, GMMA::ScaleOut scale,
-                             Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, sum[I]..., scale);
-}
-
-// sum = A B of a period, B from its descriptor on.
-__device__ inline void multiply(Fragments& a, uint64_t b, Partial& sum) {
-  fence(sum);
-#pragma unroll
-  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    wgmma(a[step], b + step * (32 >> 4), sum, step ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
-          typename MakeIndices<CHUNK / 2>::type{});
-  }
-  cute::warpgroup_commit_batch();
-}
-
 // Adds sums of a chunk, which have retired. All columns of a row before the other row's: what is as scarce as
 // tensor cores here are reads of registers, and instructions in a row with the same scale read it once.
-__device__ inline void promote(Partial& sum, const Pair& scale, Accumulator& acc, int chunk) {
+__device__ inline void promote(Accumulator& sum, const Pair& scale, Sums& acc, int chunk) {
   fence(sum);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -450,14 +326,14 @@ __device__ constexpr int steps_before(int chunk) {
   return chunk <= LOAD_CHUNK ? 0 : (chunk - LOAD_CHUNK) * STEPS / SHARES;
 }
 
-__device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
-  Fragments a[2];
-  Partial sum[SUMS];
+__device__ inline void consume(Reader& in, int blocks, Sums& acc) {
+  PeriodFragments a[2];
+  Accumulator sum[SUMS];
   Words words;
   RawPair next;             // scales of the period that is decoded
   Pair scale = {0.f, 0.f};  // of the period whose sums are promoted; at first there are none
 #pragma unroll
-  for (int i = 0; i < ACCUMULATORS; ++i) acc[i] = 0.f;
+  for (int i = 0; i < TILE_SUMS; ++i) acc[i] = 0.f;
   const auto load = [&](int period) {
     words.load(in, period, 0);
     if constexpr (GROUPS > 0) {
@@ -465,7 +341,7 @@ __device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
     }
   };
   // Steps [from, to) of a period, of whose parts the one with `from` is loaded.
-  const auto decode = [&](int period, int from, int to, Fragments& fragments) {
+  const auto decode = [&](int period, int from, int to, PeriodFragments& fragments) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (step < from || step >= to) continue;
@@ -492,11 +368,12 @@ __device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
     for (int period = 0; period < PERIODS; ++period) {
       const bool last = period == PERIODS - 1;
       const int following = (period + 1) % PERIODS;
-      Fragments& to = a[(period + 1) % 2];
+      PeriodFragments& to = a[(period + 1) % 2];
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         const int step = period * CHUNKS + chunk;
-        multiply(a[period % 2], b + (chunk * CHUNK * BLOCK_K + period * PERIOD >> 4), sum[step % SUMS]);
+        multiply_batch<STEPS>(a[period % 2], b + (chunk * CHUNK * BLOCK_K + period * PERIOD >> 4),
+                              sum[step % SUMS], GMMA::ScaleOut::Zero);
         // The fragments of the next period are free from the end of the period's first step on.
         const int decoded = steps_before(chunk);
         if (chunk == LOAD_CHUNK && LOAD_CHUNK > 0) next_words(following, last);
@@ -534,61 +411,10 @@ __device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
   }
 }
 
-// ---- epilogue --------------------------------------------------------------------------------------------
-
-__device__ inline uint32_t packed(float low, float high) {
-  Vec<Output, 2> pair;
-  convert(low, pair.v[0]);
-  convert(high, pair.v[1]);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
-// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
-__device__ inline void store(const Args& g, Output* out, uint32_t staging, int lane, int m, int n,
-                             const float (&v)[8]) {
-  // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
-  if (g.features % 8 == 0) {
-    const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
-    __syncwarp();
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                 "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
-                 "r"(packed(v[6], v[7]))
-                 : "memory");
-    __syncwarp();
-    const int row = n + lane / 2, feature = m + lane % 2 * 8;
-    const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
-    if (row < g.rows && feature < g.features) {
-      *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
-    if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
-  }
-}
-
-constexpr int SLOT_CHUNK = 128;                          // float4 of 8 rows of x of a warpgroup
-constexpr int WARPGROUP_SLOT = TILE_N / 8 * SLOT_CHUNK;  // float4
-constexpr int STORE_CHUNKS = TILE_N / 16;                // of 16 rows of x: what `store` takes
-
 // The sums of a warpgroup as a slot holds them: float4 of TILE_N / 8 columns by 128 threads.
 __device__ inline float4* slot_of(float* partials, int slot, int rank, int warpgroup) {
   return reinterpret_cast<float4*>(partials) +
          ((size_t(slot) * CLUSTER + rank) * CONSUMERS + warpgroup) * WARPGROUP_SLOT;
-}
-
-__device__ inline void add(float (&v)[8], const float4& low, const float4& high) {
-  v[0] += low.x;
-  v[1] += low.y;
-  v[2] += low.z;
-  v[3] += low.w;
-  v[4] += high.x;
-  v[5] += high.y;
-  v[6] += high.z;
-  v[7] += high.w;
 }
 
 // ---- kernels ---------------------------------------------------------------------------------------------
@@ -636,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int index = 0;; ++index) {
     Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
-    Accumulator acc;
+    Sums acc;
     consume(in, piece.end - piece.begin, acc);
     // Computed again, not kept in registers meanwhile: where this is.
     int thread, block;
@@ -645,7 +471,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint32_t staging = staging_address + warp * STAGING_BYTES;
     piece = piece_of(g, index, block / CLUSTER);
     const Place at = place_of(g, piece.tile, rank);
-    Pair factor = {E4M3_FACTOR, E4M3_FACTOR};
     if constexpr (GROUP == 0) {
       const size_t row =
           size_t(min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1)) * ROW + warp % 4 * 16 + lane / 4 * 2;
@@ -654,17 +479,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (uint32_t& bits : channel.bits) {
         bits = __ldg(reinterpret_cast<const uint32_t*>(scales + row * SCALE_ITEM) + (&bits - channel.bits));
       }
-      const Pair pair = to_floats(channel);
-      factor = {factor.v[0] * pair.v[0], factor.v[1] * pair.v[1]};
+      const Pair scale = to_floats(channel);
+#pragma unroll
+      for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= scale.v[i / 2 % 2];
     }
+    // Last: no scale overflows before its time.
 #pragma unroll
-    for (int i = 0; i < ACCUMULATORS; ++i) acc[i] *= factor.v[i / 2 % 2];
+    for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= E4M3_FACTOR;
     if (piece.slot >= 0) {
-      float4* to = slot_of(partials, piece.slot, rank, warpgroup) + thread % 128;
-#pragma unroll
-      for (int j = 0; j < TILE_N / 8; ++j) {
-        __stcg(to + j * SLOT_CHUNK, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-      }
+      store_slot(slot_of(partials, piece.slot, rank, warpgroup) + thread % 128, acc);
     } else {
       const int m = (at.m * CONSUMERS + warpgroup) * SLOT + warp % 4 * 16;
 #pragma unroll
@@ -672,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
-        store(g, out, staging, lane, m, at.n * TILE_N + 16 * j, v);
+        store(g, out, staging, m, at.n * TILE_N + 16 * j, v, lane);
       }
     }
   }
@@ -704,6 +527,6 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   const Place at = place_of(g, tiles_before + tile, rank);
   const int warp = threadIdx.x / 32;
-  store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), threadIdx.x % 32,
-        (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16, at.n * TILE_N + chunk * 16, v);
+  store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
+        at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
 }

@@ -14,10 +14,10 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jax import numpy as jnp
-
 from jax_splitk import compiler, plan
-from jax_splitk.kernels.dequantize import FORMAT_CODES
+from jax_splitk.kernels import dequantize, ranges
+from jax_splitk.kernels.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, per_channel
+from jax_splitk.kernels.ranges import BLOCK_K, SLOT, k_blocks
 from jax_splitk.kernels.split_k import OUT_CODES
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit
@@ -27,21 +27,17 @@ implementation = "cutlass"
 platform = "cuda"
 ABI = 1
 
-BLOCK_K = 128  # two tiles of the packed weight
-SLOT = 64  # features of a warpgroup
 SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 BARRIER_BYTES = 256  # static shared memory
 MAX_STAGES = 8
 MIN_STAGES = 2
 STAGING_BYTES = 4 * 16 * 48  # of a warpgroup's results on their way to memory
-INT32_MAX = 2**31 - 1
-REDUCE_COLUMNS = 16  # rows of x of a thread block of reduce_ranges
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
 
 X_DTYPE = "float8_e4m3fn"
 OUT_DTYPES = ("bfloat16", "float16")
-QTYPES = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")
+QTYPES = E4M3_FORMATS
 TILES_M = (128, 256)
 TILES_N = (32, 64, 96, 128, 192, 256)
 MAX_REGISTERS = 232
@@ -78,15 +74,6 @@ class Config:
         """Warpgroups that multiply (CONSUMERS in the device code)."""
         return self.tile_m // SLOT
 
-    @property
-    def ranges(self) -> int:
-        """Clusters, which are what tiles and ranges are given to."""
-        return self.blocks // self.cluster
-
-
-def per_channel(problem: QuantizedMatmulProblem) -> bool:
-    return problem.group_size == problem.k
-
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
     """k of a sum of the tensor cores (PERIOD in the device code).
@@ -116,15 +103,9 @@ def _fits(problem: QuantizedMatmulProblem, config: Config) -> bool:
     return _registers(problem, config, 1) + (problem.scale_dtype == "float32") <= MAX_REGISTERS
 
 
-def _weight_bytes(problem: QuantizedMatmulProblem, tile_m: int) -> int:
-    """Words and scales of a stage."""
-    groups = 0 if per_channel(problem) else BLOCK_K // problem.group_size
-    return tile_m * (BLOCK_K * problem.bits // 8 + groups * jnp.dtype(problem.scale_dtype).itemsize)
-
-
 def _stage_bytes(problem: QuantizedMatmulProblem, tile_n: int, tile_m: int) -> int:
     """STAGE_BYTES and EXTRA_BYTES of the device code."""
-    return BLOCK_K * tile_n + _weight_bytes(problem, tile_m)
+    return BLOCK_K * tile_n + dequantize.weight_bytes(problem, tile_m, BLOCK_K)
 
 
 def _fixed_bytes(tile_m: int) -> int:
@@ -148,23 +129,15 @@ def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, i
     return -(-problem.features // (config.tile_m * config.cluster)), -(-problem.rows // config.tile_n)
 
 
-def k_blocks(problem: QuantizedMatmulProblem) -> int:
-    return -(-problem.k // BLOCK_K)
-
-
-def rest_tiles(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """A cluster's tiles that are cut into ranges."""
-    return math.prod(tile_counts(problem, config)) - config.waves * config.ranges
-
-
-def range_blocks(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k blocks of a range; 0 without ranges."""
-    return -(-rest_tiles(problem, config) * k_blocks(problem) // config.ranges)
+def schedule(problem: QuantizedMatmulProblem, config: Config) -> ranges.Schedule:
+    """A cluster is a worker."""
+    tiles = math.prod(tile_counts(problem, config))
+    return ranges.Schedule(tiles, k_blocks(problem), config.blocks // config.cluster, config.waves)
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
     """Whether any tile has more than one range, so that partial sums meet in the workspace."""
-    return rest_tiles(problem, config) > 0 and range_blocks(problem, config) % k_blocks(problem) != 0
+    return schedule(problem, config).is_cut
 
 
 def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -200,14 +173,14 @@ def _problem_limit(p: QuantizedMatmulProblem) -> str | None:
         return f"zero points of dtype {p.zero_dtype}; accepted: none"
     if p.k % K_MULTIPLE:
         return f"k={p.k}; accepted: multiples of {K_MULTIPLE}"
-    for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
-        if not 0 < size <= INT32_MAX - 256:
-            return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
+    reason = ranges.size_limit(p)
+    if reason is not None:
+        return reason
     # Ranges are counted in k blocks of tiles.
     units = k_blocks(p) * -(-p.features // TILES_M[0]) * -(-p.rows // TILES_N[-1])
-    if units > INT32_MAX // 2:
+    if units > ranges.MAX_UNITS:
         tile = f"{TILES_M[0]} features, {TILES_N[-1]} rows and 128 k"
-        return f"{units} blocks of {tile}; accepted: at most {INT32_MAX // 2}"
+        return f"{units} blocks of {tile}; accepted: at most {ranges.MAX_UNITS}"
     return None
 
 
@@ -225,22 +198,9 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     most = max_stages(p, config.tile_n, config.tile_m)
     if not MIN_STAGES <= config.stages <= most:
         return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
-    tiles = math.prod(tile_counts(p, config))
-    units = tiles * k_blocks(p)
-    if units > INT32_MAX // 2:
-        return f"{units} blocks of this tile and 128 k; accepted: at most {INT32_MAX // 2}"
-    if config.blocks % config.cluster or not 1 <= config.ranges <= units:
-        each = f"multiples of {config.cluster} up to {units * config.cluster}"
-        return f"blocks {config.blocks}; accepted for {tiles} tiles of {k_blocks(p)} k blocks: {each}"
-    if not 0 <= config.waves * config.ranges <= tiles:
-        return (
-            f"waves {config.waves} of {config.ranges} clusters; accepted for {tiles} tiles: "
-            f"0 to {tiles // config.ranges}"
-        )
-    if config.waves == 0 and whole_blocks(p, config) != config:
-        nearest = whole_blocks(p, config).blocks
-        return f"blocks {config.blocks} leaves some without any of {units} k blocks; use {nearest}"
-    return None
+    given = schedule(p, config)
+    accepted = f"multiples of {config.cluster} up to {given.units * config.cluster}"
+    return given.units_limit() or given.limit(config.blocks, config.cluster, accepted, "clusters")
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -273,47 +233,26 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
 
 def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
     """`config` with the nearest number of thread blocks not above its own that leaves none without work."""
-    units = math.prod(tile_counts(problem, config)) * k_blocks(problem)
-    config = dataclasses.replace(config, blocks=max(1, min(config.ranges, units)) * config.cluster)
-    if config.waves:
-        return config
-    return dataclasses.replace(config, blocks=-(-units // range_blocks(problem, config)) * config.cluster)
+    return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers * config.cluster)
 
 
 def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target) -> list[Config]:
     """Ways to give the tiles of a variant to thread blocks."""
-    tiles = variant.ranges
-    resident = target.cores // variant.cluster
-    waves = tiles // resident
-    found = []
-
-    def add(ranges: int, waves: int) -> None:
-        found.append(dataclasses.replace(variant, blocks=ranges * variant.cluster, waves=waves))
-
-    if tiles <= resident:
-        add(tiles, 1)
-    each = -(-tiles // resident)
-    if each > 1 and tiles % each == 0:
-        add(tiles // each, each)
-    # Ranges for all tiles, or for those after some whole waves.
-    for whole in sorted({0, max(0, waves - 1), waves}):
-        add(resident, whole)
-    # Each tile cut into the same number of ranges.
-    for splits in range(2, resident // tiles + 1):
-        if k_blocks(problem) % splits == 0:
-            add(tiles * splits, 0)
-    found = [whole_blocks(problem, config) for config in found]
+    tiles, resident = variant.blocks // variant.cluster, target.cores // variant.cluster
+    found = [variant] if tiles <= resident else []
+    for other in ranges.schedules(tiles, k_blocks(problem), resident):
+        found.append(dataclasses.replace(variant, blocks=other.workers * variant.cluster, waves=other.waves))
     return [config for config in dict.fromkeys(found) if _config_limit(problem, config) is None]
 
 
 def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
     """Of every variant the few schedules that the model puts first; the most promising first."""
-    found: dict[Config, float] = {}
-    for variant in variants(problem):
-        schedules = {config: estimate(problem, config, target) for config in _schedules(problem, variant, target)}
-        count = 4 if problem.rows <= 64 else 3
-        found |= {config: schedules[config] for config in sorted(schedules, key=schedules.__getitem__)[:count]}
-    return sorted(found, key=found.__getitem__)
+    return ranges.candidates(
+        variants(problem),
+        lambda variant: _schedules(problem, variant, target),
+        lambda config: estimate(problem, config, target),
+        4 if problem.rows <= 64 else 3,
+    )
 
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
@@ -360,19 +299,18 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     promotion = config.tile_n / 2 * _PROMOTION + per_chunk * config.tile_n / config.chunk
     issue = config.consumers * (_ISSUE[problem.qtype] + periods * promotion)
     busy = _MMA_PART * mma + _ISSUE_PART * issue + _BLOCK_CLOCKS
-    load = BLOCK_K * config.tile_n / config.cluster + _weight_bytes(problem, config.tile_m)
+    load = BLOCK_K * config.tile_n / config.cluster + dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
     step = max(busy, load / _L2_BYTES_PER_CLOCK) / _CLOCK
 
     # Rounds of thread blocks, where not all fit.
     rounds = -(-config.blocks // (target.cores // config.cluster * config.cluster))
-    blocks_each = config.waves * k_blocks(problem) + range_blocks(problem, config)
-    pieces = config.waves + -(-range_blocks(problem, config) // k_blocks(problem))
-    seconds = rounds * (blocks_each * step + pieces * _PIECE_SECONDS)
+    given = schedule(problem, config)
+    seconds = rounds * (given.blocks_each * step + given.pieces * _PIECE_SECONDS)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
     if config.cluster > 1:
         seconds += _CLUSTER_SECONDS
-    if is_cut(problem, config):
-        slots = config.blocks + rest_tiles(problem, config) * config.cluster
+    if given.is_cut:
+        slots = config.blocks + given.rest * config.cluster
         seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
     return seconds
 
@@ -388,8 +326,8 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("FORMAT", FORMAT_CODES[problem.qtype]),
             ("HALF", 1),
             ("OUT", OUT_CODES[problem.out_dtype]),
-            ("SCALE_TYPE", OUT_CODES[problem.scale_dtype]),
-            ("GROUP", 0 if per_channel(problem) else problem.group_size),
+            ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
+            ("GROUP", dequantize.group_code(problem)),
             ("PERIOD", period(problem, config)),
             ("CONSUMERS", config.consumers),
             ("TILE_N", config.tile_n),
@@ -402,21 +340,13 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
 
 def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    tiles_m, tiles_n = tile_counts(problem, config)
-    return plan.Int32Struct(
-        (
-            *(problem.rows, problem.features),
-            *(problem.feature_tiles, problem.k_tiles, problem.groups, k_blocks(problem)),
-            *(tiles_m, tiles_n, config.waves, range_blocks(problem, config), int(tiles_n == 1)),
-        )
-    )
+    tiles = tile_counts(problem, config)
+    return ranges.args(problem, tiles, schedule(problem, config), int(tiles[1] == 1))
 
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: x, words, scale, result, workspace."""
-    shapes = [(problem.x_shape, problem.x_dtype), (problem.words_shape, "uint32")]
-    shapes += [(problem.scale_shape, problem.scale_dtype), (problem.out_shape, problem.out_dtype)]
-    buffers = [plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16) for shape, dtype in shapes]
+    buffers = dequantize.buffers(problem)
     buffers.append(plan.Buffer(workspace_bytes(problem, config), 256))
     out, workspace = 3, 4
 
@@ -439,15 +369,8 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
             cluster=(config.cluster, 1, 1),
         )
     ]
-    if is_cut(problem, config):
-        parts = config.tile_n // REDUCE_COLUMNS * config.consumers * config.cluster
-        before = plan.Int32Struct((config.waves * config.ranges,))
-        reduce = plan.Launch(
-            kernel="reduce_ranges",
-            grid=(rest_tiles(problem, config) * parts, 1, 1),
-            block=(128, 1, 1),
-            params=(args, before, plan.Pointer(workspace), plan.Pointer(out)),
-            programmatic=True,
-        )
-        launches.append(reduce)
+    given = schedule(problem, config)
+    if given.is_cut:
+        tile = (config.tile_m * config.cluster, config.tile_n)
+        launches.append(ranges.reduce_launch(args, given, tile, plan.Pointer(workspace), plan.Pointer(out)))
     return plan.DevicePlan(source(problem, config), tuple(buffers), (x_map,), tuple(launches), f"{name} {config}")

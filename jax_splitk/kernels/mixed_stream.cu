@@ -34,19 +34,10 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "dequantize.cuh"
 #include "dequantize_e4m3.cuh"
+#include "ring.cuh"
 #include "wgmma_rs.cuh"
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 // Must match `_args` in mixed_stream.py.
 struct Args {
@@ -294,7 +285,7 @@ struct Words {
   uint4 loads[WORDS];
 };
 
-__device__ inline Words load_words(uint32_t address) {
+__device__ inline Words load_tile(uint32_t address) {
   Words out;
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) out.loads[i] = load16(address + i * 512);
@@ -520,11 +511,11 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
         reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
       }
-      if constexpr (AHEAD) words = load_words(stage + lane.words);
+      if constexpr (AHEAD) words = load_tile(stage + lane.words);
     };
     const auto decode = [&](int unit) {
       if (!AHEAD && unit % TILE_GROUPS == 0) {
-        words = load_words(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES);
+        words = load_tile(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES);
       }
       if (unit % TILE_GROUPS == 0) dequantize(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
     };
@@ -556,7 +547,7 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
         x += STAGE_TILES * X_TILE >> 4;
         if (s + 1 < slice.last) begin_stage(s + 1);
       } else if (AHEAD && part == TILE_GROUPS - 1) {
-        words = load_words(stage + lane.words + (t + 1) * WORDS_BYTES);
+        words = load_tile(stage + lane.words + (t + 1) * WORDS_BYTES);
       }
     };
     const auto finish = [&](int unit) {

@@ -8,12 +8,12 @@ through distributed shared memory, in a fixed order: the result is deterministic
 
 import dataclasses
 import itertools
-import math
 
 from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
-from jax_splitk.kernels.dequantize import FORMAT_CODES
+from jax_splitk.kernels import dequantize
+from jax_splitk.kernels.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
@@ -27,13 +27,11 @@ TILES_N = (8, 16, 32, 64)
 WARPGROUPS = (1, 2, 4)
 TILES = (1, 2, 4)
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
-WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, any for e4m3
+WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, twice for e4m3
 MAX_STAGES = 14  # barriers
 SHARED_BYTES = 227 * 1024
 INT32_MAX = 2**31 - 1
 
-E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
-TYPE_CODES = {"none": -1, "float32": 0, "bfloat16": 1, "float16": 2}  # macros SCALE_TYPE, ZERO_TYPE, OUT_TYPE
 _SLOTS = 2
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
@@ -73,7 +71,7 @@ def products(p: QuantizedMatmulProblem) -> str:
     That is formats with more than four significant bits, zero points, and float32 results: the tensor cores keep some
     14 bits of a sum of e4m3 products.
     """
-    exact = p.qtype in E4M3_FORMATS and p.zero_dtype == "none" and p.out_dtype != "float32"
+    exact = p.qtype in E4M3_FORMATS and not has_zero(p) and p.out_dtype != "float32"
     return "float16" if p.x_dtype == "float8_e4m3fn" and not exact else p.x_dtype
 
 
@@ -89,12 +87,7 @@ def k_stages(p: QuantizedMatmulProblem, config: Config) -> int:
 
 def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     """STAGE_BYTES of the device code."""
-    words = stage_tiles(config) * TILE * TILE * p.bits // 8
-    if p.group_size == p.k:
-        return words
-    groups = stage_tiles(config) * TILE // p.group_size
-    item = jnp.dtype(p.scale_dtype).itemsize + (0 if p.zero_dtype == "none" else jnp.dtype(p.zero_dtype).itemsize)
-    return words + groups * TILE * item
+    return dequantize.weight_bytes(p, TILE, stage_tiles(config) * TILE)
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
@@ -169,14 +162,10 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     if config.tile_n < p.rows:
         return f"tile_n {config.tile_n}; accepted for {p.rows} rows: at least {p.rows}"
     e4m3 = products(p) == "float8_e4m3fn"
-    widest = TILES_N[-1] if e4m3 else WIDEST_OF_FOUR if p.zero_dtype == "none" else WIDEST_OF_FOUR // 2
+    widest = WIDEST_OF_FOUR * 2 if e4m3 else WIDEST_OF_FOUR // 2 if has_zero(p) else WIDEST_OF_FOUR
     if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
         return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
-    if config.warpgroups == WARPGROUPS[-1] and config.tile_n == TILES_N[-1] and config.tiles > 2:
-        return (
-            f"tiles {config.tiles} with tile_n {config.tile_n} and {config.warpgroups} warpgroups; accepted: at most 2"
-        )
-    if p.zero_dtype != "none" and config.tile_n == TILES_N[-1] and config.tiles > 2:
+    if has_zero(p) and config.tile_n == TILES_N[-1] and config.tiles > 2:
         return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
     if p.group_size not in (p.k, *range(TILE)) and config.tiles * TILE % p.group_size:
         return f"tiles {config.tiles}; accepted with groups of {p.group_size}: multiples of {p.group_size // TILE}"
@@ -260,7 +249,7 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
     rounds = -(-problem.feature_tiles // config.clusters)
     stages = -(-k_stages(problem, config) // config.cluster)
-    zero = problem.zero_dtype != "none"
+    zero = has_zero(problem)
     if products(problem) == "float8_e4m3fn":
         tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
     else:
@@ -290,7 +279,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
             ("E4M3_PRODUCTS", int(products(problem) == "float8_e4m3fn")),
             ("X_TMA", int(_by_tma(problem))),
-            ("GROUP", 0 if problem.group_size == problem.k else problem.group_size),
+            ("GROUP", dequantize.group_code(problem)),
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
             ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
             ("OUT_TYPE", TYPE_CODES[problem.out_dtype]),
@@ -324,18 +313,8 @@ def _args(p: QuantizedMatmulProblem) -> plan.Int32Struct:
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
-
-    def buffer(shape: tuple[int, ...], dtype: str) -> plan.Buffer:
-        return plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16)
-
-    operands = [
-        buffer(problem.x_shape, problem.x_dtype),
-        buffer(problem.words_shape, "uint32"),
-        buffer(problem.scale_shape, problem.scale_dtype),
-    ]
-    if problem.zero_dtype != "none":
-        operands.append(buffer(problem.scale_shape, problem.zero_dtype))
-    out = len(operands)
+    buffers = dequantize.buffers(problem)
+    out = len(buffers) - 1
     maps: tuple[plan.TiledMap, ...] = ()
     x: plan.Pointer | plan.MapParam = plan.Pointer(0)
     if _by_tma(problem):
@@ -349,5 +328,5 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         shared_bytes=shared_bytes(problem, config),
         cluster=(config.cluster, 1, 1),
     )
-    buffers = (*operands, buffer(problem.out_shape, problem.out_dtype), plan.Buffer(0, 16))
-    return plan.DevicePlan(source(problem, config), buffers, maps, (launch,), label=f"{name} {config}")
+    buffers.append(plan.Buffer(0, 16))
+    return plan.DevicePlan(source(problem, config), tuple(buffers), maps, (launch,), label=f"{name} {config}")

@@ -17,11 +17,7 @@
 // The fragments hold values over FACTOR (dequantize.cuh), which comes back last: no scale overflows before
 // its time.
 //
-// Work: the output's tiles are numbered in bands (see `place_of`). A thread block computes `waves` whole
-// tiles, gridDim.x apart; the k blocks of all tiles after these, laid end to end, are cut into ranges of
-// `range` blocks, one for each thread block. A tile that more than one range reaches meets in the workspace:
-// each range writes its fp32 sums as a slot, in the accumulators' order, and reduce_ranges adds the slots of
-// a tile in the order of their ranges.
+// Work: as in ranges.cuh; a worker is a thread block.
 // With `splits` above 1 each tile is cut into that many ranges, whose
 // thread blocks form a cluster: once its consumers are done with the ring, each block's slot takes the ring's
 // place, they meet at the cluster's barrier, and each adds its share of the tile over all of them, in a fixed
@@ -37,34 +33,23 @@
 // is complete. One more stands for the stage before a piece's first one.
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
-// SCALE_TYPE, ZERO_TYPE (0 float, 1 bf16, 2 half, 3 none), GROUP (k of a scale; 0: all), SCALING, PERIOD
-// (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES, CTAS_PER_SM.
+// SCALE_TYPE, ZERO_TYPE, GROUP (scales.cuh), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES,
+// CTAS_PER_SM.
 
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "dequantize.cuh"
+#include "ring.cuh"
 #include "split_k.cuh"
 #include "wgmma_rs.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
+constexpr int CLUSTER = 1;  // that have neighbouring tiles
+#include "ranges.cuh"
+#include "scales.cuh"
 
 // Must match `_args` in mixed_wgmma.py.
-struct Args {
-  int rows, features;
-  int feature_tiles, k_tiles;  // of the packed weight
-  int groups;                  // of a feature tile's scales
-  int k_blocks;                // of 128 k
-  int tiles_m, tiles_n;        // of the output
-  int waves, range, splits;
+struct Args : Schedule {
+  int splits;
   int once;  // every word is read by one thread block only
 };
 
@@ -75,10 +60,7 @@ using Element = __nv_bfloat16;
 #endif
 
 constexpr int WEIGHT = 0, SUM = 1, CHANNEL = 2;  // SCALING
-constexpr int FLOAT = 0, BF16 = 1, NONE = 3;     // SCALE_TYPE, ZERO_TYPE
 
-constexpr int SLOT = 64;  // features of a warpgroup
-constexpr int BLOCK_K = 128;
 constexpr int BOX_BYTES = TILE_N * 128;          // 64 k of x
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
 constexpr int STAGE_BYTES = 2 * BOX_BYTES + CONSUMERS * 2 * TILE_BYTES;
@@ -87,30 +69,18 @@ constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr bool CROWDED = CONSUMERS == 2 && CTAS_PER_SM == 2;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 64 : CROWDED ? 48 : 56;
 constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 224;
-constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
 
 // A stage's scales, zero points and sums of x, after the ring.
-constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
-constexpr int GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
-constexpr int ROW = SLOT;                              // scales of a group
-constexpr int item_bytes(int type) { return type == FLOAT ? 4 : type == NONE ? 0 : 2; }
-constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
-constexpr int SCALES = GROUPS * ROW * SCALE_ITEM, ZEROS = GROUPS * ROW * ZERO_ITEM;  // bytes, of a warpgroup
+constexpr int ZERO_ITEM = item_bytes(ZERO_TYPE);
+constexpr int ZEROS = GROUPS * ROW * ZERO_ITEM;  // bytes, of a warpgroup
 constexpr int SUM_ROWS = ZERO_TYPE == NONE ? 0 : BLOCK_K / PERIOD;
 constexpr int SUMS = SUM_ROWS * TILE_N * 4;
 constexpr int ZEROS_AT = CONSUMERS * SCALES, SUMS_AT = ZEROS_AT + CONSUMERS * ZEROS;
 constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS;
-// Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
-constexpr int STAGING_PITCH = 48, STAGING_BYTES = OUT == 0 ? 0 : 16 * STAGING_PITCH;
 
 static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
 
 // ---- work ------------------------------------------------------------------------------------------------
-
-// k blocks [begin, end) of a tile. slot: where the sums go; -1 if this is the whole tile.
-struct Piece {
-  int tile, begin, end, slot;
-};
 
 // A thread block's pieces, one after the other.
 struct Work {
@@ -145,37 +115,7 @@ struct Work {
   }
 };
 
-struct Place {
-  int m, n;  // tiles
-};
-
-// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
-__device__ inline Place place_of(const Args& g, int tile) {
-  const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
-  const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
-  return {m, first + inside - m * width};
-}
-
 // ---- producer --------------------------------------------------------------------------------------------
-
-__device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* full, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(full)), "l"(hint)
-      : "memory");
-}
-
-// `bytes` of a block; of half a block that half, twice.
-__device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
-                                  uint64_t hint) {
-  if (half) {
-    copy_bulk(to, from, bytes / 2, full, hint);
-    copy_bulk(to + bytes / 2, from, bytes / 2, full, hint);
-  } else {
-    copy_bulk(to, from, bytes, full, hint);
-  }
-}
 
 struct Weight {
   const uint8_t *words, *scale, *zero;
@@ -245,15 +185,6 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
-__device__ inline uint4 load_words(uint32_t address) {
-  uint4 w;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "r"(address)
-               : "memory");
-  return w;
-}
-
 // The lane's words of a tile.
 using Words = uint32_t[4][WORDS];
 
@@ -267,60 +198,11 @@ __device__ inline void load_tile(uint32_t address, Words& words) {
   }
 }
 
-__device__ inline uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
-__device__ inline float2 load_floats(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-  return value;
-}
-
-template <int TYPE>
-__device__ inline float2 to_floats(uint32_t pair) {
-  if constexpr (TYPE == BF16) return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
-
-// Scales or zero points of a lane's two rows, which are neighbours.
-template <int TYPE>
-__device__ inline float2 load_pair(uint32_t address) {
-  if constexpr (TYPE == FLOAT) return load_floats(address);
-  return to_floats<TYPE>(load_shared(address));
-}
-
-template <int TYPE>
-__device__ inline float2 load_pair(const uint8_t* address) {
-  if constexpr (TYPE == FLOAT) return __ldg(reinterpret_cast<const float2*>(address));
-  return to_floats<TYPE>(__ldg(reinterpret_cast<const uint32_t*>(address)));
-}
-
-// In a register from here on, not computed again in every turn.
-__device__ inline uint32_t keep(uint32_t value) { return __shfl_sync(~0u, value, int(threadIdx.x % 32)); }
-
-__device__ inline void arrive_if(bool condition, uint32_t barrier) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
-      "r"(uint32_t(condition))
-      : "memory");
-}
-
-__device__ inline void wait(uint32_t barrier, uint32_t phase) {
-  asm volatile(
-      "{.reg .pred p; wait_more: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra waited; "
-      "bra wait_more; waited: }" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
-
 // The ring as a consumer goes through it.
 struct Reader {
   uint32_t ring, full;
-  uint32_t words;  // the lane's in the first stage
-  uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
+  uint32_t words;     // the lane's in the first stage
+  uint32_t pairs;     // its two rows, which are neighbours, among a stage's scales
   uint32_t released;  // barrier of the stage before this one, or the one that nobody waits for
   bool leads;         // its warp
   int stage = 0;
@@ -369,16 +251,7 @@ template <int STEPS>
 __device__ inline void multiply(uint32_t (*a)[4], uint32_t b, Accumulator& acc,
                                 GMMA::ScaleOut scale = GMMA::ScaleOut::One) {
   constexpr uint64_t HIGH = uint64_t(1 << 30 | 8 * 128 >> 4) << 32;  // 128-byte swizzle, 8 rows of x apart
-  fence(acc);
-#pragma unroll
-  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    wgmma(a[step], (HIGH | b) + step * (16 * 2 >> 4), acc, step ? GMMA::ScaleOut::One : scale,
-          typename MakeIndices<ACCUMULATORS>::type{});
-  }
-  cute::warpgroup_commit_batch();
+  multiply_batch<STEPS>(a, HIGH | b, acc, scale);
 }
 
 __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
@@ -526,62 +399,10 @@ __device__ inline void consume(Reader& in, int blocks, Period period, Accumulato
 
 // ---- epilogue --------------------------------------------------------------------------------------------
 
-__device__ inline uint32_t packed(float low, float high) {
-  Vec<Output, 2> pair;
-  convert(low, pair.v[0]);
-  convert(high, pair.v[1]);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
-// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
-__device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
-                             const float (&v)[8]) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (OUT != 0) {
-    // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
-    if (g.features % 8 == 0) {
-      const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
-      __syncwarp();
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
-                   "r"(packed(v[6], v[7]))
-                   : "memory");
-      __syncwarp();
-      const int row = n + lane / 2, feature = m + lane % 2 * 8;
-      const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
-      if (row < g.rows && feature < g.features) {
-        *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
-    if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
-  }
-}
-
-constexpr int SLOT_CHUNK = 128;                          // float4 of 8 rows of x of a warpgroup
-constexpr int WARPGROUP_SLOT = TILE_N / 8 * SLOT_CHUNK;  // float4
-constexpr int STORE_CHUNKS = TILE_N / 16;                // of 16 rows of x: what `store` takes
-
-// The sums of a warpgroup as a slot holds them: float4 of TILE_N / 8 columns by 128 threads.
+// A thread's sums as a slot holds them: a float4 for each 8 columns, SLOT_CHUNK apart.
 __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
   return reinterpret_cast<float4*>(partials) + (size_t(slot) * CONSUMERS + warpgroup) * WARPGROUP_SLOT +
          threadIdx.x % 128;
-}
-
-__device__ inline void add(float (&v)[8], const float4& low, const float4& high) {
-  v[0] += low.x;
-  v[1] += low.y;
-  v[2] += low.z;
-  v[3] += low.w;
-  v[4] += high.x;
-  v[5] += high.y;
-  v[6] += high.z;
-  v[7] += high.w;
 }
 
 __device__ inline float4 load_from(uint32_t address, int block) {
@@ -615,7 +436,8 @@ __device__ inline void store_together(const Args& g, Output* out, uint32_t ring,
     for (int block = 0; block < g.splits; ++block) {
       add(v, load_from(address, block), load_from(address + SLOT_CHUNK * 16, block));
     }
-    store(g, out, staging, (at.m * CONSUMERS + of) * SLOT + thread / 32 * 16, at.n * TILE_N + chunk * 16, v);
+    store(g, out, staging, (at.m * CONSUMERS + of) * SLOT + thread / 32 * 16, at.n * TILE_N + chunk * 16, v,
+          threadIdx.x % 32);
   }
   cute::cluster_arrive();
   cute::cluster_wait();
@@ -688,11 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if (g.splits > 1) {
       store_together(g, out, ring_address, staging, at, warpgroup, acc);
     } else if (piece.slot >= 0) {
-      float4* to = slot_of(partials, piece.slot, warpgroup);
-#pragma unroll
-      for (int j = 0; j < TILE_N / 8; ++j) {
-        __stcg(to + j * SLOT_CHUNK, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-      }
+      store_slot(slot_of(partials, piece.slot, warpgroup), acc);
     } else {
       const int m = (at.m * CONSUMERS + warpgroup) * SLOT + warp % 4 * 16;
 #pragma unroll
@@ -700,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
-        store(g, out, staging, m, at.n * TILE_N + 16 * j, v);
+        store(g, out, staging, m, at.n * TILE_N + 16 * j, v, threadIdx.x % 32);
       }
     }
   }
@@ -728,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const Place at = place_of(g, tiles_before + tile);
   const int warp = threadIdx.x / 32;
   store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
-        at.n * TILE_N + chunk * 16, v);
+        at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
 }
 
 // Must match `_prepare_args` in mixed_wgmma.py.

@@ -16,10 +16,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jax import numpy as jnp
-
 from jax_splitk import compiler, plan
-from jax_splitk.kernels.dequantize import FORMAT_CODES
+from jax_splitk.kernels import dequantize, ranges
+from jax_splitk.kernels.dequantize import FORMAT_CODES, TYPE_CODES, has_zero, per_channel
+from jax_splitk.kernels.ranges import BLOCK_K, INT32_MAX, SLOT, k_blocks
 from jax_splitk.kernels.split_k import OUT_CODES, whole_splits
 from jax_splitk.quantized.problem import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
@@ -29,8 +29,6 @@ implementation = "cutlass"
 platform = "cuda"
 ABI = 1
 
-BLOCK_K = 128  # two tiles of the packed weight
-SLOT = 64  # features of a warpgroup
 SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 BARRIER_BYTES = 256  # static shared memory
@@ -38,8 +36,6 @@ MAX_STAGES = 8
 MIN_STAGES = 2
 MAX_CLUSTER = 8
 STAGING_BYTES = 16 * 48  # of a warp, for 16-bit results
-INT32_MAX = 2**31 - 1
-REDUCE_COLUMNS = 16  # rows of x of a thread block of reduce_ranges
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
 
@@ -51,9 +47,6 @@ TILES_N = (16, 32, 64, 96, 128, 192, 256)
 MAX_TILE_N = {1: 256, 2: 256, 4: 64}
 MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
 MAX_TILE_N_SUM_32 = 64  # four sums of 32 k in a loop need more registers
-
-_NO_ZERO = "none"
-_CODES = {**OUT_CODES, _NO_ZERO: 3}  # macros SCALE_TYPE and ZERO_TYPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +83,6 @@ class Config:
         return 128 * (self.consumers + 1)
 
 
-def per_channel(problem: QuantizedMatmulProblem) -> bool:
-    return problem.group_size == problem.k
-
-
-def has_zero(problem: QuantizedMatmulProblem) -> bool:
-    return problem.zero_dtype != _NO_ZERO
-
-
 def period(problem: QuantizedMatmulProblem) -> int:
     """k of an fp32 partial sum with the scaling "sum" (PERIOD in the device code)."""
     return SUM_PERIOD if per_channel(problem) else problem.group_size
@@ -105,13 +90,8 @@ def period(problem: QuantizedMatmulProblem) -> int:
 
 def _stage_bytes(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int) -> int:
     """Of x, words, scales, zero points and sums of x: STAGE_BYTES and EXTRA_BYTES of the device code."""
-    groups = 0 if per_channel(problem) else BLOCK_K // problem.group_size
-    items = jnp.dtype(problem.scale_dtype).itemsize
-    size = BLOCK_K * 2 * tile_n + tile_m * BLOCK_K * problem.bits // 8
-    if has_zero(problem):
-        items += jnp.dtype(problem.zero_dtype).itemsize
-        size += BLOCK_K // period(problem) * tile_n * 4
-    return size + tile_m * groups * items
+    sums = BLOCK_K // period(problem) * tile_n * 4 if has_zero(problem) else 0
+    return BLOCK_K * 2 * tile_n + dequantize.weight_bytes(problem, tile_m, BLOCK_K) + sums
 
 
 def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -143,29 +123,14 @@ def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, i
     return -(-problem.features // config.tile_m), -(-problem.rows // config.tile_n)
 
 
-def k_blocks(problem: QuantizedMatmulProblem) -> int:
-    return -(-problem.k // BLOCK_K)
-
-
-def rest_tiles(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """Tiles that are cut into ranges."""
-    return math.prod(tile_counts(problem, config)) - config.waves * config.blocks
-
-
-def range_blocks(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k blocks of a range; 0 without ranges."""
-    if config.cluster > 1:
-        return -(-k_blocks(problem) // config.cluster)
-    return -(-rest_tiles(problem, config) * k_blocks(problem) // config.blocks)
+def schedule(problem: QuantizedMatmulProblem, config: Config) -> ranges.Schedule:
+    """A thread block is a worker, of a cluster too."""
+    return ranges.Schedule(math.prod(tile_counts(problem, config)), k_blocks(problem), config.blocks, config.waves)
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
     """Whether any tile has more than one range, so that partial sums meet in the workspace."""
-    return (
-        config.cluster == 1
-        and rest_tiles(problem, config) > 0
-        and range_blocks(problem, config) % k_blocks(problem) != 0
-    )
+    return config.cluster == 1 and schedule(problem, config).is_cut
 
 
 def needs_copy(problem: QuantizedMatmulProblem) -> bool:
@@ -231,13 +196,13 @@ def _problem_limit(p: QuantizedMatmulProblem) -> str | None:
         return f"x of dtype {p.x_dtype}; accepted: {', '.join(X_DTYPES)}"
     if p.out_dtype not in OUT_DTYPES:
         return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(OUT_DTYPES)}"
-    for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
-        if not 0 < size <= INT32_MAX - 256:
-            return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
+    reason = ranges.size_limit(p)
+    if reason is not None:
+        return reason
     # Ranges are counted in k blocks of tiles; the smallest tile of the most general scaling.
     units = k_blocks(p) * -(-p.features // 128) * -(-p.rows // 128)
-    if units > INT32_MAX // 2:
-        return f"{units} blocks of 128 features, rows and k; accepted: at most {INT32_MAX // 2}"
+    if units > ranges.MAX_UNITS:
+        return f"{units} blocks of 128 features, rows and k; accepted: at most {ranges.MAX_UNITS}"
     if (needs_copy(p) or has_zero(p)) and (p.rows + 256) * k_blocks(p) > INT32_MAX:
         copied = f"dtype {p.x_dtype}" if p.k % 8 == 0 else f"k={p.k} (no multiple of 8)"
         what = "zero points" if has_zero(p) else copied
@@ -290,32 +255,23 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     most = max_stages(p, config.tile_m, config.tile_n)
     if not MIN_STAGES <= config.stages <= most:
         return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
-    tiles = math.prod(tile_counts(p, config))
-    units = tiles * k_blocks(p)
-    if units > INT32_MAX // 2:
-        return f"{units} blocks of this tile and 128 k; accepted: at most {INT32_MAX // 2}"
+    given = schedule(p, config)
+    reason = given.units_limit()
+    if reason is not None:
+        return reason
     if config.cluster != 1:
         if not 2 <= config.cluster <= MAX_CLUSTER:
             return f"cluster {config.cluster}; accepted: 1 to {MAX_CLUSTER}"
         nearest = whole_splits(k_blocks(p), config.cluster)
         if nearest != config.cluster:
             return f"cluster {config.cluster} leaves some of {k_blocks(p)} k blocks' ranges empty; use {nearest}"
-        if (config.blocks, config.waves) != (tiles * config.cluster, 0):
-            each = f"{tiles * config.cluster} and 0 waves"
+        if (config.blocks, config.waves) != (given.tiles * config.cluster, 0):
+            each = f"{given.tiles * config.cluster} and 0 waves"
             return (
                 f"blocks {config.blocks} and {config.waves} waves with clusters of {config.cluster}; accepted: {each}"
             )
         return None
-    if not 1 <= config.blocks <= units:
-        return f"blocks {config.blocks}; accepted for {tiles} tiles of {k_blocks(p)} k blocks: 1 to {units}"
-    if not 0 <= config.waves * config.blocks <= tiles:
-        return (
-            f"waves {config.waves} of {config.blocks} blocks; accepted for {tiles} tiles: 0 to {tiles // config.blocks}"
-        )
-    if config.waves == 0 and -(-units // range_blocks(p, config)) != config.blocks:
-        nearest = -(-units // range_blocks(p, config))
-        return f"blocks {config.blocks} leaves some without any of {units} k blocks; use {nearest}"
-    return None
+    return given.limit(config.blocks, 1, f"1 to {given.units}", "blocks")
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -353,30 +309,16 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
 
 def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
     """`config` with the nearest number of thread blocks not above its own that leaves none without work."""
-    units = math.prod(tile_counts(problem, config)) * k_blocks(problem)
-    config = dataclasses.replace(config, blocks=max(1, min(config.blocks, units)))
-    if config.waves:
-        return config
-    return dataclasses.replace(config, blocks=-(-units // range_blocks(problem, config)))
+    return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers)
 
 
 def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target) -> list[Config]:
     """Ways to give the tiles of a variant to thread blocks."""
     tiles = variant.blocks
     resident = target.cores * ctas_per_sm(problem, variant)
-    waves = tiles // resident
     found = [variant]
-    each = -(-tiles // resident)
-    if each > 1 and tiles % each == 0:
-        found.append(dataclasses.replace(variant, blocks=tiles // each, waves=each))
-    # Ranges for all tiles, or for those after some whole waves.
-    for whole in sorted({0, max(0, waves - 1), waves}):
-        found.append(dataclasses.replace(variant, blocks=resident, waves=whole))
-    # Each tile cut into the same number of ranges.
-    for splits in range(2, resident // tiles + 1):
-        if k_blocks(problem) % splits == 0:
-            found.append(dataclasses.replace(variant, blocks=tiles * splits, waves=0))
-    found = [whole_blocks(problem, config) for config in found]
+    for other in ranges.schedules(tiles, k_blocks(problem), resident):
+        found.append(dataclasses.replace(variant, blocks=other.workers, waves=other.waves))
     for splits in (2, 3, 4, 5, 6, 8):
         if tiles * splits <= resident_blocks(target, splits, resident // target.cores):
             found.append(dataclasses.replace(variant, blocks=tiles * splits, waves=0, cluster=splits))
@@ -385,11 +327,12 @@ def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target)
 
 def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
     """Of every variant the few schedules that the model puts first; the most promising first."""
-    found: dict[Config, float] = {}
-    for variant in variants(problem):
-        schedules = {config: estimate(problem, config, target) for config in _schedules(problem, variant, target)}
-        found |= dict.fromkeys(sorted(schedules, key=schedules.__getitem__)[:3], 0.0)
-    return sorted(found, key=lambda config: estimate(problem, config, target))
+    return ranges.candidates(
+        variants(problem),
+        lambda variant: _schedules(problem, variant, target),
+        lambda config: estimate(problem, config, target),
+        3,
+    )
 
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
@@ -453,14 +396,13 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
     # Rounds of thread blocks, where not all fit.
     rounds = -(-config.blocks // resident_blocks(target, config.cluster, resident))
-    blocks_each = config.waves * k_blocks(problem) + range_blocks(problem, config)
-    pieces = config.waves + -(-range_blocks(problem, config) // k_blocks(problem))
-    seconds = rounds * (blocks_each * step + pieces * _PIECE_SECONDS)
+    given = schedule(problem, config)
+    seconds = rounds * (given.blocks_each * step + given.pieces * _PIECE_SECONDS)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
     if config.cluster > 1:
         seconds += _CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM
     elif is_cut(problem, config):
-        slots = config.blocks + rest_tiles(problem, config)
+        slots = config.blocks + given.rest
         seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
     if needs_copy(problem) or has_zero(problem):
         seconds += _PREPARE_SECONDS + 2 * problem.rows * problem.k * 2 / _HBM_BYTES
@@ -479,9 +421,9 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("HALF", int(_operand_dtype(problem) == "float16")),
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
             ("OUT", OUT_CODES[problem.out_dtype]),
-            ("SCALE_TYPE", _CODES[problem.scale_dtype]),
-            ("ZERO_TYPE", _CODES[problem.zero_dtype]),
-            ("GROUP", 0 if per_channel(problem) else problem.group_size),
+            ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
+            ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
+            ("GROUP", dequantize.group_code(problem)),
             ("SCALING", SCALINGS.index(config.scaling) if config.scaling != "channel" else 2),
             ("PERIOD", period(problem)),
             ("CONSUMERS", config.consumers),
@@ -494,15 +436,8 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
 
 def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    tiles_m, tiles_n = tile_counts(problem, config)
-    once = tiles_n == 1
-    return plan.Int32Struct(
-        (
-            *(problem.rows, problem.features),
-            *(problem.feature_tiles, problem.k_tiles, problem.groups, k_blocks(problem)),
-            *(tiles_m, tiles_n, config.waves, range_blocks(problem, config), config.cluster, int(once)),
-        )
-    )
+    tiles = tile_counts(problem, config)
+    return ranges.args(problem, tiles, schedule(problem, config), config.cluster, int(tiles[1] == 1))
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
@@ -513,12 +448,7 @@ def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: x, words, scale, (zero point,) result, workspace."""
-    shapes = [(problem.x_shape, problem.x_dtype), (problem.words_shape, "uint32")]
-    shapes += [(problem.scale_shape, problem.scale_dtype)]
-    if has_zero(problem):
-        shapes += [(problem.scale_shape, problem.zero_dtype)]
-    shapes += [(problem.out_shape, problem.out_dtype)]
-    buffers = [plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16) for shape, dtype in shapes]
+    buffers = dequantize.buffers(problem)
     workspace, out = len(buffers), len(buffers) - 1
     buffers.append(plan.Buffer(workspace_bytes(problem, config), 256))
     sums = plan.Pointer(workspace, _copy_bytes(problem))
@@ -558,14 +488,6 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         )
         launches.insert(0, prepare)
     if is_cut(problem, config):
-        chunks = config.tile_n // REDUCE_COLUMNS * config.consumers
-        before = plan.Int32Struct((config.waves * config.blocks,))
-        reduce = plan.Launch(
-            kernel="reduce_ranges",
-            grid=(rest_tiles(problem, config) * chunks, 1, 1),
-            block=(128, 1, 1),
-            params=(args, before, partials, plan.Pointer(out)),
-            programmatic=True,
-        )
-        launches.append(reduce)
+        tile = (config.tile_m, config.tile_n)
+        launches.append(ranges.reduce_launch(args, schedule(problem, config), tile, partials, plan.Pointer(out)))
     return plan.DevicePlan(source(problem, config), tuple(buffers), (x_map,), tuple(launches), f"{name} {config}")
