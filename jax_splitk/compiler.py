@@ -122,13 +122,12 @@ def include_folders() -> tuple[pathlib.Path, ...]:
     includes = [f / "include" for f in _nvidia_folders()]
     runtime = _first(includes, "cuda_fp16.h")
     cccl = _first((f / "cccl" for f in includes), "cuda/std/cstdint")
-    found = {"nvidia-cutlass": cutlass, "nvidia-cuda-runtime": runtime, "nvidia-cuda-cccl": cccl}
-    missing = [package for package, folder in found.items() if folder is None]
-    if missing:
+    if cutlass is None or runtime is None or cccl is None:
+        found = {"nvidia-cutlass": cutlass, "nvidia-cuda-runtime": runtime, "nvidia-cuda-cccl": cccl}
+        missing = [package for package, folder in found.items() if folder is None]
         raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {INSTALL_HINT}")
-    folders = [folder for folder in found.values() if folder is not None]
     # CUTLASS includes "cccl/...", too; the wheels of CCCL and of the runtime may lie in different site folders.
-    return tuple(dict.fromkeys([*folders, *(folder.parent for folder in folders if folder == cccl)]))
+    return tuple(dict.fromkeys((cutlass, runtime, cccl, cccl.parent)))
 
 
 def unavailable() -> str | None:
