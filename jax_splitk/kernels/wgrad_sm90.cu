@@ -8,19 +8,19 @@
 // and the N side is rsc.
 //
 // Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA; it leaves its registers to the
-// others), the other warpgroups are consumers (WGMMA, then the epilogue).
+// others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one arrival per
 // consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0; the producers' first
 // pass over the ring waits on the opposite parity, which is already complete.
 // With CLUSTER 2 two thread blocks whose tiles need the same boxes of one side issue every other one of these for both
 // (multicast): each box completes at the `full` barrier of the block that it lands in, which expects the whole stage
 // whoever issues it, and `empty` has the arrivals of both blocks' consumers.
-// Epilogue: once every consumer of the block is done with the ring, it holds the fp32 tile [rsc][k], written from the
-// accumulators and read back in rows of the output. If the splits of a tile form a cluster (wgrad_direct with more
-// than one row in the grid), the blocks meet at the cluster's barrier and each adds its share of the tile over all of
-// them, in a fixed order, through distributed shared memory; a last cluster barrier keeps every block's memory until
-// nobody reads it (nor, with CLUSTER 2, arrives at its barriers) any more. Producers do not take part: the cluster's
-// barrier waits for threads that have not exited.
+// Epilogue: fp32 goes to memory from the accumulators. Once every consumer of the block is done with the ring, it holds
+// a 16-bit tile [rsc][k], which is read back in rows of the output. If the splits of a tile form a cluster
+// (wgrad_direct with more than one row in the grid), the ring holds the fp32 tile, the blocks meet at the cluster's
+// barrier and each adds its share of the tile over all of them, in a fixed order, through distributed shared memory; a
+// last cluster barrier keeps every block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers)
+// any more. Producers do not take part: the cluster's barrier waits for threads that have not exited.
 //
 // Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X is a
 // plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
@@ -41,14 +41,28 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
+// A number that others, of 31 bits, are divided by: n / value == n * multiplier >> shift.
+struct Divisor {
+  int value;
+  uint32_t multiplier;
+  int shift;
+
+  __device__ operator int() const { return value; }
+};
+
+__device__ inline int operator/(int n, const Divisor& d) {
+  return int(uint64_t(uint32_t(n)) * d.multiplier >> d.shift);
+}
+
 // Must match `_args` in wgrad_sm90.py. Depth counts under RANK3 only.
 struct Args {
   int channels, out_channels, taps;  // C and K of a group, T*R*S
   int pitch;                         // K of all groups
-  int kernel_h, kernel_w;            // R, S
-  int out_d, out_h, out_w;           // O, P, Q
+  Divisor slots;                     // of a tap
+  Divisor kernel_h, kernel_w;        // R, S
+  Divisor out_d, out_h, out_w;       // O, P, Q
   int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
-  int columns;                         // tiles along N; pairs of them where pairs go along N
+  Divisor columns;                     // tiles along N; pairs of them where pairs go along N
   int k_tiles, k_tiles_per_split;      // blocks of BLOCK_K pixels
   int step_n, step_o, step_p, step_q;  // BLOCK_K pixels as a mixed-radix number (n, o, p, q)
 };
@@ -78,18 +92,18 @@ constexpr int THREADS = 128 + CONSUMER_THREADS;
 constexpr bool PAIR_ALONG_M = N_BOXES >= M_BOXES;
 constexpr bool SHARE_X = PAIR_ALONG_M == bool(SWAP);
 constexpr uint16_t BOTH = 3;  // multicast mask
-// The register file, shared out by role (setmaxnreg wants multiples of 8).
-constexpr int PRODUCER_REGS = CONSUMERS >= 3 ? (CONSUMERS == 4 ? 24 : 32) : 40;
-constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : CTAS_PER_SM == 2 ? 208 : 232;
+// The register file, shared out by role (setmaxnreg wants multiples of 8). One consumer has enough without.
+constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 
 struct Slot {
   int tap, c0;
 };
 
 __device__ inline Slot slot_of(const Args& g, int index) {
-  int per_tap = (g.channels + SLOT - 1) / SLOT;
-  int tap = index / per_tap;
-  return {tap, (index - tap * per_tap) * SLOT};
+  int tap = index / g.slots;
+  return {tap, (index - tap * g.slots) * SLOT};
 }
 
 // ---- producer ------------------------------------------------------------------------------------------------------
@@ -178,53 +192,64 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
 
 // One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four warps
 // instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
-                               uint64_t* full, uint64_t* empty, int warp, int x_tile, int dy_tile, int kt,
-                               int kt_end) {
-  // Everything that divides comes before the loop: two divisions a box in it cost more than the loads themselves.
+struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
-  [[maybe_unused]] Tap tap[BOXES_PER_WARP];
+  Tap tap[BOXES_PER_WARP];
   bool issued[BOXES_PER_WARP];  // here, not by the other block of a pair
-  int boxes = 0;
+  int boxes;
+  Pixel at;
+};
+
+// Everything that divides: in the loop two divisions a box cost more than the loads themselves.
+__device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_tile, int kt) {
+  Loads loads;
+  loads.boxes = 0;
 #pragma unroll
   for (int i = 0; i < BOXES_PER_WARP; ++i) {
     const int box = warp + i * PRODUCERS;
     const bool is_x = box < X_BOXES;
     const int index = is_x ? box : box - X_BOXES;
-    boxes += box < BOXES;
-    issued[i] = box < BOXES && (CLUSTER == 1 || is_x != SHARE_X || index % 2 == blockIdx.x % 2);
-    tap[i] = {0, 0, 0};
+    loads.boxes += box < BOXES;
+    loads.issued[i] = box < BOXES && (CLUSTER == 1 || is_x != SHARE_X || index % 2 == blockIdx.x % 2);
+    loads.tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
-    offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
+    loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
     if (is_x) {
       Slot slot = slot_of(g, x_tile * X_BOXES + index);
       if (slot.tap < g.taps) {
-        c0[i] = blockIdx.z * g.channels + slot.c0;
-        tap[i] = tap_at(g, slot.tap);
+        loads.c0[i] = blockIdx.z * g.channels + slot.c0;
+        loads.tap[i] = tap_at(g, slot.tap);
       } else {
-        c0[i] = gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
+        loads.c0[i] = gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
       }
     } else {
-      c0[i] = blockIdx.z * g.out_channels + (dy_tile * DY_BOXES + index) * SLOT;
+      loads.c0[i] = blockIdx.z * g.out_channels + (dy_tile * DY_BOXES + index) * SLOT;
     }
   }
-  Pixel at = pixel_at(g, kt * BLOCK_K);
+  loads.at = pixel_at(g, kt * BLOCK_K);
+  return loads;
+}
+
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
+                               uint64_t* full, uint64_t* empty, int warp, Loads& loads, int k_tiles) {
   int stage = 0;
   uint32_t phase = 0;
-  for (; kt < kt_end; ++kt) {
+#pragma unroll 1  // short: all of it is fetched anew in each block
+  for (int kt = 0; kt < k_tiles; ++kt) {
     EmptyBarrier::wait(&empty[stage], phase ^ 1);
-    FullBarrier::arrive_and_expect_tx(&full[stage], boxes * BOX_BYTES);
+    FullBarrier::arrive_and_expect_tx(&full[stage], loads.boxes * BOX_BYTES);
     uint8_t* base = ring + stage * STAGE_BYTES;
 #pragma unroll
     for (int i = 0; i < BOXES_PER_WARP; ++i) {
-      if (!issued[i]) continue;
+      if (!loads.issued[i]) continue;
+      uint8_t* to = base + loads.offset[i];
       if (warp + i * PRODUCERS < X_BOXES) {
-        load_x<CLUSTER == 2 && SHARE_X>(x_map, g, &full[stage], base + offset[i], c0[i], tap[i], at);
+        load_x<CLUSTER == 2 && SHARE_X>(x_map, g, &full[stage], to, loads.c0[i], loads.tap[i], loads.at);
       } else {
-        load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, &full[stage], base + offset[i], c0[i], at);
+        load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, &full[stage], to, loads.c0[i], loads.at);
       }
     }
-    advance(g, at);
+    advance(g, loads.at);
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
 }
@@ -282,8 +307,150 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 
 // ---- epilogue ------------------------------------------------------------------------------------------------------
 
-// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels along it.
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
+
+// Where the 64 rows of a slot go.
+struct Rows {
+  int offset, count;  // of the first in the output; those within the problem
+};
+
+__device__ inline Rows rows_of(const Args& g, int index) {
+  const Slot slot = slot_of(g, index);
+  if (slot.tap >= g.taps) return {0, 0};
+  return {(slot.tap * g.channels + slot.c0) * g.pitch + int(blockIdx.z) * g.out_channels,
+          min(SLOT, g.channels - slot.c0)};
+}
+
+// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are `pitch`
+// apart. Their numbers within the problem are multiples of 8.
+struct Place {
+  const Rows* slots;
+  int column, columns, pitch;
+};
+
+// WGMMA's accumulator holds, for warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns
+// 8*j + 2*(l%4) (+1).
+
+// ---- epilogue: fp32 ----
+
+// A predicate, not a branch, for which the compiler computes all of the address anew.
+__device__ inline void store_if(bool inside, float* to, float x) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(x),
+               "r"(int(inside))
+               : "memory");
+}
+
+// Straight from the accumulators: a warp writes whole 32-byte sectors.
+__device__ inline void store_sums(const Place& place, int warpgroup, const Accumulator& acc, float* out) {
+  const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16, col0 = 2 * (lane % 4);
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int box = m * CONSUMERS + warpgroup;
+#if SWAP
+    const int k = place.column + box * SLOT + row0;
+    const bool inside[2] = {k < place.columns, k + 8 < place.columns};
+#pragma unroll
+    for (int slot = 0; slot < X_BOXES; ++slot) {
+      const Rows rows = place.slots[slot];
+      float* to = out + rows.offset + col0 * place.pitch + k + lane / 4;
+#pragma unroll
+      for (int j = 0; j < SLOT / 8; ++j) {
+        const float* sums = &acc[m][(slot * (SLOT / 8) + j) * 4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool store = inside[half] && 8 * j < rows.count;
+          store_if(store, to + 8 * half, sums[2 * half]);
+          store_if(store, to + place.pitch + 8 * half, sums[2 * half + 1]);
+        }
+        to += 8 * place.pitch;
+      }
+    }
+#else
+    const Rows rows = place.slots[box];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = row0 + 8 * half;
+      if (first >= rows.count) continue;
+      float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        if (place.column + 8 * j >= place.columns) continue;
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
+      }
+    }
+#endif
+  }
+}
+
+// ---- epilogue: 16 bits ----
+
+#if OUT != 0
+// The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of the slot,
+// 16-byte chunk i at i ^ row % 8.
+__device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row, int chunk) {
+  return tile + (slot * DY_BOXES + dy_box) * BOX_BYTES + row * 128 + (chunk ^ row % 8) * 16;
+}
+
+__device__ inline uint32_t packed(const float* pair) {
+  Vec<Output, 2> result;
+  convert(pair[0], result.v[0]);
+  convert(pair[1], result.v[1]);
+  return reinterpret_cast<const uint32_t&>(result);
+}
+
+__device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc) {
+  // Lanes 8*i to 8*i+7 have the addresses of the i-th of four 8x8 matrices: two halves, for j and j + 1.
+  const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
+  const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int box = m * CONSUMERS + warpgroup;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j += 2) {
+      const float* v = &acc[m][j * 4];
+#if SWAP
+      const uint32_t to = chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight);
+#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+#else
+      const uint32_t to = chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd);
+#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+#endif
+      asm volatile(STMATRIX " [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed(v)), "r"(packed(v + 2)),
+                   "r"(packed(v + 4)), "r"(packed(v + 6)));
+    }
+  }
+}
+
+// Each warpgroup stores whole boxes.
+__device__ inline void store_packed(const Place& place, uint32_t tile, int warpgroup, Output* out) {
+  constexpr int ROWS = 16, PASSES = SLOT / ROWS;  // rows that a warpgroup stores together
+  const int row0 = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < M_PER_WG * N_BOXES; ++i) {
+    const int box = i * CONSUMERS + warpgroup, slot = box / DY_BOXES, dy_box = box % DY_BOXES;
+    const uint32_t from = chunk_at(tile, slot, dy_box, row0, chunk);
+    const int k = place.column + dy_box * SLOT + chunk * 8;
+    const Rows rows = place.slots[slot];
+    const int end = k < place.columns ? rows.count : 0;
+    Output* to = out + rows.offset + row0 * place.pitch + k;
+    uint4 v[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v[pass].x), "=r"(v[pass].y), "=r"(v[pass].z), "=r"(v[pass].w)
+                   : "r"(from + pass * ROWS * 128));
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      if (row0 + pass * ROWS < end) *reinterpret_cast<uint4*>(to + pass * ROWS * place.pitch) = v[pass];
+    }
+  }
+}
+#endif
+
+// ---- epilogue: sums of a cluster ----
+
+// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels along it.
 constexpr int CHUNKS = DY_TILE / 4;
 static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
 
@@ -299,8 +466,6 @@ __device__ inline void write(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y));
 }
 
-// WGMMA's accumulator holds, for warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns
-// 8*j + 2*(l%4) (+1).
 __device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc) {
   const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16 + lane / 4, col0 = 2 * (lane % 4);
 #pragma unroll
@@ -329,18 +494,6 @@ __device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc
   }
 }
 
-// Where the 64 rows of a slot go.
-struct Rows {
-  int offset, count;  // of the first in the output; those within the problem
-};
-
-__device__ inline Rows rows_of(const Args& g, int index) {
-  const Slot slot = slot_of(g, index);
-  if (slot.tap >= g.taps) return {0, 0};
-  return {(slot.tap * g.channels + slot.c0) * g.pitch + int(blockIdx.z) * g.out_channels,
-          min(SLOT, g.channels - slot.c0)};
-}
-
 __device__ inline float4 read_own(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -360,28 +513,19 @@ __device__ inline void add(float4& sum, uint32_t address, int block) {
   sum.w += v.w;
 }
 
-// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are `pitch` apart.
-struct Place {
-  const Rows* slots;
-  int column, columns, pitch;
-};
-
 // Writes block `block`'s share of the tile into `out`, leaving out rows and columns beyond the problem. The
 // sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is read by all
 // the others at once.
-template <bool CLUSTERED, class T>
-__device__ inline void store_tile(const Place& place, uint32_t tile, int block, int blocks, T* out) {
-  // Four chunks are under way at a time; without a cluster a thread has a multiple of that.
-  constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;
-  static_assert(TOTAL % (CONSUMER_THREADS * BATCH) == 0);
+__device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int block, int blocks, Output* out) {
+  constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;  // chunks that are under way at a time
   const int step = blocks * CONSUMER_THREADS;
   for (int i = block * CONSUMER_THREADS + threadIdx.x - 128; i < TOTAL; i += BATCH * step) {
     float4 sum[BATCH];
     uint32_t address[BATCH];
-    T* to[BATCH];
+    Output* to[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
-      const bool mine = !CLUSTERED || i + b * step < TOTAL;
+      const bool mine = i + b * step < TOTAL;
       const int at = mine ? i + b * step : i;
       const int row = at / CHUNKS, chunk = at % CHUNKS, k = place.column + chunk * 4;
       address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
@@ -390,24 +534,22 @@ __device__ inline void store_tile(const Place& place, uint32_t tile, int block, 
       const bool inside = mine && row % SLOT < rows.count && k < place.columns;
       to[b] = inside ? out + rows.offset + row % SLOT * place.pitch + k : nullptr;
     }
-    if constexpr (CLUSTERED) {
 #pragma unroll 2
-      for (int other = 1; other < blocks; ++other) {
-        const int from = block + other < blocks ? block + other : block + other - blocks;
+    for (int other = 1; other < blocks; ++other) {
+      const int from = block + other < blocks ? block + other : block + other - blocks;
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-          if (i + b * step < TOTAL) add(sum[b], address[b], from);
-        }
+      for (int b = 0; b < BATCH; ++b) {
+        if (i + b * step < TOTAL) add(sum[b], address[b], from);
       }
     }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
-      Vec<T, 4> result;
+      Vec<Output, 4> result;
       convert(sum[b].x, result.v[0]);
       convert(sum[b].y, result.v[1]);
       convert(sum[b].z, result.v[2]);
       convert(sum[b].w, result.v[3]);
-      if (to[b] != nullptr) *reinterpret_cast<Vec<T, 4>*>(to[b]) = result;
+      if (to[b] != nullptr) *reinterpret_cast<Vec<Output, 4>*>(to[b]) = result;
     }
   }
 }
@@ -448,15 +590,19 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
   const bool as_tile = tail != nullptr && work.tile >= tail->whole;
 
-  if (threadIdx.x == 0) {
+  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Loads loads;
+  if (warp < PRODUCERS) {
+    loads = loads_of(g, warp, x_tile, dy_tile, work.kt);
+  } else if (threadIdx.x == 128) {
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], PRODUCERS);
       EmptyBarrier::init(&empty[i], CONSUMERS * CLUSTER);
     }
     cutlass::arch::fence_barrier_init();
-  }
-  if (threadIdx.x - 128 < X_BOXES) {
-    const int slot = threadIdx.x - 128;
+  } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
+    const int slot = threadIdx.x % 32;
     slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
   }
   __syncthreads();
@@ -465,44 +611,44 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     cute::cluster_wait();
   }
 
-  if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp < 4) {
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, warp, x_tile, dy_tile, work.kt,
-              work.kt_end);
+      produce(x_map, dy_map, g, ring, full, empty, warp, loads, work.kt_end - work.kt);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
     Accumulator acc;
     consume(ring_address, full, empty, warpgroup, work.kt_end - work.kt, acc);
     if constexpr (PARTIAL) launch_dependent_grids();
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
-    sync_consumers();
-    stage_tile(ring_address, warpgroup, acc);
     const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     if (as_tile) {
-      sync_consumers();
       const int part = work.split * tail->rest + work.tile - tail->whole;
-      store_tile<false>(place, ring_address, 0, 1, partials + size_t(part) * (TILE_M * TILE_N));
+      store_sums(place, warpgroup, acc, partials + size_t(part) * (TILE_M * TILE_N));
     } else if (PARTIAL && tail == nullptr) {
-      sync_consumers();
       const size_t size = size_t(g.taps) * g.channels * g.pitch;
-      store_tile<false>(place, ring_address, 0, 1, partials + work.split * size);
-      if constexpr (CLUSTER == 2) cute::cluster_sync();
+      store_sums(place, warpgroup, acc, partials + work.split * size);
     } else if (PARTIAL || gridDim.y == 1) {
+#if OUT == 0
+      store_sums(place, warpgroup, acc, out);
+#else
       sync_consumers();
-      store_tile<false>(place, ring_address, 0, 1, out);
-      if constexpr (CLUSTER == 2) cute::cluster_sync();
+      stage_packed(ring_address, warpgroup, acc);
+      sync_consumers();
+      store_packed(place, ring_address, warpgroup, out);
+#endif
     } else {
+      sync_consumers();
+      stage_tile(ring_address, warpgroup, acc);
       cute::cluster_sync();
-      store_tile<true>(place, ring_address, blockIdx.y, gridDim.y, out);
+      store_cluster_sums(place, ring_address, blockIdx.y, gridDim.y, out);
       cute::cluster_sync();
     }
+    if constexpr (CLUSTER == 2) cute::cluster_sync();
   }
 }
 

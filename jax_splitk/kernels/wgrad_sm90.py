@@ -62,8 +62,8 @@ TILES = (
     (256, 128),
 )
 
-# Tiles of which `candidates` also offers pairs of thread blocks that share loads: those that are large enough for the
-# tensor cores to be the limit once loads are cheaper.
+# Tiles of pairs of thread blocks that share loads: large enough for the tensor cores to be the limit once loads are
+# cheaper. Pairs were 2 to 15% slower on every shape of the suite, so `neighbours` tries them and `candidates` does not.
 PAIRED_TILES = ((64, 256), (128, 128), (128, 192), (128, 256), (192, 128), (192, 192), (256, 128))
 
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
@@ -304,7 +304,7 @@ def folded(p: ConvWgradProblem) -> ConvWgradProblem:
 
 
 def variants() -> Iterator[Config]:
-    """Every config that `candidates` may use, up to its splits and their reduction: what has to compile."""
+    """Every config that the tuner may try, up to its splits and their reduction: what has to compile."""
     for tile_m, tile_n in TILES:
         depths = {max_stages(tile_m, tile_n)}
         if tile_m == 64 and tile_n <= 192:
@@ -332,6 +332,8 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
     }
     found: dict[Config, None] = {}
     for variant in variants():
+        if variant.cluster > 1:
+            continue
         blocks = _columns_and_blocks(problem, variant)[1] * problem.feature_group_count
         slots = target.cores * variant.ctas_per_sm
         waves = {whole_splits(problem, s) for s in (least, *(slots * waves // blocks for waves in range(1, 9)))}
@@ -381,10 +383,10 @@ _SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden
 _SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
 _SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
-_PARTIAL_BYTES = 4.75e12  # partial sums stay in L2 for the most part
+_PARTIAL_BYTES = 6.5e12  # partial sums stay in L2 for the most part
 _WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
-_LAUNCH_SECONDS = 4.3e-6
-_REDUCE_SECONDS = 1.1e-6
+_LAUNCH_SECONDS = 3.0e-6
+_REDUCE_SECONDS = 0.8e-6
 _CLUSTER_SECONDS = 3.5e-6  # a larger launch, and two barriers
 _CLUSTER_BYTES_PER_SM = 58e9  # distributed shared memory
 _PAIR_STEP = 1.1  # what waiting for each other costs a pair, relative: it won on no suite shape
@@ -458,6 +460,17 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
     )
 
 
+def _divisor(value: int) -> tuple[int, int, int]:
+    """`struct Divisor` of the device code: the value, and (multiplier, shift) that divide any number below 2**31.
+
+    2**(shift - 31) is the least power of 2 that is at least the value. The multiplier is 2**shift / value, rounded up,
+    so that n * multiplier / 2**shift exceeds n / value by less than 1 / value.
+    """
+    shift = 31 + (value - 1).bit_length()
+    multiplier = -(-(1 << shift) // value)  # 2**31 to 2**32 - 1: the struct's words are signed
+    return value, multiplier - (1 << 32), shift
+
+
 def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
     p = folded(problem)
@@ -468,15 +481,16 @@ def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     for size in reversed(out):
         rest, digit = divmod(rest, size)
         steps.insert(0, digit)
-    blocks = k_tiles(problem)
+    blocks, channels = k_tiles(problem), group_channels(problem)
+    columns = _columns_and_blocks(problem, config)[0]
     values = (
-        *(*group_channels(problem), problem.taps, problem.out_channels),
-        *p.kernel_spatial[-2:],
-        *out,
+        *(*channels, problem.taps, problem.out_channels),
+        *_divisor(-(-channels[0] // SLOT)),
+        *(word for size in (*p.kernel_spatial[-2:], *out) for word in _divisor(size)),
         *(*ones, *p.window_strides),
         *(*zeros, *(low for low, _ in p.padding)),
         *(*ones, *p.rhs_dilation),
-        _columns_and_blocks(problem, config)[0],
+        *_divisor(columns),
         *(blocks, -(-blocks // config.splits)),
         *(rest, *steps),
     )
