@@ -136,11 +136,13 @@ def test_config_limits() -> None:
         assert supports(p, dataclasses.replace(good, **change)) is None, change
     assert "leaves some of" in str(supports(problem(batch=20), Config(16, 1, 2, 6)))
     wide = Config(32, 4, 1, 1)
-    assert supports(problem(kernel=(3, 3)), wide) is None
-    assert str(supports(problem(kernel=(3, 4)), wide)) == "channels 32 with 4 taps in a row; accepted: at most 3"
-    assert supports(problem(kernel=(3, 3), dilation=(1, 2)), wide) is None
-    far = problem(kernel=(3, 3), dilation=(1, 3))
-    assert str(supports(far, wide)) == "channels 32 with taps 6 columns apart; accepted: at most 4"
+    for out, most in (("bfloat16", 5), ("float32", 3)):
+        assert supports(dataclasses.replace(PLAIN, kernel=(3, most)).problem(out), wide) is None
+        more = dataclasses.replace(PLAIN, kernel=(3, most + 1)).problem(out)
+        assert str(supports(more, wide)) == f"channels 32 with {most + 1} taps in a row; accepted: at most {most}"
+    assert supports(problem(kernel=(3, 3), dilation=(1, 3)), wide) is None
+    far = problem(kernel=(3, 3), dilation=(1, 4))
+    assert str(supports(far, wide)) == "channels 32 with taps 8 columns apart; accepted: at most 6"
     assert "channels 32 with 2 output channels" in str(supports(problem(out_channels=32), wide))
     strided = problem(width=500, stride=(1, 8), kernel=(3, 3))
     assert supports(strided, Config(16, 4, 1, 1)) is None
@@ -250,7 +252,7 @@ def test_plan() -> None:
         main, *rest = device_plan.launches
         assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
         assert [launch.kernel for launch in rest] == ["reduce_splits"] * (splits > 1)
-        assert (main.grid, main.block) == ((g.tap_blocks, splits, 1), (640, 1, 1))
+        assert (main.grid, main.block) == ((g.tap_blocks, splits, 1), (768, 1, 1))
         assert main.shared_bytes == t.shared_bytes(2) <= wgrad_depthwise.SHARED_BYTES
         assert device_plan.workspace_bytes == (0 if splits == 1 else splits * 5 * 3 * 16 * 4)
         assert not device_plan.maps
@@ -273,52 +275,79 @@ def test_shared_memory_fits() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a loader reads of one operand, as `Operand` of the device code does: element (row p, column q, channel c) of
+    """What loaders read of one operand, as `Operand` of the device code does: element (row p, column q, channel c) of
     image n is array[n, p * stride + h0, ...], or zero."""
 
     array: np.ndarray  # [n, h, w, c]
     strides: tuple[int, int]
     start: tuple[int, int]
     channel: int
+    cut: bool  # zeros beyond the tile
 
     def planes(self, p: ConvWgradProblem, config: Config, operand: wgrad_depthwise.Operand, block: int) -> np.ndarray:
         """Of 8 rows of the tall image, as columns in the planes' memory; NaN where nothing is written or cleared."""
         t, g, parts = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p), config.channels // 8
+        store_images = min(config.images, 4 // parts)
+        store_chunks = 4 // (parts * store_images)
         memory = np.full(operand.plane_bytes // 2, np.nan)
-        item = np.arange(-(-8 * config.images * operand.quads * parts // 128) * 128)
-        part, quad = item % parts, item // parts % operand.quads
-        image, row = item // (parts * operand.quads) % config.images, item // (parts * operand.quads * config.images)
-        part, quad, image, row = (v[row < 8] for v in (part, quad, image, row))
+        row, store, lane = np.ogrid[:8, : operand.stores, :32]
+        row_stores = operand.written // store_chunks
+        first_image, first_chunk = store // row_stores * store_images, store % row_stores * store_chunks
+        # As read: a lane's pixel, and its part of it.
         run, p_ = (block * 8 + row) // g.pitch, (block * 8 + row) % g.pitch
-        n, tile = run // t.tiles * config.images + image, run % t.tiles
-        at = (part * operand.part + image * operand.image + row * operand.row) * 8 + quad * 4
-        for column, channel in itertools.product(range(4), range(8)):
-            h = p_ * self.strides[0] + self.start[0]
-            w = (tile * t.columns + quad * 4 + column) * self.strides[1] + self.start[1]
-            c = self.channel + part * 8 + channel
-            index = (n, h, w, c)
-            inside = np.all([(i >= 0) & (i < size) for i, size in zip(index, self.array.shape, strict=True)], 0)
-            clipped = tuple(np.clip(i, 0, size - 1) for i, size in zip(index, self.array.shape, strict=True))
-            to = at + channel * operand.channel * 8 + column
-            assert np.isnan(memory[to]).all(), "written twice"
-            memory[to] = np.where(inside, self.array[clipped], 0)
+        i = lane % 4
+        n = run // t.tiles * config.images + first_image + i // parts % store_images
+        column = column_at(t.segment, (first_chunk + i // (parts * store_images)) * 8 + lane // 4)
+        h = p_ * self.strides[0] + self.start[0]
+        w = (run % t.tiles * t.columns + column) * self.strides[1] + self.start[1]
+        channel = self.channel + i % parts * 8
+        index = (n[..., None], h[..., None], w[..., None], channel[..., None] + np.arange(8))
+        inside = np.all(
+            np.broadcast_arrays(*((v >= 0) & (v < s) for v, s in zip(index, self.array.shape, strict=True))), 0
+        )
+        if self.cut:
+            inside &= column[..., None] < t.columns
+        clipped = tuple(np.clip(v, 0, size - 1) for v, size in zip(index, self.array.shape, strict=True))
+        pixels = np.where(inside, self.array[clipped], 0).reshape(8, operand.stores, 8, 4, 8)
+        # As written: matrix m has all lanes' channels 2m and 2m + 1, and a row for each of these and each i.
+        m, k = np.ogrid[:4, :8]
+        i, channel = k // 2, m * 2 + k % 2
+        at = first_image[..., None] + i // parts % store_images
+        at = at * operand.image + first_chunk[..., None] + i // (parts * store_images)
+        at = at + i % parts * operand.part + channel * operand.channel + row[..., None] * operand.row
+        to = at[..., None] * 8 + np.arange(8)
+        assert len(np.unique(to)) == to.size, "written twice"
+        memory[to] = np.moveaxis(pixels[:, :, :, i, channel], 2, -1)
         chunks = (config.segments - 1) * (t.segment // 8) + operand.read_chunks
         for c, i, r in itertools.product(range(config.channels), range(config.images), range(8)):
             base = (c // 8 * operand.part + c % 8 * operand.channel + i * operand.image + r * operand.row) * 8
-            cleared = slice(base + operand.quads * 4, base + chunks * 8)
+            cleared = slice(base + operand.written * 8, base + chunks * 8)
             assert np.isnan(memory[cleared]).all(), "cleared and written"
             memory[cleared] = 0
         return memory
 
 
+def column_at(segment: int, at: Any) -> Any:
+    """As in the device code: the column that lies at a place of a row."""
+    steps = segment // 4
+    return (at // 2 % 2 * steps + at // 4 % steps) * 2 + at % 2 + at // (4 * steps) * 4 * steps
+
+
 def runs(
     config: Config, t: wgrad_depthwise.Tiling, operand: wgrad_depthwise.Operand, memory: np.ndarray, c: int, size: int
 ):
-    """[row, segment, column] as the lanes of channel c's warp read it: `segment_of` of the device code."""
-    row, segment, column = np.ogrid[:8, :4, :size]
+    """[row, segment, column] as the lanes of channel c's warp have it: `segment_of`, `word_at` of the device code. What
+    they do not read is zeros."""
+    row, segment, place = np.ogrid[:8, :4, : operand.read_chunks * 8]
     at = c // 8 * operand.part + c % 8 * operand.channel + segment // config.segments * operand.image
     at = at + row * operand.row + segment % config.segments * (t.segment // 8)
-    return memory[at * 8 + column]
+    places, steps = np.arange(size), t.segment // 4
+    word = places // 2
+    places = (word // (2 * steps) * 2 * steps + word % steps * 2 + word % (2 * steps) // steps) * 2 + places % 2
+    np.testing.assert_array_equal(column_at(t.segment, places), np.arange(size))
+    read = np.zeros((8, 4, max(operand.read_chunks * 8, places.max() + 1)))
+    read[..., : operand.read_chunks * 8] = memory[at * 8 + place]
+    return read[..., places]
 
 
 def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -336,8 +365,8 @@ def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) 
         k0 = group * config.channels
         c0 = k0 // multiplier & ~7
         start = (r0 * height.dilation - height.pad, s0 * width.dilation - width.pad)
-        x_block = Block(x, (height.stride, width.stride), start, c0)
-        y_block = Block(y, (1, 1), (0, 0), k0)
+        x_block = Block(x, (height.stride, width.stride), start, c0, False)
+        y_block = Block(y, (1, 1), (0, 0), k0, t.tiles > 1)
         begin, end = split * each, min((split + 1) * each, t.blocks)
         products = np.zeros((config.channels, width.size, 16, 8))
         upper = np.zeros((config.channels, 8, 4, t.segment))
@@ -371,7 +400,7 @@ def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
         x = rng.integers(-2, 3, p.lhs_shape).astype(np.float64)
         y = rng.integers(-2, 3, p.g_shape).astype(np.float64)
         exact = float64.conv_wgrad(p, x, y)
-        for channels, segments in ((8, 4), (16, 2), (16, 1), (32, 1)):
+        for channels, segments in ((8, 4), (16, 2), (16, 1), (32, 1), (32, 4)):
             config = Config(channels, segments, 1, 1)
             config = dataclasses.replace(config, splits=wgrad_depthwise.whole_splits(p, config, 2))
             if supports(p, config) is None and (channels < 32 or p.out_channels > 16):
@@ -402,6 +431,13 @@ def test_float32_results_are_summed_in_short_chains() -> None:
             for config in wgrad_depthwise.candidates(p, DEFAULT_CUDA)
         ]
         assert (max(each) <= wgrad_depthwise.MAX_FLOAT32_CHAIN) is chained
+        config = Config(16, 4, 2, 22)
+        chain = dict(wgrad_depthwise.source(p, config).defines)["CHAIN"]
+        assert chain == (wgrad_depthwise.CHAIN if chained else 0)
+        assert wgrad_depthwise.CHAIN.bit_count() == 1, "a power of two"
+        t = wgrad_depthwise.tiling(p, config)
+        assert t.sums_bytes == (16 * 7 * 32 * 16 if chained else 0)
+        assert t.shared_bytes(t.max_stages) <= wgrad_depthwise.SHARED_BYTES
 
 
 def test_estimates_of_the_suite_are_below_cudnns_times() -> None:
@@ -456,35 +492,44 @@ def test_variant_is_good_machine_code(
     assert compiled.spill_bytes == 0, compiled.log
     found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
     assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
+    t, taps = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p).width.size
+    passes = config.channels // config.warps
     for name in ("wgrad_partial", "wgrad_direct"):
-        assert reports[name].registers <= (168 if config.channels == 8 else 96), "of so many threads"
-        assert sorted(found[name].immediates(cubin.USETMAXREG)) == ([] if config.channels == 8 else [88, 128])
+        threads = 32 * (config.warps + wgrad_depthwise.LOADERS)
+        assert reports[name].registers <= 65536 // threads // 8 * 8
+        shared_out = found[name].immediates(cubin.USETMAXREG)
+        assert len(shared_out) in ((2,) if passes > 1 else (0, 2))
+        if shared_out:
+            least, most = sorted(shared_out)
+            assert 32 * (config.warps * most + wgrad_depthwise.LOADERS * least) <= 65536
         assert reports[name].stack_bytes == 0
-        t, taps = wgrad_depthwise.tiling(p, config), wgrad_depthwise.geometry(p).width.size
-        products = taps * t.segment // 4 * (2 if config.channels == 32 else 1)
         opcodes = found[name].opcodes
-        assert opcodes[HMMA] == products
+        assert opcodes[HMMA] == taps * t.segment // 4 * passes
+        assert opcodes[STMATRIX] == (t.x.stores + t.y.stores) * 8 // wgrad_depthwise.LOADERS
         assert opcodes[GENERIC_LOAD] == opcodes[GENERIC_STORE] == 0, "shared memory is addressed as such"
 
 
-HMMA, GENERIC_LOAD, GENERIC_STORE = 0x23C, 0x980, 0x985
+HMMA, STMATRIX, GENERIC_LOAD, GENERIC_STORE = 0x23C, 0x844, 0x980, 0x985
 
 
 def test_planes_have_no_bank_conflicts() -> None:
-    """Of `Layout` in the device code: stores of 8 bytes by lane (quad, part of 8 channels), in halves of a warp;
-    16-byte loads by lane (row, segment), in quarters."""
+    """Of `Layout` in the device code: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
+    quarters of a warp."""
     lane = np.arange(32)
     for p in PROBLEMS:
         for channels, segments in itertools.product(wgrad_depthwise.CHANNELS, (1, 2, 4)):
-            t, parts = wgrad_depthwise.tiling(p, Config(channels, segments, 1, 1)), channels // 8
+            config = Config(channels, segments, 1, 1)
+            t, parts = wgrad_depthwise.tiling(p, config), channels // 8
+            images = min(config.images, 4 // parts)
             for operand in (t.x, t.y):
-                assert operand.row >= max(operand.quads / 2, (segments - 1) * (t.segment // 8) + operand.read_chunks)
+                assert operand.row >= max(operand.written, (segments - 1) * (t.segment // 8) + operand.read_chunks)
                 assert operand.image >= 8 * operand.row
                 assert operand.channel >= 4 // segments * operand.image
                 assert operand.part >= 8 * operand.channel
                 assert operand.plane_bytes == parts * operand.part * 16
-                stores = (lane % parts * operand.part * 2 + lane // parts)[:16]
-                assert len(set(stores % 16)) == 16
+                i = lane[:8] // 2
+                rows = i % parts * operand.part + i // parts % images * operand.image + i // (parts * images)
+                assert len(set((rows + lane[:8] % 2 * operand.channel) % 8)) == 8
                 loads = lane // 4 * operand.row + lane % 4 // segments * operand.image
                 loads += lane % 4 % segments * (t.segment // 8)
                 for quarter in loads.reshape(4, 8):

@@ -11,7 +11,8 @@
 // renaming of its registers, for odd s of the registers with the halves of neighbours. So an element is read
 // from shared memory once for all taps. Two blocks of 8 rows of dY make an operand, and the lower of the next
 // one is this one's upper: it stays in registers. (Of the operands dY's is the one with four registers, which
-// have to be neighbours: it is put together once for all taps.)
+// have to be neighbours: it is put together once for all taps. X's has two; columns lie in shared memory so
+// that a wide load has them in neighbours.)
 //
 // Images lie under each other as one tall image, with just so many rows of zeros between them that no tap
 // reaches from one into the next: `PITCH` rows from one to the next. Where a row is wider than a tile, its
@@ -24,10 +25,10 @@
 // neighbours.
 //
 // Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
-//   - LOADERS warps read pixels from global memory into registers, 4 neighbours of 8 channels to a lane, pair
-//     them by channel and store them in planes [channel][image][row][column]. What a lane has stored it reads
-//     again for the next turn at once, so that a turn's bytes are always in flight. (TMA instead took 7%
-//     longer on 56x56 planes and 22% on 14x14, 2% less on 28x28, on an H200.)
+//   - LOADERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels to
+//   a lane, and
+//     store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane has stored it
+//     reads again for the next turn at once, so that loads are always in flight.
 //   - A warp for each channel (with more than one pass: for each of a few) computes products from its planes.
 // They meet in a ring of sets of planes: `full` (an arrival of every loader warp) and `empty` (one of every
 // other warp, after its products).
@@ -36,9 +37,10 @@
 // row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TAPS (of a
 // block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of dY), MULTIPLIER,
 // BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), IN_H, IN_W,
-// IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PLANES_BYTES (of a set; what the plan reckons
-// with), OUT (split_k.cuh). What could be arguments as well is known to the compiler for the sake of the
-// loaders' addresses.
+// IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, WARPS (of products), LOADERS, CHAIN (turns
+// after which sums leave the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a set; what the
+// plan reckons with), OUT (split_k.cuh). What could be arguments as well is known to the compiler for the
+// sake of the loaders' addresses.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -77,48 +79,68 @@ __device__ inline float to_float(Element x) { return __half2float(x); }
 #endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int ROWS = 8;  // of a block
 constexpr int IMAGES = 4 / SEGMENTS;
-constexpr int WARPS = CHANNELS < 16 ? CHANNELS : 16;  // of products
 constexpr int PASSES = CHANNELS / WARPS;
-constexpr int LOADERS = 4;  // warps: one on each scheduler
 constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * LOADERS;
-// The register file, shared out by role (setmaxnreg wants multiples of 8): 640 threads start with 96 each.
-// With 8 channels there are fewer threads, and enough registers.
-constexpr bool SHARED_OUT = CHANNELS >= 16;
-constexpr int CONSUMER_REGS = 88, LOADER_REGS = 128;
-static_assert(!SHARED_OUT || CONSUMERS * CONSUMER_REGS + (THREADS - CONSUMERS) * LOADER_REGS <= THREADS * 96,
-              "what a thread block starts with is all there is");
-constexpr int MAX_IN_FLIGHT = PASSES > 1 ? 4 : 5;  // of a loader's slots, of 16 registers each
-constexpr int PARTS = CHANNELS / 8;                // of a pixel, each 16 bytes
+// The register file, shared out by role where products need more (setmaxnreg wants multiples of 8).
+constexpr int START_REGS = 65536 / THREADS / 8 * 8;
+constexpr bool SHARED_OUT = PASSES > 1 || (WARPS == 16 && (CHAIN > 0 || (TAPS - 1) * SHIFT > 6));
+constexpr int PASSES_REGS = larger(104 + 16 * TAPS, 144) + (CHAIN > 0 ? 8 : 0);  // four passes
+constexpr int CONSUMER_REGS = !SHARED_OUT ? START_REGS : PASSES == 1 ? START_REGS + 8 : PASSES_REGS;
+constexpr int LOADER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS) / (32 * LOADERS) / 8 * 8;
+// Of a loader's slots, of 4 registers each. Where segments are images' addresses take more registers.
+constexpr int MAX_IN_FLIGHT = smaller((LOADER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
+constexpr int PARTS = CHANNELS / 8;  // of a pixel, each 16 bytes
 constexpr int REACH = (TAPS - 1) * SHIFT;
 constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
+constexpr int STEPS = SEGMENT / 4;  // products of a segment and a tap: each has 4 columns of it
 constexpr int MAX_TAPS_H = 9, MAX_STAGES = 6;
 constexpr int SCRATCH = 16 * 8 + 2;          // floats of a product: taps lie in different banks
 constexpr int SUMS = MAX_TAPS_H * TAPS | 1;  // floats of a channel, likewise
 constexpr unsigned ALL = ~0u;
 enum { START, PRODUCTS };  // named barriers
 
-// One operand's planes, in units of 16 bytes. Odd rows, and images that keep the four segments of a row
-// apart, so that a quarter of a warp reads 8 different banks of 16 bytes; and parts that half a warp's stores
-// of 8 bytes (of every part of 16 / PARTS neighbouring quads) find apart.
+// The order of columns, two to a word: words w and w + STEPS are a product's operand, and lie side by side.
+constexpr int word_at(int w) { return w / (2 * STEPS) * 2 * STEPS + w % STEPS * 2 + w % (2 * STEPS) / STEPS; }
+constexpr int column_at(int at) {  // and back
+  return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
+}
+// Units of 16 bytes that hold so many columns.
+constexpr int chunks(int columns) {
+  const int words = (columns + 1) / 2, rest = (words % (2 * STEPS) + 1) / 2;
+  return words / (2 * STEPS) * (STEPS / 2) + smaller(rest, STEPS / 2);
+}
+
+// One operand's planes, in chunks of 16 bytes. A store is of four matrices, each of two channels and four
+// (part, image, chunk); a quarter of a warp reads two rows of four segments: eight different banks of 16
+// bytes, always.
 template <int COLUMNS_, int READ>
 struct Layout {
-  static constexpr int QUADS = (COLUMNS_ + 3) / 4;  // of columns: what is written of a row
-  static constexpr int READ_CHUNKS = (READ + 7) / 8;
+  static constexpr int STORE_IMAGES = smaller(IMAGES, 4 / PARTS);
+  static constexpr int STORE_CHUNKS = 4 / (PARTS * STORE_IMAGES);
+  static constexpr int ROW_STORES = ceil_div(chunks(COLUMNS_), STORE_CHUNKS);
+  static constexpr int STORES = IMAGES / STORE_IMAGES * ROW_STORES;  // of a row of all images
+  static constexpr int WRITTEN = ROW_STORES * STORE_CHUNKS;          // chunks of a row
+  static constexpr int READ_CHUNKS = chunks(READ);
   static constexpr int ROW_CHUNKS = (SEGMENTS - 1) * (SEGMENT / 8) + READ_CHUNKS;  // what is read of a row
-  static constexpr int ROW = larger((QUADS + 1) / 2, ROW_CHUNKS) | 1;
+  static constexpr int ROW = larger(WRITTEN, ROW_CHUNKS) | 1;
   static constexpr int IMAGE = ROWS * ROW + (SEGMENTS == 4 ? 0 : SEGMENTS == 2 ? 4 : 2);
-  static constexpr int CHANNEL = IMAGES * IMAGE;
-  static constexpr int PART = 8 * CHANNEL + 8 / PARTS % 8;
+  static constexpr int CHANNEL = IMAGES * IMAGE + STORE_CHUNKS;
+  static constexpr int PART = 8 * CHANNEL + (PARTS == 4 || SEGMENTS == 2 ? 2 : 4);
   static constexpr int PLANE_BYTES = PARTS * PART * 16;
-  // A loader warp's, of 32 quads of 8 channels each.
-  static constexpr int SLOTS = ceil_div(ROWS * IMAGES * QUADS * PARTS, 32 * LOADERS);
+
+  // A store's (part, image, chunk), of four.
+  __device__ static int part(int i) { return i % PARTS; }
+  __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }
+  __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }
 };
 
-using X = Layout<USED + REACH, SEGMENT + REACH>;
+// Of a tile of one segment X's columns beyond those of use are not read: they are multiplied by zeros.
+using X = Layout<USED + REACH, (SEGMENTS == 1 ? smaller(USED, SEGMENT) : SEGMENT) + REACH>;
 using Y = Layout<USED, SEGMENT>;
 static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` in wgrad_depthwise.py");
 
@@ -183,9 +205,6 @@ struct Row {
 
 // ---- loader warps -----------------------------------------------------------------------------------------
 
-// 4 columns of 8 channels, two channels to a word.
-using Quad = uint32_t[4][4];
-
 // Volatile: a turn is to be in flight, and the compiler would move loads to their use.
 __device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
   asm volatile(
@@ -202,91 +221,92 @@ __device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
       : "l"(from), "r"(int(valid)));
 }
 
-// What a lane reads of an operand: where row p and column q of dY lie, p * STRIDE_H + h0 and so on, of its
-// part of the pixels (it has the same of all).
-template <int ROWS_, int COLUMNS_, int CHANNELS_, int STRIDE_H_, int STRIDE_W_, class Layout_>
+// What a lane reads of an operand: a pixel's 8 channels for each store. Row p and column q of dY lie at
+// p * STRIDE_H + h0 and so on. CUT: columns beyond a tile are the next tile's, and have to be zeros here.
+template <int ROWS_, int COLUMNS_, int CHANNELS_, int STRIDE_H_, int STRIDE_W_, bool CUT, class Layout_>
 struct Operand {
   using Layout = Layout_;
   static constexpr int PIXEL_BYTES = CHANNELS_ * 2;
   static constexpr int64_t ROW_BYTES = int64_t(COLUMNS_) * PIXEL_BYTES;
-  const char* data;
-  int h0, w0, batch;  // batch: 0 where the part is beyond the channels
+  const char* data;  // of this lane, in the first row and tile
+  int h0, w0, column;
+  int batch;  // images from this lane's on; 0 where its part is beyond the channels
+  int at;     // of its row of a matrix, in bytes
+  // Of the row that is read:
+  const char* row_data;
+  int w, images;
 
   __device__ Operand(const Element* data, int h0, int w0, int channel, int batch) : h0(h0), w0(w0) {
-    channel += threadIdx.x % PARTS * 8;
-    this->data = reinterpret_cast<const char*>(data + channel);
-    this->batch = channel < CHANNELS_ ? batch : 0;
+    const int lane = threadIdx.x % 32;
+    // A matrix has two channels of what all lanes have read, and its rows are these channels' columns of each
+    // (part, image, chunk).
+    const int i = lane % 4, j = lane % 8 / 2;
+    column = column_at(Layout::chunk(i) * 8 + lane / 4);
+    channel += Layout::part(i) * 8;
+    this->data = reinterpret_cast<const char*>(data + channel) + Layout::image(i) * (ROWS_ * ROW_BYTES) +
+                 (column * STRIDE_W_ + w0) * int64_t(PIXEL_BYTES);
+    this->batch = channel < CHANNELS_ ? batch - Layout::image(i) : 0;
+    at = (Layout::part(j) * Layout::PART + (lane / 8 * 2 + lane % 2) * Layout::CHANNEL +
+          Layout::image(j) * Layout::IMAGE + Layout::chunk(j)) *
+         16;
   }
 
-  // A lane's quads of a block of rows, in the order of memory: parts of a pixel first.
-  struct Item {
-    uint32_t quad_image_row;  // 8 bits, 4 bits, and the rest
-    int at;                   // in its set, in bytes; negative: none
-
-    Item() = default;
-    __device__ Item(int slot) {
-      const int i = (slot * LOADERS + threadIdx.x / 32 % LOADERS) * 32 + threadIdx.x % 32;
-      const int part = i % PARTS, quad = i / PARTS % Layout::QUADS;
-      const int image = i / (PARTS * Layout::QUADS) % IMAGES, row = i / (PARTS * Layout::QUADS * IMAGES);
-      quad_image_row = quad | image << 8 | row << 12;
-      at = (part * Layout::PART + image * Layout::IMAGE + row * Layout::ROW) * 16 + quad * 8;
-      if (row >= ROWS) at = -1;
-    }
-  };
-
-  // Zeros unless `wanted`.
-  __device__ void fetch(int block, const Item& item, bool wanted, Quad& v) const {
-    const Row row(block * ROWS + (item.quad_image_row >> 12));
-    const int n = row.n + (item.quad_image_row >> 8 & 15), h = row.p * STRIDE_H_ + h0;
-    const int w = (row.tile * COLUMNS + (item.quad_image_row & 255) * 4) * STRIDE_W_ + w0;
-    const bool valid = wanted && item.at >= 0 && n < batch && unsigned(h) < unsigned(ROWS_);
-    const char* from = data + (n * ROWS_ + h) * ROW_BYTES + int64_t(w) * PIXEL_BYTES;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load(v[i], from + i * int64_t(STRIDE_W_ * PIXEL_BYTES),
-           valid && unsigned(w + i * STRIDE_W_) < unsigned(COLUMNS_));
-    }
+  __device__ void begin(const Row& row, bool wanted) {
+    const int h = row.p * STRIDE_H_ + h0;
+    row_data = data + (row.n * ROWS_ + h) * ROW_BYTES + row.tile * int64_t(COLUMNS * STRIDE_W_ * PIXEL_BYTES);
+    w = (row.tile * COLUMNS + column) * STRIDE_W_ + w0;
+    images = wanted && unsigned(h) < unsigned(ROWS_) ? batch - row.n : 0;
   }
 
-  __device__ void store(const Item& item, const Quad& v, uint8_t* planes) const {
-    if (item.at < 0) return;
-    uint8_t* to = planes + item.at;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int half = i % 2 ? 0x7632 : 0x5410;
-      *reinterpret_cast<uint2*>(to + i * Layout::CHANNEL * 16) = make_uint2(
-          __byte_perm(v[0][i / 2], v[1][i / 2], half), __byte_perm(v[2][i / 2], v[3][i / 2], half));
-    }
+  __device__ void fetch(int store, uint32_t (&v)[4]) const {
+    const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
+    const int more = column_at(store % Layout::ROW_STORES * Layout::STORE_CHUNKS * 8);
+    const bool valid = image < images && unsigned(w + more * STRIDE_W_) < unsigned(COLUMNS_);
+    load(v, row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES),
+         valid && (!CUT || column + more < COLUMNS));
+  }
+
+  // `planes`: those of the warp's row.
+  __device__ void store(int store, const uint32_t (&v)[4], uint32_t planes) const {
+    const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
+    const int chunk = store % Layout::ROW_STORES * Layout::STORE_CHUNKS;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     planes + at + (image * Layout::IMAGE + chunk) * 16),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
   }
 };
 
-using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, X>;
-using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, Y>;
+using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
+using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
 
 // All turns of a loader warp.
 __device__ inline void produce(const Args& g, const Work& work, const Element* x, const Element* y,
                                uint8_t* planes, uint64_t* full, uint64_t* empty) {
-  constexpr int SLOTS = X::SLOTS + Y::SLOTS;
+  constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / LOADERS * EACH;
   constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
-  constexpr int STEPS = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
+  constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
   const int turns = work.end - work.begin + 1;
   const int h0 = work.r0 * g.dilation_h - g.pad_h, w0 = work.s0 * g.dilation_w - g.pad_w;
-  const XOperand x_operand(x, h0, w0, work.c0, g.batch);
-  const YOperand y_operand(y, 0, 0, work.k0, g.batch);
-  XOperand::Item x_items[X::SLOTS];
-  YOperand::Item y_items[Y::SLOTS];
-#pragma unroll
-  for (int i = 0; i < X::SLOTS; ++i) x_items[i] = XOperand::Item(i);
-#pragma unroll
-  for (int i = 0; i < Y::SLOTS; ++i) y_items[i] = YOperand::Item(i);
-  Quad v[IN_FLIGHT];
+  XOperand x_operand(x, h0, w0, work.c0, g.batch);
+  YOperand y_operand(y, 0, 0, work.k0, g.batch);
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32 % LOADERS, 0);
+  const uint32_t x_row = cute::cast_smem_ptr_to_uint(planes) + warp * (X::ROW * 16);
+  const uint32_t y_row = cute::cast_smem_ptr_to_uint(planes) + X::PLANE_BYTES + warp * (Y::ROW * 16);
+  uint32_t v[IN_FLIGHT][4];
 
-  auto fetch = [&](int slot, int turn, Quad& quad) {
-    if (turn >= turns) return;
-    if (slot < X::SLOTS) {
-      x_operand.fetch(work.begin + turn, x_items[slot], true, quad);
-    } else if (slot < SLOTS) {
-      y_operand.fetch(work.begin + turn, y_items[slot - X::SLOTS], turn < turns - 1, quad);
+  auto fetch = [&](int slot, int turn, uint32_t (&v)[4]) {
+    if (slot >= SLOTS) return;
+    const int store = slot % EACH;
+    if (store == 0) {
+      const Row row((work.begin + turn) * ROWS + slot / EACH * LOADERS + warp);
+      x_operand.begin(row, turn < turns);
+      y_operand.begin(row, turn < turns - 1);
+    }
+    if (store < X::STORES) {
+      x_operand.fetch(store, v);
+    } else {
+      y_operand.fetch(store - X::STORES, v);
     }
   };
 #pragma unroll
@@ -297,17 +317,17 @@ __device__ inline void produce(const Args& g, const Work& work, const Element* x
   uint32_t phase = 1;  // of `empty`: the first round finds every set so
   for (int turn = 0; turn < turns; ++turn) {
     wait(&empty[set], phase);
-    uint8_t* to = planes + set * PLANES_BYTES;
 #pragma unroll
-    for (int slot = 0; slot < STEPS; ++slot) {
-      Quad& quad = v[slot % IN_FLIGHT];
-      if (slot < X::SLOTS) {
-        x_operand.store(x_items[slot], quad, to);
+    for (int slot = 0; slot < ROUND; ++slot) {
+      uint32_t (&pixel)[4] = v[slot % IN_FLIGHT];
+      const int row = slot / EACH * LOADERS, store = slot % EACH;
+      if (slot < SLOTS && store < X::STORES) {
+        x_operand.store(store, pixel, x_row + set * PLANES_BYTES + row * (X::ROW * 16));
       } else if (slot < SLOTS) {
-        y_operand.store(y_items[slot - X::SLOTS], quad, to + X::PLANE_BYTES);
+        y_operand.store(store - X::STORES, pixel, y_row + set * PLANES_BYTES + row * (Y::ROW * 16));
       }
-      const bool now = slot + IN_FLIGHT < STEPS;
-      fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - STEPS, now ? turn : turn + 1, quad);
+      const bool now = slot + IN_FLIGHT < ROUND;
+      fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? turn : turn + 1, pixel);
     }
     arrive(&full[set]);
     if (++set == g.stages) {
@@ -319,9 +339,6 @@ __device__ inline void produce(const Args& g, const Work& work, const Element* x
 
 // ---- products ---------------------------------------------------------------------------------------------
 
-// A run of columns of one row of X, two to a word.
-using Run = uint32_t[X_WORDS];
-
 // This lane's row (lane / 4) and segment (lane % 4) of a channel's plane.
 template <class L>
 __device__ inline const uint8_t* segment_of(const uint8_t* planes, int channel) {
@@ -330,14 +347,15 @@ __device__ inline const uint8_t* segment_of(const uint8_t* planes, int channel) 
   return planes + (at + row * L::ROW + segment % SEGMENTS * (SEGMENT / 8)) * 16;
 }
 
-template <int WORDS>
-__device__ inline void read_words(const uint8_t* from, uint32_t* words) {
+template <int CHUNKS>
+__device__ inline void read_chunks(const uint8_t* from, uint32_t (&words)[4 * CHUNKS]) {
 #pragma unroll
-  for (int i = 0; i < WORDS; i += 4) {
-    const uint4 v = reinterpret_cast<const uint4*>(from)[i / 4];
-    const uint32_t four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 4 && i + j < WORDS; ++j) words[i + j] = four[j];
+  for (int i = 0; i < CHUNKS; ++i) {
+    const uint4 v = reinterpret_cast<const uint4*>(from)[i];
+    words[4 * i] = v.x;
+    words[4 * i + 1] = v.y;
+    words[4 * i + 2] = v.z;
+    words[4 * i + 3] = v.w;
   }
 }
 
@@ -348,29 +366,31 @@ __device__ inline uint32_t funnel(uint32_t first, uint32_t second) {
   return halves;
 }
 
+// A run of columns of one row of X, as it is read.
+using Run = uint32_t[X::READ_CHUNKS * 4];
 // dY's columns of both blocks of rows, as products take them: of the lower and the upper block, twice.
-using Columns = uint32_t[Y_WORDS / 2][4];
+using Columns = uint32_t[STEPS][4];
 
 // The products' k is in the order in which the lanes hold columns: lane t of a row has 4 of a product's 16
-// columns. Taps at odd columns take words made of the halves of neighbours, as late as possible: registers
-// are few.
+// columns. Taps at odd columns come last, and take words made of the halves of neighbours, which take the
+// place of the others: registers are few.
 __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
-  Run x_odd;
-  int made = SHIFT / 2;  // where the first tap at odd columns begins
+  auto word = [&](int w) { return word_at(w) < X::READ_CHUNKS * 4 ? x[word_at(w)] : 0; };
+  uint32_t x_odd[X_WORDS];
 #pragma unroll
-  for (int i = 0; i < Y_WORDS; i += 2) {
-    const uint32_t* a = y[i / 2];
+  for (int odd = 0; odd < (SHIFT % 2 && TAPS > 1 ? 2 : 1); ++odd) {
+    if (odd) {
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
+      for (int w = SHIFT / 2; w + 1 < X_WORDS; ++w) x_odd[w] = funnel(word(w), word(w + 1));
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const uint32_t* a = y[i];
 #pragma unroll
       for (int s = 0; s < TAPS; ++s) {
         if (s * SHIFT % 2 != odd) continue;
         const int at = i + s * SHIFT / 2;
-        if (odd) {
-#pragma unroll
-          for (; made < at + 2; ++made) x_odd[made] = funnel(x[made], x[made + 1]);
-        }
-        const uint32_t* b = (odd ? x_odd : x) + at;
+        const uint32_t b[2] = {odd ? x_odd[at] : word(at), odd ? x_odd[at + STEPS] : word(at + STEPS)};
         float* d = acc[s];
         Mma::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
       }
@@ -378,17 +398,40 @@ __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAP
   }
 }
 
+// The tensor cores truncate their sums, an error that grows with the number of additions in a row. Where the
+// result keeps it, sums are moved to shared memory now and then, each lane's to a place of its own.
+__device__ inline void add_to(const float4* sums, float (&acc)[PASSES][TAPS][4]) {
+#pragma unroll
+  for (int i = 0; i < PASSES * TAPS; ++i) {
+    float* d = acc[i / TAPS][i % TAPS];
+    const float4 sum = sums[i * 32];
+    d[0] += sum.x;
+    d[1] += sum.y;
+    d[2] += sum.z;
+    d[3] += sum.w;
+  }
+}
+
+__device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
+#pragma unroll
+  for (int i = 0; i < PASSES * TAPS; ++i) {
+    float* d = acc[i / TAPS][i % TAPS];
+    sums[i * 32] = make_float4(d[0], d[1], d[2], d[3]);
+    d[0] = d[1] = d[2] = d[3] = 0.f;
+  }
+}
+
 // All turns of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
-__device__ inline void consume(const Args& g, int turns, const uint8_t* planes, uint64_t* full,
-                               uint64_t* empty, int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
+__device__ inline void consume(const Args& g, int turns, uint8_t* planes, uint64_t* full, uint64_t* empty,
+                               int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
   const uint8_t* x_planes = segment_of<X>(planes, x_channel);
   const uint8_t* y_planes = segment_of<Y>(planes + X::PLANE_BYTES, channel);
   Columns y[PASSES];
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-#pragma unroll
-    for (int i = 0; i < Y_WORDS; ++i) y[pass][i / 2][i % 2 * 2 + 1] = 0;  // above the first block
-  }
+  for (int i = 0; i < PASSES * STEPS; ++i) y[i / STEPS][i % STEPS][1] = y[i / STEPS][i % STEPS][3] = 0;
+  float4* sums = reinterpret_cast<float4*>(planes + g.stages * PLANES_BYTES) +
+                 channel * (PASSES * TAPS * 32) + threadIdx.x % 32;
+  if constexpr (CHAIN > 0) move_to(sums, acc);
   int set = 0;
   uint32_t phase = 0;
 #pragma unroll 1
@@ -396,16 +439,18 @@ __device__ inline void consume(const Args& g, int turns, const uint8_t* planes, 
     const int at = set * PLANES_BYTES;
     wait(&full[set], phase);
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {  // of 16 channels
+    for (int pass = 0; pass < PASSES; ++pass) {  // of WARPS channels
       Run x;
       uint32_t next[Y_WORDS];
-      read_words<X_WORDS>(x_planes + at + pass * 2 * X::PART * 16, x);
-      read_words<Y_WORDS>(y_planes + at + pass * 2 * Y::PART * 16, next);
+      read_chunks<X::READ_CHUNKS>(x_planes + at + pass * (WARPS / 8 * X::PART * 16), x);
+      read_chunks<Y::READ_CHUNKS>(y_planes + at + pass * (WARPS / 8 * Y::PART * 16), next);
 #pragma unroll
-      for (int i = 0; i < Y_WORDS; ++i) {
-        uint32_t (&columns)[4] = y[pass][i / 2];
-        columns[i % 2 * 2] = columns[i % 2 * 2 + 1];
-        columns[i % 2 * 2 + 1] = next[i];
+      for (int i = 0; i < STEPS; ++i) {
+        uint32_t (&columns)[4] = y[pass][i];
+        columns[0] = columns[1];
+        columns[2] = columns[3];
+        columns[1] = next[2 * i];
+        columns[3] = next[2 * i + 1];
       }
       multiply(x, y[pass], acc[pass]);
     }
@@ -414,7 +459,14 @@ __device__ inline void consume(const Args& g, int turns, const uint8_t* planes, 
       set = 0;
       phase ^= 1;
     }
+    if constexpr (CHAIN > 0) {
+      if ((turns & (CHAIN - 1)) == 0) {
+        add_to(sums, acc);
+        move_to(sums, acc);
+      }
+    }
   }
+  if constexpr (CHAIN > 0) add_to(sums, acc);
 }
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
@@ -479,7 +531,7 @@ __device__ inline void finish(const Args& g, const Work& work, const Element* x,
 // every set.
 template <class L>
 __device__ inline void clear(uint8_t* planes, int stages) {
-  constexpr int WIDE = 2 * L::ROW_CHUNKS - L::QUADS;  // in units of 8 bytes
+  constexpr int WIDE = L::ROW_CHUNKS - L::WRITTEN;
   if constexpr (WIDE > 0) {
     const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
     for (int i = threadIdx.x; i < all; i += CONSUMERS) {
@@ -488,8 +540,8 @@ __device__ inline void clear(uint8_t* planes, int stages) {
       rest /= ROWS * IMAGES;
       const int channel = rest % CHANNELS, set = rest / CHANNELS;
       const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + image * L::IMAGE + row * L::ROW;
-      uint2* to = reinterpret_cast<uint2*>(planes + set * PLANES_BYTES);
-      to[2 * at + L::QUADS + i % WIDE] = make_uint2(0, 0);
+      uint4* to = reinterpret_cast<uint4*>(planes + set * PLANES_BYTES);
+      to[at + L::WRITTEN + i % WIDE] = make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -507,10 +559,10 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
   if (work.r0 >= g.taps_h.kernel || work.s0 >= g.taps_w.kernel) return;
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);  // uniform to the compiler
   if (warp >= WARPS) {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<LOADER_REGS>();
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
     produce(g, work, x, y, planes, full, empty);
   } else {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<CONSUMER_REGS>();
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     if (threadIdx.x == 0) {
       for (int i = 0; i < g.stages; ++i) {
         Barrier::init(&full[i], LOADERS);

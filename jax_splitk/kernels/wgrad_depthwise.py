@@ -23,24 +23,27 @@ from jax_splitk.target import Target, hopper_limit
 name = "wgrad_depthwise"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 2
+ABI = 3
 
 ROWS = 8  # of a block
+LOADERS = 8  # warps that read and transpose
 CHANNELS = (8, 16, 32)
 SEGMENTS = (1, 2, 4)
 MAX_STAGES = 6
 MAX_ROW_REACH = 8  # a product has 16 rows of X for 8 of dY
-# Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has two channels.
+# Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has four channels.
 MAX_COLUMN_REACH = 12
 MAX_COLUMN_TAPS = 9
-MAX_WIDE_TAPS = 3
-MAX_WIDE_REACH = 4
+MAX_WIDE_TAPS = 5
+MAX_WIDE_TAPS_FLOAT32 = 3
+MAX_WIDE_REACH = 6
 MAX_TAPS_H = 9
-LOADERS = 4  # warps
 SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
+MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%, 223 KB: 50% slower on an H200)
 MAX_CANDIDATES = 48
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
-MAX_FLOAT32_CHAIN = 256  # blocks, of four products, of a float32 result's split: see split_k.least_splits
+CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see split_k.least_splits
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -67,8 +70,8 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Of products; `LOADERS` others read and transpose."""
-        return min(self.channels, 16)
+        """Of products; others (`LOADERS`) read and transpose."""
+        return 16 if self.channels == 16 else 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +159,10 @@ def geometry(p: ConvWgradProblem) -> Geometry:
 class Operand:
     """X or dY of a block of rows; `Layout` of the device code."""
 
-    quads: int  # of columns, that are written of a row
-    read_chunks: int  # a lane's, of 8 columns
-    row: int  # from row to row of a plane, in units of 16 bytes
+    stores: int  # of four 8x8 matrices, for a row of all images
+    written: int  # chunks of 8 columns of a row
+    read_chunks: int  # a lane's
+    row: int  # from row to row of a plane, in chunks
     image: int
     channel: int
     part: int  # from 8 channels to 8 channels
@@ -166,12 +170,23 @@ class Operand:
 
     @staticmethod
     def of(config: Config, segment: int, columns: int, read: int) -> "Operand":
-        quads, read_chunks, parts = -(-columns // 4), -(-read // 8), config.channels // 8
-        row = max(-(-quads // 2), (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        parts, images = config.channels // 8, config.images
+        store_images = min(images, 4 // parts)
+        store_chunks = 4 // (parts * store_images)
+        row_stores = -(-chunks(segment, columns) // store_chunks)
+        written, read_chunks = row_stores * store_chunks, chunks(segment, read)
+        row = max(written, (config.segments - 1) * (segment // 8) + read_chunks) | 1
         image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
-        channel = config.images * image
-        part = 8 * channel + 8 // parts % 8
-        return Operand(quads, read_chunks, row, image, channel, part, parts * part * 16)
+        channel = images * image + store_chunks
+        part = 8 * channel + (2 if parts == 4 or images == 2 else 4)
+        stores = images // store_images * row_stores
+        return Operand(stores, written, read_chunks, row, image, channel, part, parts * part * 16)
+
+
+def chunks(segment: int, columns: int) -> int:
+    """Chunks of 16 bytes that hold so many columns, in the order of `word_at` of the device code."""
+    steps, words = segment // 4, -(-columns // 2)
+    return words // (2 * steps) * (steps // 2) + min(-(-(words % (2 * steps)) // 2), steps // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,18 +201,19 @@ class Tiling:
     y: Operand
     groups: int  # of channels
     blocks: int  # of the reduction
-    epilogue_bytes: int  # of shared memory, in the planes' place
+    sums_bytes: int  # of shared memory, after the planes
+    epilogue_bytes: int  # in the planes' place
 
     @property
     def planes_bytes(self) -> int:
         return self.x.plane_bytes + self.y.plane_bytes
 
     def shared_bytes(self, stages: int) -> int:
-        return max(stages * self.planes_bytes, self.epilogue_bytes)
+        return max(stages * self.planes_bytes + self.sums_bytes, self.epilogue_bytes)
 
     @property
     def max_stages(self) -> int:
-        return min(MAX_STAGES, SHARED_BYTES // self.planes_bytes)
+        return min(MAX_STAGES, (SHARED_BYTES - self.sums_bytes) // self.planes_bytes)
 
 
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
@@ -220,9 +236,10 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
         columns=columns,
         used=used,
         tiles=tiles,
-        x=Operand.of(config, segment, used + reach, segment + reach),
+        x=Operand.of(config, segment, used + reach, (min(used, segment) if segments == 1 else segment) + reach),
         y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
+        sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
         epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
         blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
     )
@@ -312,8 +329,9 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
             return (
                 f"channels 32 with {p.out_channels // p.in_channels} output channels for an input channel; accepted: 1"
             )
-        if g.width.size > MAX_WIDE_TAPS:
-            return f"channels 32 with {g.width.size} taps in a row; accepted: at most {MAX_WIDE_TAPS}"
+        most = MAX_WIDE_TAPS_FLOAT32 if p.out_dtype == "float32" else MAX_WIDE_TAPS
+        if g.width.size > most:
+            return f"channels 32 with {g.width.size} taps in a row; accepted: at most {most}"
         if g.width.reach > MAX_WIDE_REACH:
             return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
     if not 1 <= config.stages <= t.max_stages:
@@ -331,8 +349,8 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
         for segments in SEGMENTS:
             shallow = Config(channels, segments, 1, 1)
             t = tiling(problem, shallow)
-            # More plane sets take what the loads have as L1 (4: 5%, 6: 50% slower on an H200).
-            for stages in sorted({min(2, t.max_stages), min(3, t.max_stages)}):
+            depths = {min(2, t.max_stages)} | ({3} if 3 * t.planes_bytes <= MAX_PLANES_BYTES else set())
+            for stages in sorted(depths):
                 single = dataclasses.replace(shallow, stages=stages)
                 if _config_limit(problem, single) is not None:
                     continue
@@ -356,14 +374,14 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
 
 
-# Of an H200; fitted to 8 device times (8% root mean square). Cycles are of one SM.
+# Of an H200; fitted to the device times of 7x7 filters with 16 channels. Cycles are of one SM.
 _CLOCK = 1.755e9
 _SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 30
 _MMA_CYCLES = 1.5  # m16n8k16
-_PIXEL_CYCLES = 1.6  # of a loaded pixel, however few its channels
+_PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
 _LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
-_TURN_CYCLES = 550  # waiting and latencies that other warps do not hide
+_TURN_CYCLES = 450  # waiting and latencies that other warps do not hide
 _SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
 _START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
 _HBM_BYTES = 4.0e12
@@ -376,14 +394,15 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
     """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
     g, t = geometry(problem), tiling(problem, config)
     turns = -(-t.blocks // config.splits) + 1
-    pixels = (t.x.quads + t.y.quads) * 4 * ROWS * config.images
-    # Written to the planes; read from there 16 bytes at a time by each lane.
-    operands = (t.x.read_chunks + t.segment // 8) * 16 * 32 * config.channels
-    shared = (pixels * config.channels * 2 + operands) / _SHARED_BYTES_PER_CYCLE
+    # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
+    written = (t.x.stores + t.y.stores) * 512 * ROWS
+    operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
+    shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
     mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
     useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
-    sectors = useful * pixels * max(config.channels * 2, 32)
-    load = max(sectors / _L2_BYTES_PER_CYCLE, useful * pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
+    pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
+    sectors = pixels * max(config.channels * 2, 32)
+    load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
     longest = max(shared, mma, load)
     cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
     thread_blocks = t.groups * g.tap_blocks * config.splits
@@ -424,6 +443,8 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             *(("IN_H", g.height.size_in), ("IN_W", g.width.size_in), ("IN_CHANNELS", problem.in_channels)),
             *(("OUT_H", g.height.size_out), ("OUT_W", g.width.size_out), ("OUT_CHANNELS", problem.out_channels)),
             *(("STRIDE_H", g.height.stride), ("STRIDE_W", g.width.stride)),
+            *(("WARPS", config.warps), ("LOADERS", LOADERS)),
+            ("CHAIN", CHAIN if problem.out_dtype == "float32" else 0),
             ("PLANES_BYTES", t.planes_bytes),
         ),
     )
