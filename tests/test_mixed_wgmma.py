@@ -1,10 +1,13 @@
 """The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+from jax import numpy as jnp
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import mixed_wgmma, ranges
@@ -128,6 +131,11 @@ CONFIG_EDGES = [
         {"blocks": 24, "waves": 0, "cluster": 3},
         {"blocks": 8, "waves": 1, "cluster": 3},
         "blocks 8 and 1 waves with clusters of 3; accepted: 24 and 0 waves",
+    ),
+    (
+        {"tile_n": 16, "stages": 4, "blocks": 256, "waves": 0, "cluster": 8},
+        {"tile_n": 16, "stages": 2, "blocks": 256, "waves": 0, "cluster": 8},
+        "stages 2 with clusters of 8; accepted with this tile: 3 to 8",
     ),
 ]
 
@@ -255,10 +263,17 @@ def test_plan_of_a_plain_problem() -> None:
 
 
 @pytest.mark.parametrize("p", PROBLEMS[::5], ids=str)
-def test_a_clusters_sums_fit_into_the_ring(p: QuantizedMatmulProblem) -> None:
-    for config in mixed_wgmma.candidates(p, DEFAULT_CUDA):
-        ring = mixed_wgmma.MIN_STAGES * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
-        assert config.tile_m * config.tile_n * 4 <= ring
+def test_what_a_cluster_sends_to_a_block_fits_into_the_ring(p: QuantizedMatmulProblem) -> None:
+    for tile, stages, cluster in itertools.product(
+        ((64, 16), (128, 32), (128, 64), (256, 16)), (2, 3, 4), (2, 3, 5, 8)
+    ):
+        config = Config(*tile, stages, mixed_wgmma.scalings(p)[0], 1, 0, cluster)
+        blocks = math.prod(mixed_wgmma.tile_counts(p, config)) * cluster
+        config = dataclasses.replace(config, blocks=blocks)
+        if supports(p, config) is None:
+            chunks = config.tile_m // 64 * config.tile_n // 16
+            slots = max(len(range(rank, chunks, cluster)) for rank in range(cluster))
+            assert slots * cluster * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
 
 
 def test_plan_with_everything() -> None:
@@ -305,6 +320,36 @@ def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None
     assert max(x_map.box) <= 256
     for launch in made.launches:
         assert launch.shared_bytes <= mixed_wgmma.SHARED_BYTES
+
+
+# ---- scales that are folded into the decoding ------------------------------------------------------------------------
+
+FOLDED = {"int4": (8, 0xBE00, ((0, 0x7F00), (4, 0x7D00))), "int8": (128, 0xC000, ((0, 0x7F00),))}
+
+
+@pytest.mark.parametrize("qtype", FOLDED)
+def test_folded_scales_round_once(qtype: str) -> None:
+    """Every code times every scale from 2^-123 to below 2: `fold` and `dequantize_scaled` of the device code."""
+    bias, minus_bits, fields = FOLDED[qtype]
+
+    def value(bits: int) -> float:
+        return float(np.array([bits], np.uint16).view(jnp.bfloat16)[0])
+
+    def rounded(exact: np.ndarray) -> np.ndarray:
+        single = exact.astype(np.float32)
+        np.testing.assert_array_equal(single, exact)
+        return single.astype(jnp.bfloat16).astype(np.float64)
+
+    bits = np.arange(0x0200, 0x4000, dtype=np.uint16)  # 2^-123 to below 2
+    scale = np.concatenate([bits, bits | 0x8000]).astype(np.uint16).view(jnp.bfloat16).astype(np.float64)
+    minus = scale * value(minus_bits)
+    np.testing.assert_array_equal(rounded(minus), minus)
+    for shift, factor_bits in fields:
+        factor = scale * value(factor_bits)
+        np.testing.assert_array_equal(rounded(factor), factor)
+        for code in range(2 * bias):
+            fused = rounded((code << shift) * 2.0**-133 * factor + minus)
+            np.testing.assert_array_equal(fused, rounded((code - bias) / 64 * scale))
 
 
 # ---- machine code --------------------------------------------------------------------------------------------------

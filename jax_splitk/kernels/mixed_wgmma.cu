@@ -9,28 +9,26 @@
 // with their scales and zero points. Beyond k, TMA fills x with zeros; where the weight ends in the middle of
 // a block its last tile stands in again, so that nothing unwritten is multiplied by these zeros.
 //
-// SCALING, where the scale goes. WEIGHT: into the A registers, by a multiplication in bfloat16: the weight is
-// rounded to x's dtype. SUM: onto the fp32 sum of each PERIOD k, which is then added to another set of
-// accumulators; zero points take part as multiples of the sums of x over the same k (prepare_x):
-// scale * (sum of x * q - zero * sum of x). CHANNEL: onto the fp32 sum over all k.
+// SCALING, where the scale goes. WEIGHT: into the A registers, in bfloat16: the weight is rounded to x's
+// dtype; integers by the multiplication that decodes them (dequantize_scaled). SUM: onto the fp32 sum of each
+// PERIOD k, which is then added to another set of accumulators; zero points take part as multiples of the
+// sums of x over the same k (prepare_x): scale * (sum of x * q - zero * sum of x). CHANNEL: onto the fp32 sum
+// over all k.
 //
 // The fragments hold values over FACTOR (dequantize.cuh), which comes back last: no scale overflows before
 // its time.
 //
 // Work: as in ranges.cuh; a worker is a thread block.
-// With `splits` above 1 each tile is cut into that many ranges, whose
-// thread blocks form a cluster: once its consumers are done with the ring, each block's slot takes the ring's
-// place, they meet at the cluster's barrier, and each adds its share of the tile over all of them, in a fixed
-// order, through distributed shared memory; a last cluster barrier keeps every block's memory until nobody
-// reads it any more. Producers do not take part: the barrier waits for threads that have not exited.
+// With `splits` above 1 each tile is cut into that many ranges, whose thread blocks form a cluster, and its
+// sums meet in shared memory (cluster_sums.cuh).
 //
 // Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA and bulk copies; it leaves
 // its registers to the others), the other warpgroups are consumers of 64 features each. The ring goes on from
 // one piece of work to the next.
-// Barriers, per stage: `full` (one arrival per producer warp, with the bytes
-// of its copies) and `empty` (one arrival per consumer warp, once it has read its words and the WGMMAs that
-// read x have retired). Both start in phase 0; the producer's first pass waits on the opposite parity, which
-// is complete. One more stands for the stage before a piece's first one.
+// Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its copies) and `empty` (one
+// arrival per consumer warp, once it has read its words and the WGMMAs that read x have retired). Both start
+// in phase 0; the producer's first pass waits on the opposite parity, which is complete. One more stands for
+// the stage before a piece's first one.
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
 // SCALE_TYPE, ZERO_TYPE, GROUP (scales.cuh), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES,
@@ -64,6 +62,7 @@ constexpr int WEIGHT = 0, SUM = 1, CHANNEL = 2;  // SCALING
 constexpr int BOX_BYTES = TILE_N * 128;          // 64 k of x
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
 constexpr int STAGE_BYTES = 2 * BOX_BYTES + CONSUMERS * 2 * TILE_BYTES;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 // The register file, shared out by role (setmaxnreg wants multiples of 8).
 constexpr bool CROWDED = CONSUMERS == 2 && CTAS_PER_SM == 2;
@@ -76,9 +75,11 @@ constexpr int ZEROS = GROUPS * ROW * ZERO_ITEM;  // bytes, of a warpgroup
 constexpr int SUM_ROWS = ZERO_TYPE == NONE ? 0 : BLOCK_K / PERIOD;
 constexpr int SUMS = SUM_ROWS * TILE_N * 4;
 constexpr int ZEROS_AT = CONSUMERS * SCALES, SUMS_AT = ZEROS_AT + CONSUMERS * ZEROS;
-constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS;
+constexpr int EXTRAS_AT = RING_BYTES, EXTRA_BYTES = SUMS_AT + SUMS;
 
 static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
+
+#include "cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -88,9 +89,10 @@ struct Work {
 
   __device__ explicit Work(const Args& g) {
     if (g.splits > 1) {
-      const int tile = int(blockIdx.x) / g.splits, split = int(blockIdx.x) - tile * g.splits;
-      unit = tile * g.k_blocks + split * g.range;
-      end = min(unit + g.range, (tile + 1) * g.k_blocks);
+      const int first = int(cute::cluster_id_in_grid().x) * g.k_blocks,
+                rank = int(cute::block_rank_in_cluster());
+      unit = first + rank * g.range;
+      end = unit + blocks_of(g, rank);
     } else {
       const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
       unit = int(blockIdx.x) * g.range;
@@ -244,8 +246,6 @@ struct Reader {
   }
 };
 
-constexpr int MEETING = 1;  // the named barrier of all consumers
-
 // acc (+)= A B of STEPS steps of 16 k, from a[0] and the lower half of B's descriptor on.
 template <int STEPS>
 __device__ inline void multiply(uint32_t (*a)[4], uint32_t b, Accumulator& acc,
@@ -259,6 +259,45 @@ __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(a[i]), "r"(scale[i % 2]));
 }
+
+// One fused multiply-add decodes and scales integers: the exact product, rounded once, as by decoding (which
+// is exact) and multiplying.
+constexpr bool FOLDED = SCALING == WEIGHT && FORMAT <= INT8;
+
+// For a lane's two rows: the scale times what `integers` multiplies with, and times the bias, negative. Both
+// are exact for scales from 2^-123 to below 2; beyond 2 the factor overflows (`too_large`), below 2^-123 the
+// bias's part is subnormal, and the weight off by at most 2^-127.
+struct Folded {
+  uint32_t factor[2], minus[2];
+};
+
+__device__ inline bool too_large(uint32_t pair) { return (pair & twice(0x4000)) != 0; }
+
+__device__ inline Folded fold(uint32_t pair) {
+  // The second row's codes of 4 bits stand 4 bits higher.
+  constexpr uint32_t factors = FORMAT == INT8 ? twice(0x7f00) : 0x7d007f00u;
+  constexpr uint32_t biases = twice(FORMAT == UINT4 ? 0x8000 : FORMAT == INT4 ? 0xbe00 : 0xc000);
+  uint32_t f, m;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(f) : "r"(pair), "r"(factors));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(pair), "r"(biases));
+  return {{__byte_perm(f, 0, 0x1010), __byte_perm(f, 0, 0x3232)},
+          {__byte_perm(m, 0, 0x1010), __byte_perm(m, 0, 0x3232)}};
+}
+
+__device__ inline void dequantize_scaled(const uint32_t (&words)[WORDS], const Folded& s, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i % 2, upper = i / 2 * 8;
+    const uint32_t codes = FORMAT == INT8 ? (words[row % WORDS] ^ 0x80808080u) >> upper & 0x00ff00ffu
+                                          : words[0] >> upper & (row ? 0x00f000f0u : 0x000f000fu);
+    a[i] = fma2(codes, s.factor[row], s.minus[row]);
+  }
+}
+
+// Steps of 16 k that are multiplied at a time, and batches of them that may be under way while the next one's
+// fragments are made. A stage is released with the batch PENDING - 1 of the next.
+constexpr int BATCH = FOLDED ? 2 : 4, BATCHES = 8 / BATCH;
+constexpr int PENDING = FOLDED && TILE_N < 192 && CONSUMERS < 4 ? 3 : 1;
 
 // What a lane reads of a stage in advance.
 struct Block {
@@ -277,34 +316,53 @@ struct Block {
   }
 };
 
-// WEIGHT and CHANNEL: one chain of sums. The fragments of two tiles take turns: one is made while the tensor
-// cores read the other.
+// WEIGHT and CHANNEL: one chain of sums. The fragments of batches take turns: some are made while the tensor
+// cores read others.
 __device__ inline void consume(Reader& in, int blocks, Accumulator& acc) {
-  Fragments a[2];
+  uint32_t fragments[PENDING + 1][BATCH][4];
   Block block;
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; ++i) acc[i] = 0.f;
   block.load(in);
   while (true) {
     const uint32_t b = in.operand();
+    [[maybe_unused]] bool large = false;
+    if constexpr (FOLDED) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      if (tile >= Block::TILES) load_tile(in.tile(tile), block.words[tile]);
+      for (int i = 0; i < Block::PAIRS; ++i) large |= too_large(block.pairs[i]);
+      large = __any_sync(~0u, large);
+    }
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        dequantize(block.words[tile][step], a[tile][step]);
-        if constexpr (SCALING == WEIGHT) {
-          scale_weights(block.pairs[(tile * 64 + step * 16) / GROUP_K], a[tile][step]);
+    for (int batch = 0; batch < BATCHES; ++batch) {
+      const int tile = batch * BATCH / 4, first = batch * BATCH % 4;
+      if (tile >= Block::TILES && first == 0) load_tile(in.tile(tile), block.words[tile]);
+      auto& a = fragments[batch % (PENDING + 1)];
+#pragma unroll
+      for (int step = 0; step < BATCH; ++step) {
+        const auto& words = block.words[tile][first + step];
+        const uint32_t pair = block.pairs[(tile * 64 + (first + step) * 16) / GROUP_K];
+        if constexpr (FOLDED) {
+          dequantize_scaled(words, fold(pair), a[step]);
+        } else {
+          dequantize(words, a[step]);
+          if constexpr (SCALING == WEIGHT) scale_weights(pair, a[step]);
         }
       }
-      multiply<4>(a[tile], b + tile * (BOX_BYTES >> 4), acc);
-      if (tile == 1) {
+      if (FOLDED && large) {  // again, without what overflows
+#pragma unroll
+        for (int step = 0; step < BATCH; ++step) {
+          dequantize(block.words[tile][first + step], a[step]);
+          scale_weights(block.pairs[(tile * 64 + (first + step) * 16) / GROUP_K], a[step]);
+        }
+      }
+      multiply<BATCH>(a, b + tile * (BOX_BYTES >> 4) + first * 2, acc);
+      if (batch == BATCHES - 1) {
         in.advance();
         if (--blocks > 0) block.load(in);
       }
-      // The tile before this one has retired: its fragments and, at a stage's start, the last stage are free.
-      cute::warpgroup_wait<1>();
-      if (tile == 0) in.release();
+      // The next batch's fragments are free and, from batch PENDING - 1 on, the last stage.
+      cute::warpgroup_wait<PENDING>();
+      if (batch == PENDING - 1) in.release();
     }
     if (blocks == 0) break;
   }
@@ -405,53 +463,16 @@ __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
          threadIdx.x % 128;
 }
 
-__device__ inline float4 load_from(uint32_t address, int block) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(cute::set_block_rank(address, block))
-               : "memory");
-  return v;
-}
-
-// The sums of a tile's splits, which are this cluster's blocks, meet and are stored. All consumers take part.
-__device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t staging,
-                                      const Place& at, int warpgroup, const Accumulator& acc) {
-  cutlass::arch::NamedBarrier::sync(128 * CONSUMERS, MEETING);  // nobody reads the ring any more
-  const int thread = threadIdx.x % 128, rank = int(blockIdx.x) % g.splits;
-#pragma unroll
-  for (int j = 0; j < TILE_N / 8; ++j) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                     ring + (warpgroup * WARPGROUP_SLOT + j * SLOT_CHUNK + thread) * 16),
-                 "f"(acc[4 * j]), "f"(acc[4 * j + 1]), "f"(acc[4 * j + 2]), "f"(acc[4 * j + 3])
-                 : "memory");
-  }
-  cute::cluster_arrive();
-  cute::cluster_wait();
-  for (int i = rank * CONSUMERS + warpgroup; i < CONSUMERS * STORE_CHUNKS; i += g.splits * CONSUMERS) {
-    const int of = i / STORE_CHUNKS, chunk = i - of * STORE_CHUNKS;
-    const uint32_t address = ring + (of * WARPGROUP_SLOT + chunk * 2 * SLOT_CHUNK + thread) * 16;
-    float v[8] = {};
-#pragma unroll 4
-    for (int block = 0; block < g.splits; ++block) {
-      add(v, load_from(address, block), load_from(address + SLOT_CHUNK * 16, block));
-    }
-    store(g, out, staging, (at.m * CONSUMERS + of) * SLOT + thread / 32 * 16, at.n * TILE_N + chunk * 16, v,
-          threadIdx.x % 32);
-  }
-  cute::cluster_arrive();
-  cute::cluster_wait();
-}
-
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     mixed_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
                 const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t
-      barriers[2 * STAGES + 1];  // full, empty, and one for a consumer without a stage to release
-  uint64_t *full = barriers, *empty = barriers + STAGES;
+  // full, empty, one for a consumer without a stage to release, room, arrived
+  __shared__ uint64_t barriers[2 * STAGES + 3];
+  uint64_t *full = barriers, *empty = barriers + STAGES, *room = barriers + 2 * STAGES + 1,
+           *arrived = room + 1;
   const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -459,12 +480,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
     }
     EmptyBarrier::init(&barriers[2 * STAGES], 4 * CONSUMERS);
+    EmptyBarrier::init(room, g.splits);
+    FullBarrier::init(arrived, 4 * CONSUMERS + 1);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x == 32 * X_WARP) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
   }
   __syncthreads();
+  const bool together = g.splits > 1;
+  if (together) cute::cluster_arrive_relaxed();
 
   // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - PRODUCERS;
@@ -475,10 +500,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       uint8_t* ring = raw + (ring_address - raw_address);
       produce(x_map, g, {words, scale, zero, sums}, ring, full, empty, warp + PRODUCERS);
     }
+    __syncwarp();
+    if (together) {
+      cute::cluster_wait();  // for the other blocks' barriers
+      if (warp == -1 && cute::elect_one_sync()) {
+        offer_room(g, int(cute::block_rank_in_cluster()), empty, room, arrived);
+      }
+    }
     return;
   }
 
   cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+  if (together) cute::cluster_wait();
   const int warpgroup = warp / 4;
   const uint32_t staging = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES + warp * STAGING_BYTES;
   Reader in(ring_address, barriers, warp);
@@ -486,8 +519,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   for (Piece piece; work.next(g, piece);) {
     Accumulator acc;
     Period channel = {};
+    const Place at = place_of(g, piece.tile);
     if constexpr (GROUP == 0) {
-      const Place at = place_of(g, piece.tile);
       const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + warp % 4 * 16 +
                          threadIdx.x % 32 / 4 * 2;
       channel.scale = load_pair<SCALE_TYPE>(scale + row * SCALE_ITEM);
@@ -506,9 +539,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
       acc[i] *= FACTOR;
     }
-    const Place at = place_of(g, piece.tile);
-    if (g.splits > 1) {
-      store_together(g, out, ring_address, staging, at, warpgroup, acc);
+    if (together) {
+      store_together(g, out, ring_address, cute::cast_smem_ptr_to_uint(room),
+                     cute::cast_smem_ptr_to_uint(arrived), staging, at, warpgroup, acc);
     } else if (piece.slot >= 0) {
       store_slot(slot_of(partials, piece.slot, warpgroup), acc);
     } else {

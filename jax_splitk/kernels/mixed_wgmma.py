@@ -21,6 +21,7 @@ from jax_splitk.kernels import dequantize, ranges
 from jax_splitk.kernels.dequantize import FORMAT_CODES, TYPE_CODES, has_zero, per_channel
 from jax_splitk.kernels.ranges import BLOCK_K, INT32_MAX, SLOT, k_blocks
 from jax_splitk.kernels.split_k import OUT_CODES, whole_splits
+from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
 
@@ -36,6 +37,7 @@ MAX_STAGES = 8
 MIN_STAGES = 2
 MAX_CLUSTER = 8
 STAGING_BYTES = 16 * 48  # of a warp, for 16-bit results
+CHUNK_ROWS = 16  # of x, of the sums that a block of a cluster sends to another at a time
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
 
@@ -100,6 +102,13 @@ def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     return (
         config.stages * _stage_bytes(problem, config.tile_m, config.tile_n) + staging + ALIGNMENT_BYTES + BARRIER_BYTES
     )
+
+
+def _cluster_stages(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Stages that hold the sums which the blocks of a cluster send to one of them."""
+    chunks = config.consumers * config.tile_n // CHUNK_ROWS
+    received = -(-chunks // config.cluster) * config.cluster * SLOT * CHUNK_ROWS * 4
+    return -(-received // (BLOCK_K * 2 * config.tile_n + config.tile_m * BLOCK_K * problem.bits // 8))
 
 
 def max_stages(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
@@ -270,6 +279,11 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
             return (
                 f"blocks {config.blocks} and {config.waves} waves with clusters of {config.cluster}; accepted: {each}"
             )
+        least = _cluster_stages(p, config)
+        if config.stages < least:
+            return (
+                f"stages {config.stages} with clusters of {config.cluster}; accepted with this tile: {least} to {most}"
+            )
         return None
     return given.limit(config.blocks, 1, f"1 to {given.units}", "blocks")
 
@@ -352,27 +366,29 @@ def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) 
     return [other for other in dict.fromkeys(found) if other != config]
 
 
-# Fitted to an H200 (4 % root mean square over 72 configs of int4 weights with n from 32 to 4096); since then the loop
-# has lost 20 instructions.
+# Fitted to an H200, int4 weights and 64 to 4096 rows. Long runs take up to a tenth longer: the clock falls.
 _CLOCK = 1.755e9
 _MMA_PER_COLUMN = 0.5  # clocks of m64nNk16 for each of N
 _MMA_LEAST = 13.0
 # Clocks of a scheduler for what a warp issues for a tile of 16 features and 64 k: bit operations take two.
 _ISSUE = {"int4": 56, "uint4": 56, "int8": 80, "float8_e4m3fn": 120, "float4_e2m1fn": 90, "nf4": 150}
 _ISSUE_SCALE = 20  # "weight"
+_ISSUE_FOLDED = 8  # the same for integers
 _ISSUE_LOOP = 32
 _FEW_WARPS = {1: 1.6, 2: 1.05}  # longer, where so few warps of a scheduler hide each other's waits
-# The part of the shorter of tensor cores' and issue time that the longer does not hide, by which one is the longer.
-_BEHIND_MMA = 0.55
+# The part of the shorter of tensor cores' and issue time that the longer does not hide, by which one is the longer:
+# of issue time the less, the shorter it is.
+_BEHIND_MMA = 0.7
 _BEHIND_ISSUE = 0.68
 _L2_BYTES_PER_CLOCK = 46
 _HBM_BYTES = 4.0e12
 _PARTIAL_BYTES = 6.7e12  # partial sums stay in L2 for the most part
-_LAUNCH_SECONDS = 3.9e-6
-_PIECE_SECONDS = 0.3e-6  # of a piece of work: its last sums are waited for, and stored
+_LAUNCH_SECONDS = 3.6e-6  # the first stage's load comes on top
+_PIECE_SECONDS = 0.2e-6  # of a piece of work: its last sums are waited for, and stored
+_STORE_BYTES_PER_SM = 66e9  # of fp32 sums
 _REDUCE_SECONDS = 1.5e-6
 _PREPARE_SECONDS = 2.0e-6
-_CLUSTER_SECONDS = 1.5e-6  # a larger launch, and two barriers
+_CLUSTER_SECONDS = 0.4e-6  # a larger launch, and waiting for the last of its blocks
 _CLUSTER_BYTES_PER_SM = 69e9  # distributed shared memory
 
 
@@ -383,11 +399,13 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     together = min(resident, -(-config.blocks // target.cores))
     warpgroups = config.consumers * together
     mma = 8 * warpgroups * max(config.tile_n * _MMA_PER_COLUMN, _MMA_LEAST)
-    issue = _ISSUE[problem.qtype] + _ISSUE_LOOP + (_ISSUE_SCALE if config.scaling == "weight" else 0)
+    issue = _ISSUE[problem.qtype] + _ISSUE_LOOP
+    if config.scaling == "weight":
+        issue += _ISSUE_FOLDED if FORMATS[problem.qtype].integer else _ISSUE_SCALE
     if config.scaling == "sum":
         issue += config.tile_n / 2 * (2 if has_zero(problem) else 1) * 64 / period(problem)
     issue *= 2 * warpgroups * _FEW_WARPS.get(warpgroups, 1)
-    busy = mma + _BEHIND_MMA * issue if mma > issue else issue + _BEHIND_ISSUE * mma
+    busy = mma + _BEHIND_MMA * issue * issue / mma if mma > issue else issue + _BEHIND_ISSUE * mma
     # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
     if config.scaling == "sum":
         busy = max(busy, max(mma, issue) + min(mma, issue) / warpgroups)
@@ -397,7 +415,8 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     # Rounds of thread blocks, where not all fit.
     rounds = -(-config.blocks // resident_blocks(target, config.cluster, resident))
     given = schedule(problem, config)
-    seconds = rounds * (given.blocks_each * step + given.pieces * _PIECE_SECONDS)
+    piece = _PIECE_SECONDS + config.tile_m * config.tile_n * 4 / _STORE_BYTES_PER_SM
+    seconds = rounds * (load / _CLOCK + given.blocks_each * step + given.pieces * piece)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
     if config.cluster > 1:
         seconds += _CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM
@@ -424,7 +443,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
             ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
             ("GROUP", dequantize.group_code(problem)),
-            ("SCALING", SCALINGS.index(config.scaling) if config.scaling != "channel" else 2),
+            ("SCALING", SCALINGS.index(config.scaling)),
             ("PERIOD", period(problem)),
             ("CONSUMERS", config.consumers),
             ("TILE_N", config.tile_n),

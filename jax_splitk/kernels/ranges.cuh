@@ -36,6 +36,7 @@ struct Place {
 
 // Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
 __device__ inline Place place_of(const Schedule& g, int tile, int rank = 0) {
+  if (g.tiles_n == 1) return {tile * CLUSTER + rank, 0};  // without divisions, which the first loads wait for
   const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
   const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
   return {m * CLUSTER + rank, first + inside - m * width};
