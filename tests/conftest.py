@@ -1,5 +1,6 @@
-"""Shared set-up: an isolated cache for every test run, and the GPU marker."""
+"""Shared set-up: an isolated cache for every test run, the GPU marker, and device code compiled ahead."""
 
+import fcntl
 import os
 import tempfile
 
@@ -12,6 +13,8 @@ os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 import jax
 import pytest
 
+from jax_splitk import compiler, storage
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if jax.default_backend() == "gpu":
@@ -20,3 +23,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_code_first(request: pytest.FixtureRequest) -> None:
+    """Compiles what a module's `device_code()` lists in parallel, since its tests would compile one by one.
+
+    One of several processes (pytest-xdist) compiles; the others wait, and find the machine code on disk.
+    """
+    wanted = getattr(request.module, "device_code", None)
+    if wanted is None:
+        return
+    folder = storage.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compiler.compile_sources(wanted())

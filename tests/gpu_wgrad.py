@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 
 from benchmarks.cases import Case
@@ -64,22 +65,28 @@ def check_exact(family: Family, p: ConvWgradProblem, configs: Iterable[Any], see
         np.testing.assert_array_equal(out, want, err_msg=str(config))
 
 
-def check_repeats(run: Run, lhs: jax.Array, g: jax.Array, times: int = 20) -> np.ndarray:
-    """That all runs give the same, bit for bit, and what they give."""
-    first = np.asarray(run(lhs, g))
-    for _ in range(times - 1):
-        np.testing.assert_array_equal(np.asarray(run(lhs, g)), first)
-    return first
+def check_repeats(run: Callable[..., jax.Array], *operands: jax.Array, times: int = 100) -> np.ndarray:
+    """That all runs give the same, bit for bit, and what they give. Compared on the device."""
+    first = run(*operands)
+    same = jnp.stack([_same_bits(run(*operands), first) for _ in range(times - 1)])
+    assert jnp.all(same), f"runs {np.flatnonzero(~np.asarray(same)) + 2} of {times} differ from the first"
+    return np.asarray(first)
+
+
+@jax.jit
+def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    bits = f"uint{8 * a.dtype.itemsize}"
+    return jnp.array_equal(lax.bitcast_convert_type(a, bits), lax.bitcast_convert_type(b, bits))
 
 
 def check_accuracy_and_repeats(
     family: Family, p: ConvWgradProblem, configs: Iterable[Any], lhs: jax.Array, g: jax.Array
 ) -> None:
-    """Against XLA's accuracy."""
+    """Against XLA's accuracy, and 100 runs against each other."""
     exact = float64.conv_wgrad(p, lhs, g)
     theirs = error(xla(p)(lhs, g), exact)
     for config in configs:
-        out = check_repeats(ours(family, p, config), lhs, g, times=11)
+        out = check_repeats(ours(family, p, config), lhs, g)
         mine = error(out, exact)
         assert mine <= 2 * theirs, (config, mine, theirs)
 

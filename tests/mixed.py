@@ -4,7 +4,7 @@ known exactly, and checks."""
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax_splitk.kernels import ranges
 from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
 from jax_splitk.target import DEFAULT_CUDA, Target
-from tests import poison, quantized
+from tests import gpu_wgrad, poison, quantized
 
 SEED = int(np.random.SeedSequence().generate_state(1)[0])
 HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
@@ -29,6 +29,8 @@ TYPES: tuple[dict[str, Any], ...] = (
     {**HALF, "scale_dtype": "float16"},
     {**HALF, "scale_dtype": "bfloat16", "out_dtype": "float32"},
 )
+
+FLOAT16_SCALES = ((65504.0,), (2.0**-24,), (2.0**-24, 1.0, 65504.0))  # its largest, and the least above 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,14 @@ class Case:
 
     def every_code(self) -> tuple[QuantizedArray, np.ndarray]:
         return quantized.every_code(self.qtype, self.k, self.features, self.group_size, self.zero, self.scale_dtype)
+
+
+# Of every format, with zero points where it may have them.
+FLOAT16_CASES = [
+    Case(20, 256, 64, qtype, 64, zero, "float16", **types)
+    for qtype, zero in (*((name, None) for name in quantized.BITS), ("uint4", "bfloat16"), ("int8", "own"))
+    for types in (HALF, {"out_dtype": "float32"})
+]
 
 
 def operands(packed: PackedWeight, x: Any, x_dtype: str) -> tuple[jax.Array, ...]:
@@ -266,13 +276,45 @@ def check_accuracy(family: Any, case: Case, configs: Iterable[Any]) -> None:
         assert mine <= 2 * theirs, config
 
 
+def check_float16_scales(family: Any, case: Case, configs: Iterable[Any], sizes: Sequence[float]) -> None:
+    """Of these sizes, one for all, or another for each neighbouring group and feature: as the weight is defined."""
+    q, weight = case.every_code()
+    drawn = np.asarray(q.scale.astype(jnp.float32), np.float64)
+    scale = np.sign(drawn) * np.asarray(sizes)[np.indices(drawn.shape).sum(0) % len(sizes)]
+    weight = weight * np.repeat(scale / drawn, case.group_size, axis=0)
+    one_hot = np.zeros((case.rows, case.k))
+    rows = np.arange(case.rows)
+    one_hot[rows, (rows * (case.k // case.rows) + 3) % case.k] = 1
+    expected = rounded(one_hot @ weight, case.out_dtype)
+    packed = prepack(dataclasses.replace(q, scale=jnp.asarray(scale, "float16")))
+    for config in configs:
+        out = product(family, case, config, packed)(one_hot)
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_nan_in_weight(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """A zero point that is NaN, else a code of e4m3 that is: its feature only, and that for every row."""
+    q, weight = exact_weight(case, 4)
+    x = integers(case, 1 if case.x_dtype == "float8_e4m3fn" else 2, 5)
+    expected = rounded(x @ weight, case.out_dtype)
+    feature = case.features // 3
+    others = np.arange(case.features) != feature
+    if q.zero_point is None:
+        spoiled = dataclasses.replace(q, qvalue=q.qvalue.at[case.k // 2, feature].set(jnp.nan))
+    else:
+        spoiled = dataclasses.replace(q, zero_point=q.zero_point.at[0, feature].set(jnp.nan))
+    packed = prepack(spoiled)
+    for config in configs:
+        out = product(family, case, config, packed)(x)
+        np.testing.assert_array_equal(out[:, others], expected[:, others], err_msg=str(config))
+        assert np.isnan(out[:, feature].astype(np.float32)).all(), config
+
+
 def check_repeats(family: Any, case: Case, configs: Iterable[Any]) -> None:
-    """Bitwise the same over 20 runs."""
+    """Bitwise the same over 100 runs."""
     q, _ = case.every_code()
     arguments = operands(prepack(q), normal(case), case.x_dtype)
     for config in configs:
         custom_call = family.make_plan(case.problem, config).custom_call()
         call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
-        first = np.asarray(call(*arguments))
-        for _ in range(19):
-            np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+        gpu_wgrad.check_repeats(call, *arguments)

@@ -15,10 +15,13 @@ from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.target import target_for
 from tests import quantized
 from tests.mixed import (
+    FLOAT16_SCALES,
     Case,
     check_accuracy,
     check_decoding,
     check_exact,
+    check_float16_scales,
+    check_nan_in_weight,
     check_repeats,
     exact_weight,
     integers,
@@ -76,14 +79,18 @@ DECODED = [
     for qtype, (group_size, scale_dtype) in itertools.product(mixed_fp8.QTYPES, quantized.GROUPS)
     for out_dtype in mixed_fp8.OUT_DTYPES
 ]
+FLOAT16 = [
+    Case(256, 256, 64, qtype, 64, None, "float16", E4M3, out_dtype)
+    for qtype, out_dtype in itertools.product(mixed_fp8.QTYPES, mixed_fp8.OUT_DTYPES)
+]
+NAN_WEIGHTS = [CASES[5], CASES[7], Case(31, 384, 130, E4M3, 128, x_dtype=E4M3)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first() -> None:
-    """In parallel, since the tests would compile one by one."""
+def device_code() -> set[compiler.Source]:
     wanted = [(case, config) for case in CASES for config in configs(case, 4)]
+    wanted += [(case, config) for case in (*FLOAT16, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
     wanted += [(case, config) for case in DECODED for config in plain(case)]
-    compiler.compile_sources({mixed_fp8.source(case.problem, config) for case, config in wanted})
+    return {mixed_fp8.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -122,6 +129,17 @@ def test_extreme_scales(scale: float, scale_dtype: str, qtype: str) -> None:
         )
 
 
+@pytest.mark.parametrize("sizes", FLOAT16_SCALES, ids=str)
+@pytest.mark.parametrize("case", FLOAT16, ids=str)
+def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
+    check_float16_scales(mixed_fp8, case, configs(case, 1)[:2], sizes)
+
+
+@pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
+def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
+    check_nan_in_weight(mixed_fp8, case, configs(case, 1)[:2])
+
+
 def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
     """The factor between a code and its e4m3 value, 512, must not meet the scale alone."""
     case = Case(256, 256, 64, "int4", 256, None, "float32", E4M3)
@@ -152,7 +170,7 @@ def test_as_accurate_as_a_float32_product(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(300, 8192, 1000, x_dtype=E4M3), CASES[5]], ids=str)
-def test_bitwise_the_same_over_20_runs(case: Case) -> None:
+def test_bitwise_the_same_over_100_runs(case: Case) -> None:
     check_repeats(mixed_fp8, case, configs(case, 3))
 
 

@@ -116,17 +116,19 @@ LONG = [
 SPOILED = [ODD[1], ODD[4], ODD[6], ODD[8], dataclasses.replace(ODD[9], out_dtype="float32")]
 SPOILED += [dataclasses.replace(ODD[index], **E4M3) for index in (1, 4, 9)]
 REPEATED = [Case(16, 8192, 8192), Case(16, 8192, 8192, **E4M3), Case(9, 1111, 300, "int8", 1111, "bfloat16")]
+E4M3_SCALES = [Case(20, 256, 64, qtype, 64, None, "float16", **E4M3) for qtype in ("int4", "int8", "float4_e2m1fn")]
+NAN_WEIGHTS = [ODD[6], ODD[12], ODD[9], ODD[16], dataclasses.replace(ODD[16], **E4M3)]
 # With how many configs of each.
 FEW, SEVERAL = 2, 4
-OTHERS = [(case, FEW) for case in (*EXTREMES, *SPOILED)] + [(case, SEVERAL) for case in (*SUITE, *LONG, *REPEATED)]
+OTHERS = [(case, FEW) for case in (*EXTREMES, *SPOILED, *mixed.FLOAT16_CASES, *E4M3_SCALES, *NAN_WEIGHTS)] + [
+    (case, SEVERAL) for case in (*SUITE, *LONG, *REPEATED)
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first() -> None:
-    """In parallel, since the tests would compile one by one."""
+def device_code() -> set[compiler.Source]:
     wanted = [*CASES, *((case, config) for case, most in OTHERS for config in configs(case, most))]
     wanted += [(case, first(case, index)) for index, case in enumerate(DECODED)]
-    compiler.compile_sources({mixed_stream.source(case.problem, config) for case, config in wanted})
+    return {mixed_stream.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=str)
@@ -173,13 +175,19 @@ def test_extreme_scales(case: Case, scales: tuple[float, ...]) -> None:
         assert (np.abs(call(dense).astype(np.float64) - sums) <= allowed).all(), config
 
 
+@pytest.mark.parametrize("sizes", mixed.FLOAT16_SCALES, ids=str)
+@pytest.mark.parametrize("case", [*mixed.FLOAT16_CASES, *E4M3_SCALES], ids=str)
+def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
+    mixed.check_float16_scales(mixed_stream, case, configs(case, FEW), sizes)
+
+
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
     mixed.check_accuracy(mixed_stream, case, configs(case, SEVERAL))
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)
-def test_bitwise_the_same_over_20_runs(case: Case) -> None:
+def test_bitwise_the_same_over_100_runs(case: Case) -> None:
     mixed.check_repeats(mixed_stream, case, configs(case, SEVERAL))
 
 
@@ -208,6 +216,11 @@ def test_infinities_and_nan_reach_what_depends_on_them(case: Case, value: float)
         out = mixed.product(mixed_stream, case, config, spoiled_weight)(x)
         np.testing.assert_array_equal(out[:, features], expected[:, features], err_msg=str(config))
         assert not np.isfinite(out[:, feature].astype(np.float32)).any(), config
+
+
+@pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
+def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
+    mixed.check_nan_in_weight(mixed_stream, case, configs(case, FEW))
 
 
 def test_every_kind_of_product_is_tried() -> None:

@@ -16,12 +16,16 @@ from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.target import target_for
 from tests import quantized
 from tests.mixed import (
+    FLOAT16_CASES,
+    FLOAT16_SCALES,
     HALF,
     TYPES,
     Case,
     check_accuracy,
     check_decoding,
     check_exact,
+    check_float16_scales,
+    check_nan_in_weight,
     check_repeats,
     elements,
     exact_weight,
@@ -87,14 +91,20 @@ DECODED += [
     for qtype, zero in quantized.CASES
     for out_dtype in ("bfloat16", "float32")
 ]
+NAN_WEIGHTS = [
+    ODD[6],
+    Case(70, 190, 100, "uint4", 190, "float32"),
+    ODD[9],
+    Case(33, 256, 72, "float8_e4m3fn", 32, out_dtype="float32"),
+    Case(33, 300, 72, "float8_e4m3fn", 300),
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first() -> None:
-    """In parallel, since the tests would compile one by one."""
+def device_code() -> set[compiler.Source]:
     wanted = [(case, config) for case in CASES for config in configs(case, 2)]
+    wanted += [(case, config) for case in (*FLOAT16_CASES, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
     wanted += [(case, config) for case in DECODED for config in plain(case)]
-    compiler.compile_sources({mixed_wgmma.source(case.problem, config) for case, config in wanted})
+    return {mixed_wgmma.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -133,6 +143,17 @@ def test_extreme_scales(scale: float, scale_dtype: str, out_dtype: str, qtype: s
         np.testing.assert_array_equal(run(case, config, packed, x), rounded(x @ weight, out_dtype), err_msg=str(config))
 
 
+@pytest.mark.parametrize("sizes", FLOAT16_SCALES, ids=str)
+@pytest.mark.parametrize("case", FLOAT16_CASES, ids=str)
+def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
+    check_float16_scales(mixed_wgmma, case, configs(case, 1)[:2], sizes)
+
+
+@pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
+def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
+    check_nan_in_weight(mixed_wgmma, case, configs(case, 1)[:2])
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -153,7 +174,7 @@ def test_as_accurate_as_a_float32_product(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(64, 8192, 8192), Case(50, 1111, 300, "int8", 1111, "bfloat16")], ids=str)
-def test_bitwise_the_same_over_20_runs(case: Case) -> None:
+def test_bitwise_the_same_over_100_runs(case: Case) -> None:
     check_repeats(mixed_wgmma, case, configs(case, 2))
 
 

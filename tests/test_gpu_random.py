@@ -15,7 +15,8 @@ from jax_splitk.problem import ConvWgradProblem
 from tests import float64, poison, random_problems
 from tests.problems import seeded
 
-pytestmark = pytest.mark.gpu
+# Each process draws other problems: one of several (pytest-xdist) runs them all.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("random_problems")]
 
 MIXTURES = 20
 LEAST = 60  # problems of each family

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import _ffi, compiler
+from jax_splitk import _ffi
 from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
 from jax_splitk.target import target_for
@@ -24,23 +25,38 @@ LEGAL = [case for case in cases.WGRAD_CASES if wgrad_sm90.supports(case.problem(
 OUT_DTYPES = ("bfloat16", "float32")
 ODD_TILES = (((128, 128), False), ((64, 192), True), ((192, 64), False))
 ODD_CHANNELS = next(case for case in cases.SMALL_CASES if case.name == "c136k200")
+SIXTEEN_BITS = [
+    dataclasses.replace(ODD_CHANNELS, in_channels=c, out_channels=k, dtype="float16").problem()
+    for c, k in ((24, 136), (136, 200), (72, 8))
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first():
-    """In parallel, since the tests would compile one by one."""
+def device_code():
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
     sources = {wgrad_sm90.source(image.problem("float32"), variant) for variant in wgrad_sm90.variants()}
+    for variant in wgrad_sm90.variants():
+        sources |= {wgrad_sm90.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
     sources |= {wgrad_sm90.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
     sources |= {wgrad_sm90.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
     for tile, swap in ODD_TILES:
         config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, 1)
         sources |= {wgrad_sm90.source(p, config) for p in (half, image.problem(), matrix.problem())}
-    compiler.compile_sources(sources)
+    return sources
 
 
-def spatial(batch, size, kernel, channels, *, stride=1, padding=0, dilation=1, groups=1, out_dtype="float32"):
+def spatial(
+    batch: int,
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    channels: tuple[int, int],
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    out_dtype: str = "float32",
+) -> ConvWgradProblem:
     """A problem of any rank; numbers stand for the same in each dimension."""
     rank = len(size)
     stride, dilation = ((v,) * rank if isinstance(v, int) else v for v in (stride, dilation))
@@ -128,6 +144,13 @@ def with_splits(problem, variant, splits, reduction="workspace"):
     return dataclasses.replace(variant, splits=splits, reduction=reduction if splits > 1 else "workspace")
 
 
+def whole_and_split(problem, variant):
+    """A single split, two of a cluster, two in the workspace, and a whole tile before tiles that are split."""
+    split, cluster = (with_splits(problem, variant, 2, reduction) for reduction in ("workspace", "cluster"))
+    found = (variant, cluster, split, dataclasses.replace(split, whole_tiles=1))
+    return [config for config in found if wgrad_sm90.supports(problem, config) is None]
+
+
 @pytest.mark.parametrize("variant", list(wgrad_sm90.variants()), ids=str)
 @pytest.mark.parametrize(("splits", "reduction"), [(1, "workspace"), (3, "workspace"), (2, "cluster"), (16, "cluster")])
 def test_every_variant_is_exact(variant, splits, reduction):
@@ -141,6 +164,15 @@ def test_every_variant_is_exact(variant, splits, reduction):
         tried += 1
         gpu_wgrad.check_exact(wgrad_sm90, problem, [config], seed=splits)
     assert tried or (variant.cluster == 2 and reduction == "cluster")
+
+
+@pytest.mark.parametrize("variant", list(wgrad_sm90.variants()), ids=str)
+def test_every_variant_is_exact_in_16_bits(variant):
+    """Such results leave the registers by a way of their own."""
+    configs = {problem: whole_and_split(problem, variant) for problem in SIXTEEN_BITS}
+    assert any(configs.values())
+    for problem, legal in configs.items():
+        gpu_wgrad.check_exact(wgrad_sm90, problem, legal)
 
 
 @pytest.mark.parametrize("splits", range(2, 17))
@@ -200,7 +232,7 @@ def test_odd_shapes_are_exact(case, dtype):
 
 
 @pytest.mark.parametrize("case", LEGAL[2:16:3], ids=lambda case: case.name)
-def test_bitwise_the_same_over_20_runs(case):
+def test_bitwise_the_same_over_100_runs(case):
     gpu_wgrad.check_repeats(ours(case, "float32", config=chosen(case, "float32")), *normals(case, seed=1))
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_depthwise
 from jax_splitk.kernels.wgrad_depthwise import Config
 from jax_splitk.target import DEFAULT_CUDA
@@ -45,14 +44,12 @@ def odd_problems():
         yield f"sequence{i}", problem
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first():
-    """In parallel, since the tests would compile one by one."""
+def device_code():
     sources = {wgrad_depthwise.source(p, config) for _, p in odd_problems() for config in variants(p)}
     for case in (*SUITE, *SMALL_SUITE):
         for out in ("bfloat16", "float32"):
             sources.add(wgrad_depthwise.source(case.problem(out), best(case.problem(out))))
-    compiler.compile_sources(sources)
+    return sources
 
 
 def ours(problem):

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import cases
 from benchmarks.cases import Case
-from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_halo
 from jax_splitk.target import DEFAULT_CUDA
 from tests import gpu_wgrad
@@ -28,11 +27,10 @@ ODD = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first():
+def device_code():
     problems = [case.problem(out) for case in (*SUITE, *ODD) for out in ("float32", None)]
     problems += [dataclasses.replace(case, dtype="float16").problem() for case in ODD]
-    compiler.compile_sources({wgrad_halo.source(p, c) for p in problems for c in some_configs(p)})
+    return {wgrad_halo.source(p, c) for p in problems for c in some_configs(p)}
 
 
 def some_configs(problem, count=6):

@@ -9,7 +9,6 @@ from jax import numpy as jnp
 
 from benchmarks import cases
 from benchmarks.cases import Case
-from jax_splitk import compiler
 from jax_splitk.kernels import wgrad_tf32
 from jax_splitk.target import DEFAULT_CUDA
 from tests import gpu_wgrad, poison
@@ -44,10 +43,9 @@ def some_configs(problem, count=4):
     return list(found.values())[:count]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_everything_first():
+def device_code():
     problems = [case.problem(out) for case in (*SUITE, *ODD) for out in (None, "bfloat16")]
-    compiler.compile_sources({wgrad_tf32.source(p, c) for p in problems for c in some_configs(p)})
+    return {wgrad_tf32.source(p, c) for p in problems for c in some_configs(p)}
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)

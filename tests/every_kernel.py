@@ -1,0 +1,292 @@
+"""The smallest problems that run every kernel of the CUDA families, and every kind of code that these are specialised
+to: for what costs too much on others."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from benchmarks.cases import Case as Convolution
+from jax_splitk import execute
+from jax_splitk.kernels import (
+    Family,
+    Problem,
+    mixed_fp8,
+    mixed_stream,
+    mixed_wgmma,
+    wgrad_depthwise,
+    wgrad_gather,
+    wgrad_grouped,
+    wgrad_halo,
+    wgrad_sm90,
+    wgrad_tf32,
+)
+from jax_splitk.plan import DevicePlan
+from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
+from jax_splitk.quantized import prepack
+from jax_splitk.target import DEFAULT_CUDA
+from tests import float64, mixed
+
+SEED = 7
+HALF, E4M3 = "float16", "float8_e4m3fn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One problem with one config; `product` is set for products with quantized weights."""
+
+    family: Family
+    problem: Problem
+    config: Any
+    product: mixed.Case | None = None
+
+    def __str__(self) -> str:
+        return f"{self.family.name}-{self.product or ''}{self.config}"
+
+    @property
+    def plan(self) -> DevicePlan:
+        made = self.family.make_plan(self.problem, self.config)
+        assert isinstance(made, DevicePlan)
+        return made
+
+    def function(self) -> Callable[..., jax.Array]:
+        """The family's kernels, and nothing else that runs on the device, on the operands."""
+        call = self.plan.custom_call()
+        return jax.jit(lambda *operands: execute.call(call, self.problem, *operands))
+
+    def operands(self) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """Small integers, whose sums are exact, and the result; computed on the host."""
+        if self.product is not None:
+            return _product(self.product)
+        assert isinstance(self.problem, ConvWgradProblem)
+        return _gradient(self.problem)
+
+
+@functools.cache
+def _gradient(p: ConvWgradProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    rng = np.random.default_rng(SEED)
+    lhs, g = (rng.integers(-2, 3, shape).astype(np.float64) for shape in (p.lhs_shape, p.g_shape))
+    exact = float64.conv_wgrad_on_host(p, lhs, g)
+    dtype = jnp.dtype(p.dtype)
+    return (lhs.astype(dtype), g.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+
+
+@functools.cache
+def _product(case: mixed.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, weight = mixed.exact_weight(case, SEED)
+        # The tensor cores' sums of e4m3 products keep 13 bits at least.
+        x = mixed.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
+        operands = tuple(np.asarray(array) for array in mixed.operands(prepack(q), x, case.x_dtype))
+    return operands, (x @ weight).astype(np.float32).astype(jnp.dtype(case.out_dtype))
+
+
+# ---- weight gradients ----------------------------------------------------------------------------------------------
+
+
+def _conv(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    channels: tuple[int, int],
+    *,
+    batch: int = 2,
+    padding: int = 0,
+    stride: int = 1,
+    lhs_dilation: int = 1,
+    rhs_dilation: int = 1,
+    groups: int = 1,
+    dtype: str = "bfloat16",
+    out_dtype: str = "float32",
+    precision: str = "default",
+) -> ConvWgradProblem:
+    """A problem of any rank; numbers stand for the same in each dimension."""
+    strides, dilation, window_dilation = ((n,) * len(size) for n in (stride, lhs_dilation, rhs_dilation))
+    pads = ((padding, padding),) * len(size)
+    return ConvWgradProblem(
+        batch=batch,
+        input_spatial=size,
+        output_spatial=conv_output_spatial(size, kernel, strides, pads, dilation, window_dilation),
+        kernel_spatial=kernel,
+        in_channels=channels[0],
+        out_channels=channels[1],
+        window_strides=strides,
+        padding=pads,
+        lhs_dilation=dilation,
+        rhs_dilation=window_dilation,
+        feature_group_count=groups,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        precision=precision,
+    )
+
+
+def _with_splits(family: Family, p: ConvWgradProblem, config: Any, counts: tuple[int, ...]) -> Iterator[Run]:
+    """The config with the nearest legal numbers of splits, none twice."""
+    found: dict[Any, None] = {}
+    for count in counts:
+        others = (dataclasses.replace(config, splits=splits) for splits in (*range(count, 64), *range(count, 0, -1)))
+        found[next(other for other in others if family.supports(p, other, DEFAULT_CUDA) is None)] = None
+    return (Run(family, p, other) for other in found)
+
+
+def _best(family: Family, p: ConvWgradProblem) -> Iterator[Run]:
+    """The first candidate, as one part and as three."""
+    return _with_splits(family, p, family.candidates(p, DEFAULT_CUDA)[0], (1, 3))
+
+
+def _sm90() -> Iterator[Run]:
+    image = _conv((9, 11), (2, 2), (72, 136))
+    half = dataclasses.replace(image, dtype=HALF, out_dtype=HALF)
+    volume = _conv((4, 5, 6), (2, 2, 2), (24, 40), padding=1, stride=2, out_dtype="bfloat16")
+    matrix = _conv((200,), (1,), (72, 64))
+    groups = _conv((9, 11), (2, 1), (128, 128), groups=2)
+
+    def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
+        return wgrad_sm90.Config(tile_m, tile_n, wgrad_sm90.max_stages(tile_m, tile_n), swap, splits, **changes)
+
+    for p, *given in (
+        (image, config(64, 64, False, 1)),
+        (image, wgrad_sm90.Config(64, 128, wgrad_sm90.max_stages(64, 128, 2), False, 1)),
+        (image, config(64, 192, True, 3)),
+        (half, config(192, 64, True, 2, reduction="cluster")),
+        (image, config(128, 128, False, 2, cluster=2)),
+        (half, config(256, 128, True, 1, cluster=2)),
+        (image, config(64, 64, False, 2, whole_tiles=3)),
+        (volume, config(64, 64, True, 1)),
+        (volume, config(128, 64, False, 1)),
+        (matrix, config(64, 128, False, 2, reduction="cluster")),
+        (groups, config(128, 192, False, 3)),
+    ):
+        yield from (Run(wgrad_sm90, p, each) for each in given)
+
+
+def _halo() -> Iterator[Run]:
+    plain = _conv((4, 16), (3, 3), (72, 72), padding=1)
+    pairs = dataclasses.replace(_conv((4, 8), (3, 3), (8, 72), padding=1), dtype=HALF, out_dtype=HALF)
+    wide = _conv((6, 20), (5, 5), (64, 8), out_dtype="bfloat16")
+    # More strips than thread blocks, whose parts of stream-k begin and end within tiles.
+    many = _conv((5, 17), (2, 2), (72, 72), batch=9)
+    for p, counts in ((plain, (1, 2)), (pairs, (0, 1)), (wide, (1,))):
+        yield from _with_splits(wgrad_halo, p, wgrad_halo.candidates(p, DEFAULT_CUDA)[-1], counts)
+    yield Run(wgrad_halo, many, wgrad_halo.Config(1, 16, 2, 2, 0))
+
+
+def _tf32() -> Iterator[Run]:
+    for p in (
+        _conv((8, 8), (3, 3), (68, 36), padding=1, dtype="float32"),
+        _conv((9, 13), (2, 3), (4, 100), stride=2, dtype="float32", out_dtype="bfloat16"),
+        _conv((6, 11), (1, 1), (36, 32), dtype="float32"),
+    ):
+        yield from _best(wgrad_tf32, p)
+    tall = _conv((10, 16), (3, 1), (72, 40), dtype="float32", out_dtype=HALF)
+    yield Run(wgrad_tf32, tall, wgrad_tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
+
+
+def _gather() -> Iterator[Run]:
+    for p in (
+        _conv((12, 12), (3, 3), (3, 16), padding=1),
+        _conv((13, 11), (3, 3), (12, 10), padding=1, stride=2, dtype=HALF, out_dtype=HALF),
+        _conv((9, 9), (2, 2), (5, 8), lhs_dilation=2),
+        _conv((4, 4, 5), (2, 2, 2), (3, 24), out_dtype="bfloat16"),
+        _conv((10, 10), (3, 3), (20, 12), dtype="float32"),
+        _conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
+    ):
+        yield from _best(wgrad_gather, p)
+    wide = _conv((8, 8), (3, 3), (24, 136), padding=1)
+    yield Run(wgrad_gather, wide, wgrad_gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
+
+
+def _grouped() -> Iterator[Run]:
+    for p, *tile in (
+        (_conv((6, 9), (3, 3), (32, 32), padding=1, groups=8), 32, 32, 2, 3, 9, 2, 2),
+        (_conv((6, 9), (3, 3), (64, 64), stride=2, groups=4, dtype=HALF, out_dtype=HALF), 16, 16, 1, 1, 4, 1, 3),
+        (_conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
+        (_conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
+    ):
+        yield from _with_splits(wgrad_grouped, p, wgrad_grouped.Config(*tile, splits=1), (1, 3))
+
+
+def _depthwise() -> Iterator[Run]:
+    square = Convolution("depthwise", 3, 12, 12, 32, 32, (3, 3), groups=32)
+    changed = functools.partial(dataclasses.replace, square)
+    for case, channels, segments in (
+        (square, 32, 1),
+        (changed(width=40, in_channels=16, out_channels=16, groups=16, kernel=(7, 7)), 16, 2),
+        (changed(in_channels=8, out_channels=16, groups=8, stride=(2, 2), dtype=HALF), 8, 4),
+    ):
+        p = case.problem("float32" if case is square else None)
+        yield from _with_splits(wgrad_depthwise, p, wgrad_depthwise.Config(channels, segments, 1, 1), (1, 3))
+
+
+# ---- products with quantized weights -------------------------------------------------------------------------------
+
+
+def _stream() -> Iterator[Run]:
+    for case, tile_n, warpgroups, tiles, cluster, clusters in (
+        (mixed.Case(3, 320, 136), 8, 1, 1, 1, 2),
+        (mixed.Case(16, 512, 72, "uint4", 128, "bfloat16", out_dtype="float32"), 16, 2, 2, 2, 1),
+        (mixed.Case(5, 1024, 130, "int8", 1024, None, HALF, HALF, HALF), 8, 4, 2, 2, 1),
+        (mixed.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 1, 4, 4, 2),
+        (mixed.Case(20, 512, 72, "float4_e2m1fn", 32), 32, 1, 1, 8, 1),
+        (mixed.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
+        (mixed.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
+    ):
+        yield Run(
+            mixed_stream, case.problem, mixed_stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case
+        )
+
+
+def _cut(family: Any, case: mixed.Case, config: Any, blocks: int) -> Run:
+    """A product whose tiles are cut into ranges, for so many thread blocks or fewer."""
+    whole = family.whole_blocks(case.problem, dataclasses.replace(config, blocks=blocks))
+    return Run(family, case.problem, whole, case)
+
+
+def _fp8() -> Iterator[Run]:
+    plain, wide = mixed.Case(20, 384, 136, x_dtype=E4M3), mixed.Case(70, 320, 300, "uint4", 64, x_dtype=E4M3)
+    exact = mixed.Case(130, 256, 140, E4M3, 128, None, "float32", E4M3)
+    channel = mixed.Case(9, 336, 130, "float4_e2m1fn", 336, None, HALF, E4M3, HALF)
+    for case, config, blocks in (
+        (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 2),
+        (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 5),
+        (wide, mixed_fp8.Config(64, 64, 2, 2, 0, 0, 256), 6),
+        (exact, mixed_fp8.Config(192, 64, 2, 2, 0, 0), 2),
+        (channel, mixed_fp8.Config(64, 32, 2, 1, 0, 0), 3),
+    ):
+        yield _cut(mixed_fp8, case, config, blocks)
+
+
+def _wgmma() -> Iterator[Run]:
+    plain = mixed.Case(17, 384, 136)
+    zero = mixed.Case(20, 256, 100, "uint4", 64, "bfloat16", HALF, HALF, HALF)
+    channel = mixed.Case(33, 300, 72, "int8", 300)
+    for case, tile_m, tile_n, scaling, blocks in (
+        (plain, 128, 32, "weight", 2),
+        (plain, 64, 32, "sum", 7),
+        (zero, 128, 32, "sum", 2),
+        (channel, 64, 64, "channel", 5),
+        (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, "sum", 3),
+        (mixed.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, "sum", 3),
+        (mixed.Case(9, 256, 70, "nf4", 128), 64, 16, "weight", 2),
+        (mixed.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
+    ):
+        yield _cut(mixed_wgmma, case, mixed_wgmma.Config(tile_m, tile_n, 2, scaling, 0, 0), blocks)
+    clustered = mixed_wgmma.Config(128, 32, 2, "weight", 0, 0, 3)
+    tiles = math.prod(mixed_wgmma.tile_counts(plain.problem, clustered))
+    yield Run(mixed_wgmma, plain.problem, dataclasses.replace(clustered, blocks=3 * tiles), plain)
+
+
+RUNS = list(
+    itertools.chain(_sm90(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _wgmma())
+)
+
+
+def kernel_names() -> list[str]:
+    """Of all that the runs launch."""
+    return sorted({launch.kernel for run in RUNS for launch in run.plan.launches})
