@@ -5,10 +5,13 @@ VENV ?= .venv/$(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_inf
 BIN = $(VENV)/bin
 SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo demo-quantized test lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py
+
+demo-quantized: $(VENV)/installed
+	$(BIN)/python examples/quantized_digits.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

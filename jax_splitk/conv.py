@@ -14,24 +14,47 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk import _compat
+from jax_splitk.arguments import dtype_of, integer
 from jax_splitk.primitive import conv_wgrad_p
-from jax_splitk.problem import Pairs, conv_output_spatial
+from jax_splitk.problem import DTYPES, Pairs, conv_output_spatial
 from jax_splitk.reference import lax_precision, precision_name
 from jax_splitk.tuning.options import Options, check_options, merged
 
 Padding = str | Sequence[tuple[int, int]]
 
 
-def _positive_ints(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    if value is None:
-        return (1,) * rank
-    try:
-        values = tuple(operator.index(v) for v in value)
-    except TypeError:
-        values = ()
-    if len(values) != rank or any(v < 1 for v in values):
-        raise ValueError(f"{name}={value!r}; accepted: {rank} integers of at least 1")
+def _integers(name: str, value: Sequence[int] | None, count: int, least: int = 1) -> tuple[int, ...]:
+    """`count` integers; None is refused."""
+    values = ()
+    with contextlib.suppress(TypeError):
+        values = tuple(operator.index(v) for v in (() if value is None else value))
+    if len(values) != count or any(v < least for v in values):
+        raise ValueError(f"{name}={value!r}; accepted: {count} integers of at least {least}")
     return values
+
+
+def _per_dimension(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """Strides or dilations; None for ones."""
+    return (1,) * rank if value is None else _integers(name, value, rank)
+
+
+def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]:
+    """Both counts, of which only one may be above 1."""
+    feature_groups, batch_groups = integer(feature_group_count) or 0, integer(batch_group_count) or 0
+    if feature_groups < 1:
+        raise ValueError(f"feature_group_count={feature_group_count!r}; accepted: an integer of at least 1")
+    if batch_groups < 1:
+        raise ValueError(f"batch_group_count={batch_group_count!r}; accepted: an integer of at least 1")
+    if min(feature_groups, batch_groups) > 1:
+        both = f"feature_group_count={feature_groups}, batch_group_count={batch_groups}"
+        raise ValueError(f"{both}; accepted: only one of them above 1")
+    return feature_groups, batch_groups
+
+
+def _float_dtype(name: str, value: DTypeLike) -> np.dtype:
+    """A dtype of `DTYPES`. As everywhere in JAX, float64 is float32, with a warning, unless jax_enable_x64 is set."""
+    dtype_of(name, value, DTYPES)
+    return jnp.dtype(jnp.result_type(value))
 
 
 def _padding(padding: Padding, rank: int) -> str | Pairs:
@@ -83,7 +106,7 @@ def conv_wgrad(
     precision: lax.PrecisionLike = None,
     config: Any = None,
     implementation: str | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """Gradient of a convolution with respect to its weight (its "rhs"), with a split reduction.
@@ -93,19 +116,21 @@ def conv_wgrad(
     accumulated in float32 at least. Works under jit, grad (of any order), vmap, scan, remat and shard_map.
 
     Args:
-      lhs: the convolution's input, e.g. [N, H, W, C], of any floating dtype. The H200 kernels take bfloat16 and
-        float16; what they do not take runs as XLA's convolution.
+      lhs: the convolution's input, e.g. [N, H, W, C], of dtype bfloat16, float16, float32 or float64. The H200
+        kernels take all but float64; what no kernel takes runs as XLA's convolution.
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
       rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
       window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
         precision: the forward convolution's, as in `jax.lax.conv_general_dilated`. As there, dimension_numbers=None
         means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
-      preferred_element_type: dtype of the result; None for lhs's. float32 from 16-bit inputs keeps the full sums.
+      preferred_element_type: dtype of the result, one of those above; None for lhs's. float32 from 16-bit inputs
+        keeps the full sums.
       config: a kernel family's `Config`, to bypass selection.
       implementation: None (the best available; always works), "cutlass" (H200/H100 kernels), "host" (the CPU
         kernel) or "xla".
       deterministic: True for a fixed order of summation: the same bits on every run. All kernels here are
-        deterministic at present; False allows others to be chosen.
+        deterministic at present; False allows others to be chosen. None for True, unless `jax_splitk.options` says
+        otherwise.
       workspace_limit_bytes: the most scratch memory a kernel may ask of XLA; None for 256 MiB.
 
     Returns:
@@ -113,7 +138,7 @@ def conv_wgrad(
 
     Raises:
       ValueError: shapes that do not belong together, an argument outside its range, a config that is not legal.
-      TypeError: dtypes that differ or are not floating; a config of no known family.
+      TypeError: dtypes that differ or are not among the above; a config of no known family.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
     """
     options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
@@ -153,21 +178,21 @@ def _conv_wgrad(
     """`conv_wgrad` with its options settled."""
     check_options("conv_wgrad", options)
     lhs, g = jnp.asarray(lhs), jnp.asarray(g)
-    if lhs.dtype != g.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
-        raise TypeError(f"lhs is {lhs.dtype} and g is {g.dtype}; accepted: one floating dtype for both")
-    rhs_shape = tuple(int(n) for n in rhs_shape)
-    if len(rhs_shape) != lhs.ndim or g.ndim != lhs.ndim or lhs.ndim < 2:
-        raise ValueError(f"lhs {lhs.shape}, g {g.shape} and rhs_shape={rhs_shape}; accepted: one rank of at least 2")
+    if lhs.dtype != g.dtype or lhs.dtype.name not in DTYPES:
+        raise TypeError(f"lhs is {lhs.dtype} and g is {g.dtype}; accepted: one of {', '.join(DTYPES)} for both")
+    if g.ndim != lhs.ndim or lhs.ndim < 2:
+        raise ValueError(f"lhs of shape {lhs.shape} and g of shape {g.shape}; accepted: one rank of at least 2")
+    rhs_shape = _integers("rhs_shape", rhs_shape, lhs.ndim, least=0)
     specs = lax.conv_dimension_numbers(lhs.shape, rhs_shape, dimension_numbers)
     rank = lhs.ndim - 2
-    window_strides = _positive_ints("window_strides", window_strides, rank)
-    lhs_dilation = _positive_ints("lhs_dilation", lhs_dilation, rank)
-    rhs_dilation = _positive_ints("rhs_dilation", rhs_dilation, rank)
+    window_strides = _per_dimension("window_strides", window_strides, rank)
+    lhs_dilation = _per_dimension("lhs_dilation", lhs_dilation, rank)
+    rhs_dilation = _per_dimension("rhs_dilation", rhs_dilation, rank)
     batch, in_channels, *input_spatial = (lhs.shape[i] for i in specs.lhs_spec)
     out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)
-    if feature_group_count < 1 or batch_group_count < 1 or (feature_group_count > 1 and batch_group_count > 1):
-        groups = f"feature_group_count={feature_group_count}, batch_group_count={batch_group_count}"
-        raise ValueError(f"{groups}; accepted: at least 1, and only one of them above 1")
+    if min(kernel_spatial, default=1) < 1:
+        raise ValueError(f"rhs_shape={rhs_shape} with a kernel of {kernel_spatial}; accepted: sizes of at least 1")
+    feature_group_count, batch_group_count = _groups(feature_group_count, batch_group_count)
     if group_channels * feature_group_count != in_channels:
         raise ValueError(
             f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs.shape} has {in_channels} "
@@ -187,9 +212,8 @@ def _conv_wgrad(
     expected = tuple(sizes[axis] for axis in range(lhs.ndim))
     if tuple(g.shape) != expected:
         raise ValueError(f"g has shape {tuple(g.shape)}; the convolution's output has {expected}")
-    out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise TypeError(f"preferred_element_type={preferred_element_type!r}; accepted: a floating dtype")
+    preferred = preferred_element_type
+    out_dtype = lhs.dtype if preferred is None else _float_dtype("preferred_element_type", preferred)
     return conv_wgrad_p.bind(
         _compat.vary_like(lhs, g),
         _compat.vary_like(g, lhs),
@@ -199,8 +223,8 @@ def _conv_wgrad(
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
         dimension_numbers=specs,
-        feature_group_count=int(feature_group_count),
-        batch_group_count=int(batch_group_count),
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
         precision=precision_name(precision),
         out_dtype=out_dtype.name,
         options=options,
@@ -223,7 +247,7 @@ def conv_general_dilated(
     compute_dtype: DTypeLike | None = None,
     config: Any = None,
     implementation: str | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
@@ -232,10 +256,10 @@ def conv_general_dilated(
     `jax.custom_vjp`. The first eleven parameters are lax's, in lax's order.
 
     Args:
-      compute_dtype: dtype to which lhs and rhs are converted before the convolution; None for their own. With a
-        float32 `rhs` (a master weight) and compute_dtype=bfloat16, the weight gradient is float32 and holds the
-        kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent of the output is
-        converted to compute_dtype.
+      compute_dtype: bfloat16, float16, float32 or float64, to which lhs and rhs are converted before the convolution;
+        None for their own, which must then be one of these. With a float32 `rhs` (a master weight) and
+        compute_dtype=bfloat16, the weight gradient is float32 and holds the kernel's fp32 sums unrounded, and rhs is
+        not differentiated through a cast. The cotangent of the output is converted to compute_dtype.
       config, implementation, deterministic, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient.
 
     Returns:
@@ -247,25 +271,29 @@ def conv_general_dilated(
     options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
     check_options("conv_wgrad", options)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    if compute_dtype is None:
-        if lhs.dtype != rhs.dtype:
-            raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: one dtype, or compute_dtype=")
-        compute_dtype = lhs.dtype
-    compute = jnp.dtype(compute_dtype)
-    if not jnp.issubdtype(compute, jnp.floating):
-        raise TypeError(f"compute_dtype={compute.name}; accepted: a floating dtype")
+    if compute_dtype is not None:
+        compute = _float_dtype("compute_dtype", compute_dtype)
+    elif lhs.dtype != rhs.dtype or lhs.dtype.name not in DTYPES:
+        accepted = f"one of {', '.join(DTYPES)} for both, or compute_dtype="
+        raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: {accepted}")
+    else:
+        compute = lhs.dtype
+    preferred = preferred_element_type
+    out = None if preferred is None else _float_dtype("preferred_element_type", preferred)
+    if lhs.ndim != rhs.ndim or lhs.ndim < 2:
+        raise ValueError(f"lhs of shape {lhs.shape} and rhs of shape {rhs.shape}; accepted: one rank of at least 2")
+    feature_group_count, batch_group_count = _groups(feature_group_count, batch_group_count)
     specs = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     forward = _Forward(
-        window_strides=_positive_ints("window_strides", window_strides, lhs.ndim - 2),
+        window_strides=_per_dimension("window_strides", window_strides, lhs.ndim - 2),
         padding=_padding(padding, lhs.ndim - 2),
-        lhs_dilation=_positive_ints("lhs_dilation", lhs_dilation, lhs.ndim - 2),
-        rhs_dilation=_positive_ints("rhs_dilation", rhs_dilation, lhs.ndim - 2),
+        lhs_dilation=_per_dimension("lhs_dilation", lhs_dilation, lhs.ndim - 2),
+        rhs_dilation=_per_dimension("rhs_dilation", rhs_dilation, lhs.ndim - 2),
         dimension_numbers=specs,
-        feature_group_count=int(feature_group_count),
-        batch_group_count=int(batch_group_count),
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
         precision=precision_name(precision),
     )
-    out = None if preferred_element_type is None else jnp.dtype(preferred_element_type)
     lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
     # The backward pass may hold neither operand, so their types go along.
     types = (jax.typeof(lhs), jax.typeof(rhs))
@@ -327,14 +355,15 @@ def _conv_bwd(conv: _Conv, residuals: Any, g: Any) -> tuple[jax.Array | None, ja
         transpose = jax.linear_transpose(lambda x: conv.forward(x, rhs), lhs_type.update(dtype=conv.compute_dtype))
         d_lhs = transpose(g)[0].astype(lhs_type.dtype)
     if lhs is not None:
+        wanted = rhs_type.dtype if rhs_type.dtype.name in DTYPES else conv.compute_dtype
         d_rhs = _conv_wgrad(
             lhs,
             g,
             rhs_type.shape,
-            preferred_element_type=rhs_type.dtype,
+            preferred_element_type=wanted,
             options=conv.options,
             **conv.forward.lax_arguments(),
-        )
+        ).astype(rhs_type.dtype)
     return d_lhs, d_rhs
 
 

@@ -8,6 +8,9 @@ from jax import numpy as jnp
 
 Pairs = tuple[tuple[int, int], ...]
 
+# Of a convolution's operands and of its weight gradient.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
 
 @dataclasses.dataclass(frozen=True)
 class ConvWgradProblem:
@@ -67,8 +70,8 @@ class ConvWgradProblem:
             raise ValueError(f"padding={self.padding!r}; accepted: {rank} pairs of integers")
         for name in ("dtype", "out_dtype"):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in ("bfloat16", "float16", "float32", "float64"):
-                raise ValueError(f"{name}={value!r}; accepted: 'bfloat16', 'float16', 'float32', 'float64'")
+            if not isinstance(value, str) or value not in DTYPES:
+                raise ValueError(f"{name}={value!r}; accepted: {', '.join(map(repr, DTYPES))}")
         if not isinstance(self.precision, str):
             raise ValueError(f"precision={self.precision!r}; accepted: a name")
         if self.in_channels % self.feature_group_count or self.out_channels % self.feature_group_count:

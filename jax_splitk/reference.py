@@ -99,7 +99,7 @@ def precision_name(precision: lax.PrecisionLike) -> str:
     if precision is None:
         # Also "default" for the algorithms that only matrix products have.
         return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")
-    if isinstance(precision, tuple | list):
+    if isinstance(precision, tuple | list) and len(precision) == 2:
         lhs, rhs = (precision_name(side) for side in cast(tuple[lax.PrecisionLike, ...], precision))
         return lhs if lhs == rhs else f"{lhs},{rhs}"
     if isinstance(precision, str):

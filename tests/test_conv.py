@@ -68,6 +68,15 @@ def test_numpy_operands() -> None:
     np.testing.assert_array_equal(PLAIN.ours(lhs, rhs), PLAIN.lax(lhs, rhs))
 
 
+def test_numpy_arrays_and_integers_as_arguments() -> None:
+    conv = dataclasses.replace(PLAIN, strides=(2, 1), groups=2)
+    lhs, rhs, g = conv.integers(generator(9))
+    arguments = conv.arguments | {"window_strides": np.array([2, 1]), "feature_group_count": np.int64(2)}
+    out = jax_splitk.conv_wgrad(lhs, g, np.array(conv.rhs_shape), **arguments)
+    np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+    np.testing.assert_array_equal(jax_splitk.conv_general_dilated(lhs, rhs, **arguments), conv.lax(lhs, rhs))
+
+
 def test_numpy_float64_operands_are_float32_without_x64() -> None:
     lhs, _, g = (np.asarray(x, np.float64) for x in PLAIN.integers(generator(9)))
     out = PLAIN.wgrad(lhs, g)
@@ -135,6 +144,26 @@ def test_float64_is_xlas() -> None:
         d_rhs = jax.vjp(lambda w: PLAIN.ours(lhs, w), rhs)[1](g)[0]
         assert d_rhs.dtype == jnp.float64
         np.testing.assert_allclose(d_rhs, PLAIN.lax_wgrad(lhs, g), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [
+    lambda lhs, rhs, g: PLAIN.wgrad(lhs, g, preferred_element_type="float64"),
+    lambda lhs, rhs, g: PLAIN.ours(lhs, rhs, preferred_element_type="float64"),
+    lambda lhs, rhs, g: jax.vjp(functools.partial(PLAIN.ours, compute_dtype="float64"), lhs, rhs)[1](g)[1],
+])  # fmt: skip
+def test_float64_without_x64_is_float32_with_jaxs_warning(call: Callable[..., jax.Array]) -> None:
+    operands = PLAIN.integers(generator(8))
+    with pytest.warns(UserWarning, match="dtype float64 .* will be truncated to dtype float32"):
+        assert call(*operands).dtype == jnp.float32
+    assert PLAIN.wgrad(operands[0], operands[2], preferred_element_type=float).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("channels", [(0, 10), (6, 0)])
+def test_no_channels(channels: tuple[int, int]) -> None:
+    conv = dataclasses.replace(PLAIN, channels=channels)
+    lhs, rhs, g = conv.integers(generator(8))
+    out, vjp = jax.vjp(conv.ours, lhs, rhs)
+    assert (out.shape, vjp(g)[1].shape) == (conv.g_shape, conv.rhs_shape)
 
 
 # ---- conv_general_dilated and differentiation ----------------------------------------------------------------------
@@ -376,6 +405,15 @@ def test_master_weights_get_a_float32_gradient_that_lax_cannot_give(compute_dtyp
         assert 50 * mine < theirs
         np.testing.assert_array_equal(out, cast(lhs, rhs))
         np.testing.assert_array_equal(d_lhs, d_lhs_lax)
+
+
+def test_master_weights_of_8_bits() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(32), jnp.bfloat16)
+    out, vjp = jax.vjp(functools.partial(PLAIN.ours, compute_dtype="bfloat16"), lhs, rhs.astype("float8_e4m3fn"))
+    np.testing.assert_array_equal(out, PLAIN.lax(lhs, rhs))
+    (d_rhs,) = vjp(g)[1:]
+    assert d_rhs.dtype == "float8_e4m3fn"
+    np.testing.assert_array_equal(d_rhs, PLAIN.lax_wgrad(lhs, g).astype("float8_e4m3fn"))
 
 
 def test_preferred_element_type_of_the_convolution() -> None:

@@ -16,6 +16,7 @@ from tests.convolutions import PLAIN
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
 LHS, G, RHS_SHAPE = jnp.ones(PLAIN.lhs_shape), jnp.ones(PLAIN.g_shape), PLAIN.rhs_shape
+DTYPES = "bfloat16, float16, float32, float64"
 HOPPER_CONFIG, HOST_CONFIG = wgrad_sm90.Config(128, 128, 6, False, 1), wgrad_host.Config(1, 64)
 
 # What is wrong with any call of either function.
@@ -24,6 +25,25 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_strides": (0, 1)}, ValueError, "window_strides=(0, 1); accepted: 2 integers of at least 1"),
     ({"rhs_dilation": (1, 0)}, ValueError, "rhs_dilation=(1, 0); accepted: 2 integers of at least 1"),
     ({"lhs_dilation": (1, 1, 1)}, ValueError, "lhs_dilation=(1, 1, 1); accepted: 2 integers of at least 1"),
+    ({"feature_group_count": 0}, ValueError, "feature_group_count=0; accepted: an integer of at least 1"),
+    ({"feature_group_count": 1.7}, ValueError, "feature_group_count=1.7; accepted: an integer of at least 1"),
+    ({"feature_group_count": "2"}, ValueError, "feature_group_count='2'; accepted: an integer of at least 1"),
+    ({"batch_group_count": 0}, ValueError, "batch_group_count=0; accepted: an integer of at least 1"),
+    ({"batch_group_count": 1.5}, ValueError, "batch_group_count=1.5; accepted: an integer of at least 1"),
+    (
+        {"feature_group_count": 2, "batch_group_count": 2},
+        ValueError,
+        "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1",
+    ),
+    (
+        {"precision": ("high",) * 3},
+        ValueError,
+        "precision=('high', 'high', 'high'); accepted: None, a jax.lax.Precision, its name, or a pair of them",
+    ),
+    ({"preferred_element_type": jnp.int32}, TypeError, f"int32'>; accepted: {DTYPES}"),
+    ({"preferred_element_type": "foo"}, TypeError, f"preferred_element_type='foo'; accepted: {DTYPES}"),
+    ({"preferred_element_type": 3}, TypeError, f"preferred_element_type=3; accepted: {DTYPES}"),
+    ({"preferred_element_type": "float8_e5m2"}, TypeError, f"preferred_element_type='float8_e5m2'; accepted: {DTYPES}"),
     ({"implementation": "cuda"}, ValueError, "implementation='cuda'; accepted: None, 'cutlass', 'host', 'xla'"),
     ({"workspace_limit_bytes": -1}, ValueError, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
     ({"workspace_limit_bytes": 1.5}, ValueError, "workspace_limit_bytes=1.5; accepted: None or an integer"),
@@ -51,26 +71,31 @@ WGRAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"g": G.astype(jnp.bfloat16)},
         TypeError,
-        "lhs is float32 and g is bfloat16; accepted: one floating dtype for both",
+        f"lhs is float32 and g is bfloat16; accepted: one of {DTYPES} for both",
+    ),
+    *(
+        (
+            {"lhs": LHS.astype(dtype), "g": G.astype(dtype)},
+            TypeError,
+            f"lhs is {dtype} and g is {dtype}; accepted: one of {DTYPES} for both",
+        )
+        for dtype in ("int32", "float8_e4m3fn")
+    ),
+    ({"g": G[0]}, ValueError, f"and g of shape {PLAIN.g_shape[1:]}; accepted: one rank of at least 2"),
+    ({"lhs": LHS[0, 0, 0], "g": G[0, 0, 0]}, ValueError, "lhs of shape (6,) and g of shape (10,); accepted: one rank"),
+    *(
+        ({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
+        for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)
     ),
     (
-        {"lhs": LHS.astype(jnp.int32), "g": G.astype(jnp.int32)},
-        TypeError,
-        "lhs is int32 and g is int32; accepted: one floating dtype for both",
+        {"rhs_shape": (3, 0, 6, 10)},
+        ValueError,
+        "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1",
     ),
-    ({"rhs_shape": (3, 2, 6)}, ValueError, "rhs_shape=(3, 2, 6); accepted: one rank of at least 2"),
-    ({"g": G[0]}, ValueError, f"g {PLAIN.g_shape[1:]} and rhs_shape={RHS_SHAPE}; accepted: one rank of at least 2"),
     (
         {"rhs_shape": (3, 2, 5, 10)},
         ValueError,
         "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: a product",
-    ),
-    ({"feature_group_count": 0}, ValueError, "feature_group_count=0, batch_group_count=1; accepted: at least 1"),
-    ({"batch_group_count": 0}, ValueError, "feature_group_count=1, batch_group_count=0; accepted: at least 1"),
-    (
-        {"feature_group_count": 2, "batch_group_count": 2},
-        ValueError,
-        "feature_group_count=2, batch_group_count=2; accepted: at least 1, and only one of them above 1",
     ),
     (
         {"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)},
@@ -87,16 +112,26 @@ WGRAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"g": G[:, 1:]}, ValueError, "g has shape (4, 8, 8, 10); the convolution's output has (4, 9, 8, 10)"),
     ({"g": G[..., 1:]}, ValueError, "g has shape (4, 9, 8, 9); the convolution's output has (4, 9, 8, 10)"),
-    ({"preferred_element_type": jnp.int32}, TypeError, "int32'>; accepted: a floating dtype"),
 ]
 
 CONV_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"rhs": jnp.ones(RHS_SHAPE, jnp.bfloat16)},
         TypeError,
-        "lhs is float32 and rhs is bfloat16; accepted: one dtype, or compute_dtype=",
+        f"lhs is float32 and rhs is bfloat16; accepted: one of {DTYPES} for both, or compute_dtype=",
     ),
-    ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype=int8; accepted: a floating dtype"),
+    *(
+        (
+            {"lhs": LHS.astype(dtype), "rhs": jnp.ones(RHS_SHAPE, dtype)},
+            TypeError,
+            f"lhs is {dtype} and rhs is {dtype}; accepted: one of {DTYPES} for both, or compute_dtype=",
+        )
+        for dtype in ("int32", "float8_e4m3fn")
+    ),
+    ({"compute_dtype": jnp.int8}, TypeError, f"int8'>; accepted: {DTYPES}"),
+    ({"compute_dtype": "float8_e4m3fn"}, TypeError, f"compute_dtype='float8_e4m3fn'; accepted: {DTYPES}"),
+    ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
+    ({"lhs": LHS[0]}, ValueError, f"lhs of shape (9, 8, 6) and rhs of shape {RHS_SHAPE}; accepted: one rank of at le"),
 ]
 
 

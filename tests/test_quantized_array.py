@@ -121,6 +121,24 @@ def test_extreme_weights(name: str, symmetric: bool, scale_dtype: str) -> None:
     assert np.all((np.abs(decoded - exact) <= bound)[:, ~saturated])
 
 
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize(("name", "symmetric"), FORMS)
+def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
+    name: str, symmetric: bool, scale_dtype: str
+) -> None:
+    w = normals(96, 6)
+    quantized = jax.jit(lambda w: quantize(w, name, group_size=32, symmetric=symmetric, scale_dtype=scale_dtype))
+    clean, bad = quantized(w), quantized(w.at[35, 1].set(jnp.nan).at[40, 3].set(jnp.inf).at[63, 4].set(-jnp.inf))
+    expected = np.asarray(dequantize(clean, jnp.float32)).copy()
+    expected[32:64, [1, 3, 4]] = np.nan
+    np.testing.assert_array_equal(dequantize(bad, jnp.float32), expected)
+    # The elements are those of zeros, the same ones on every platform.
+    zeros = quantized(w.at[32:64, jnp.array([1, 3, 4])].set(0))
+    np.testing.assert_array_equal(bad.qvalue, zeros.qvalue)
+    if not symmetric:
+        np.testing.assert_array_equal(bad.zero_point, zeros.zero_point)
+
+
 @pytest.mark.parametrize(("scale_dtype", "scale"), [
     *(("float16", scale) for scale in (2.0**-24, 2.0**-14, 65504.0)),
     *(("bfloat16", scale) for scale in (2.0**-126, 2.0**120)),
@@ -140,6 +158,13 @@ def test_axis(axis: int) -> None:
     moved = quantize(jnp.moveaxis(w, axis, 0), "int4", group_size=32)
     assert q.group_size == 32
     np.testing.assert_array_equal(jnp.moveaxis(dequantize(q), axis, 0), dequantize(moved))
+
+
+def test_weights_of_8_bits() -> None:
+    w = normals(64, 3).astype(jnp.float8_e4m3fn)
+    q, wide = (quantize(w, "int8", group_size=64) for w in (w, w.astype(jnp.float32)))
+    assert q.dtype == jnp.float32
+    np.testing.assert_array_equal(dequantize(q), dequantize(wide))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -239,6 +264,13 @@ def test_tiles_along_two_axes() -> None:
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"dtype": "int3"}, TypeError, "dtype='int3'; accepted: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, nf4"),
     ({"dtype": jnp.float32}, TypeError, "accepted: int4"),
+    ({"dtype": 3}, TypeError, "dtype=3; accepted: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, nf4"),
+    ({"group_size": "32"}, ValueError, "group_size='32' of 96 elements along axis 0; accepted: 32, 64, 128 where it "),
+    ({"group_size": 32.0}, ValueError, "group_size=32.0 of 96 elements along axis 0; accepted: 32, 64, 128 where it "),
+    ({"axis": 0.0}, ValueError, "axis=0.0 of an array of rank 2; accepted: -2 to 1"),
+    ({"w": jnp.ones(()), "group_size": None}, ValueError, "w of rank 0; accepted: a rank of at least 1"),
+    ({"symmetric": 1}, TypeError, "symmetric=1; accepted: True or False"),
+    ({"scale_dtype": "foo"}, TypeError, "scale_dtype='foo'; accepted: bfloat16, float16, float32"),
     ({"group_size": 48}, ValueError, "group_size=48 of 96 elements along axis 0; accepted: 32, 64, 128 where it divid"),
     ({"group_size": 64}, ValueError, "group_size=64 of 96 elements"),
     ({"group_size": 32, "axis": 1}, ValueError, "group_size=32 of 5 elements along axis 1"),
@@ -274,5 +306,6 @@ def test_errors_of_parts(change: dict[str, Any], error: type[Exception], message
 def test_other_errors() -> None:
     with pytest.raises(TypeError, match="a weight of type list; accepted: QuantizedArray"):
         dequantize([1, 2])
-    with pytest.raises(TypeError, match="accepted: a floating dtype"):
-        dequantize(QuantizedArray(jnp.ones((64, 5), jnp.int4), jnp.ones((2, 5))), jnp.int8)
+    for dtype, shown in ((jnp.int8, r"<class 'jax\.numpy\.int8'>"), ("foo", "'foo'")):
+        with pytest.raises(TypeError, match=f"dtype={shown}; accepted: a floating dtype"):
+            dequantize(QuantizedArray(jnp.ones((64, 5), jnp.int4), jnp.ones((2, 5))), dtype)

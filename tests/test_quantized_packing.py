@@ -125,7 +125,11 @@ def test_transformations() -> None:
 
 def test_bytes() -> None:
     q = quantize(jnp.ones((8192, 128), jnp.bfloat16), "int4", group_size=64)
-    assert prepack(q).nbytes == 8192 * 128 // 2 + 128 * 128 * 2
+    assert prepack(q).nbytes == q.nbytes == 8192 * 128 // 2 + 128 * 128 * 2
+    assert prepack(q).ndim == q.ndim == 2
+    q = quantize(jnp.ones((64, 3)), "uint4", group_size=None, symmetric=False)
+    assert q.nbytes == 64 * 3 // 2 + 3 * 4 + 2  # three zero points of four bits
+    assert quantize(jnp.ones((64, 3)), "float8_e4m3fn", group_size=32).nbytes == 64 * 3 + 2 * 3 * 4
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------
@@ -252,8 +256,8 @@ def test_bytes_are_e4m3_fragments_of_the_same_permuted_k() -> None:
 
 
 @pytest.mark.parametrize(("shape", "scale_shape", "message"), [
-    ((128, 4), (8, 4), "groups of 16 along axis 0; accepted: 32, 64, 128 or 128"),
-    ((4, 128), (4, 2), "groups of 1 along axis 0"),
+    ((128, 4), (8, 4), "groups of 16 along axis 0 and 1 along axis 1; accepted: 32, 64, 128 or 128 along axis 0"),
+    ((4, 128), (4, 2), "groups of 1 along axis 0 and 64 along axis 1; accepted: 32, 64, 128 or 4 along axis 0"),
     ((2, 64, 4), (2, 1, 4), "a weight of shape (2, 64, 4); accepted: [k, features] (jax.vmap"),
 ])  # fmt: skip
 def test_prepack_errors(shape: tuple[int, ...], scale_shape: tuple[int, ...], message: str) -> None:
@@ -282,3 +286,5 @@ def test_other_versions() -> None:
 def test_types_that_cannot_be_packed() -> None:
     with pytest.raises(TypeError, match="a weight of type ArrayImpl; accepted: QuantizedArray"):
         prepack(jnp.ones((64, 4)))
+    with pytest.raises(TypeError, match="packed of type QuantizedArray; accepted: PackedWeight"):
+        unpack(every_code("int4", 64, 5, 64)[0])  # pyright: ignore[reportArgumentType]

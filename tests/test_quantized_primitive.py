@@ -78,6 +78,50 @@ def test_packed_weights_and_small_activations_go_to_the_kernel() -> None:
     assert lowering.jitted(quantized_matmul_p) is lowering.jitted(quantized_matmul_p)
 
 
+FALLBACKS = [
+    ("float32", True, "x of dtype float32; kernels take bfloat16, float16, float8_e4m3fn"),
+    ("bfloat16", False, "kernels take packed weights; use jax_splitk.prepack, once"),
+    ("float32", False, "kernels take packed weights; use jax_splitk.prepack, once"),
+]
+
+
+@pytest.mark.parametrize("dtype, packed, why", FALLBACKS)
+def test_what_no_kernel_takes_is_explained_and_logged(
+    dtype: str, packed: bool, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = weight(41) if packed else unpack(weight(41))  # features of no other test: a line is logged once
+    x = integers(0, 3, 2, 192, dtype=dtype)
+    transforms = (
+        (6, quantized_matmul),
+        (6, jax.jit(jax.grad(lambda x, w: quantized_matmul(x, w).astype(jnp.float32).sum()))),
+        (6, jax.vmap(quantized_matmul, (0, None))),
+        (2, lambda x, w: jax.lax.map(jax.checkpoint(lambda x: quantized_matmul(x, w)), x)),
+        (2, lambda x, w: jax.vmap(quantized_matmul, (None, 0))(x[0], stacked(w, w))),
+    )
+    for rows, fn in transforms:
+        with caplog.at_level("INFO", "jax_splitk"):
+            assert calls(fn, x, w) == 0
+        (decision,) = jax_splitk.explain(fn, x, w).decisions
+        assert (decision.problem.rows, decision.problem.features, decision.problem.x_dtype) == (rows, 41, dtype)
+        assert (decision.implementation, decision.config, decision.why) == ("xla", None, why)
+        assert jax_splitk.tune(fn, x, w).entries == ()
+    lines = [f"quantized_matmul {dtype}->{dtype} x {rows}x192 w 192x41 " for rows in (6, 2)]
+    messages = [record.getMessage() for record in caplog.records]
+    for line in lines:
+        (message,) = (message for message in messages if message.startswith(line))
+        assert message.endswith(f": XLA ({why})")
+        assert ("unpacked" in message) != packed
+
+
+def test_an_empty_product_is_xlas() -> None:
+    w = weight()
+    for x in (jnp.zeros((0, 192), jnp.bfloat16), jnp.zeros((0, 2, 192), jnp.bfloat16)):
+        fn = quantized_matmul if x.ndim == 2 else jax.vmap(quantized_matmul, (0, None))
+        (decision,) = jax_splitk.explain(fn, x, w).decisions
+        assert (decision.implementation, decision.why[:16]) == ("xla", "an empty product")
+        assert fn(x, w).shape == (*x.shape[:-1], 37)
+
+
 @pytest.mark.parametrize("arguments, error, message", [
     ({"implementation": "cutlass"}, NotImplementedError, "mixed_stream, mixed_fp8, mixed_wgmma: runs on cuda, not"),
     ({"config": mixed_host.Config(1000, 24)}, ValueError, "splits=1000 is outside 1..3"),
@@ -163,6 +207,18 @@ def test_explicit_sharding_of_rows() -> None:
         np.testing.assert_array_equal(out, exact)
         dx = jax.jit(jax.grad(lambda x: run(x).sum()))(x)
         assert jax.typeof(dx).sharding.spec == P(("a", "b"), None)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 cannot split sharded dimensions")
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
+def test_explicit_sharding_of_features_that_are_not_packed() -> None:
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+        x, w = put(integers(4, 8, 192), "a"), put(unpack(weight(38)), None, "b")
+        out = jax.jit(functools.partial(quantized_matmul, preferred_element_type="float32"))(x, w)
+        assert jax.typeof(out).sharding.spec == P("a", "b")
+    np.testing.assert_array_equal(out, product(integers(4, 8, 192), weight(38)))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.arguments import dtype_of, integer
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
 
 GROUP_SIZES = (32, 64, 128)
@@ -54,6 +54,11 @@ class QuantizedArray:
         return len(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves on a device, where 4-bit elements are half a byte (JAX's own count says a byte)."""
+        return sum(-(-math.prod(leaf.shape) * _bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(self))
+
+    @property
     def dtype(self) -> Any:
         """The scale's dtype, which `dequantize` returns by default."""
         return self.scale.dtype
@@ -64,8 +69,15 @@ class QuantizedArray:
         return math.prod(n // s for n, s in zip(self.shape, self.scale.shape, strict=True))
 
 
+def _bits(dtype: Any) -> int:
+    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
+
+
 def as_quantized(w: Any) -> QuantizedArray:
     """`w`, a QuantizedArray or what looks like a qwix QArray or an AQT QTensor, as a QuantizedArray whose parts agree.
+
+    Its values are the other library's, but for nf4: our table is rounded to bfloat16 (see `NF4`), so elements may be
+    0.0016 of their scale away.
 
     Raises:
       TypeError: `w` is none of these, or one of its parts is not of a dtype it may have.
@@ -114,7 +126,8 @@ def quantize(
     Symmetric: scale = max|w| / (high + 1/2) for integers, so that the last step of the range is used in full, and
     max|w| / high for floats. Asymmetric: the range from min(w, 0) to max(w, 0) on all 2**bits steps, with an integer
     zero point. These are qwix's "absmax" and "minmax". The scale is rounded up to `scale_dtype`, so no element is
-    further than half a step of its format from its quantized value. A group of zeros has scale 1.
+    further than half a step of its format from its quantized value. A group of zeros has scale 1. A group with a NaN or
+    an infinity has scale NaN, so that all of it dequantizes to NaN.
 
     Runs under jit and vmap. The result counts as constant in differentiation.
 
@@ -134,38 +147,46 @@ def quantize(
       w.shape[axis] / group_size along `axis`.
 
     Raises:
-      TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above.
-      ValueError: `axis` or `group_size` out of range or no divisor, `symmetric` with a format that has no such form.
+      TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above, `symmetric` is no bool.
+      ValueError: `axis` or `group_size` no integer, out of range or no divisor, `symmetric` with a format that has no
+        such form.
     """
     fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"w of dtype {w.dtype}; accepted: a floating dtype")
-    if not -w.ndim <= axis < w.ndim:
-        raise ValueError(f"axis={axis} of an array of rank {w.ndim}; accepted: {-w.ndim} to {w.ndim - 1}")
+    if w.ndim == 0:
+        raise ValueError("w of rank 0; accepted: a rank of at least 1")
+    along = integer(axis)
+    if along is None or not -w.ndim <= along < w.ndim:
+        raise ValueError(f"axis={axis!r} of an array of rank {w.ndim}; accepted: {-w.ndim} to {w.ndim - 1}")
     if scale_dtype is None:
         scale_dtype = w.dtype if w.dtype.name in SCALE_DTYPES else jnp.float32
-    if jnp.dtype(scale_dtype).name not in SCALE_DTYPES:
-        raise TypeError(f"scale_dtype={scale_dtype!r}; accepted: {', '.join(SCALE_DTYPES)}")
+    scales = dtype_of("scale_dtype", scale_dtype, SCALE_DTYPES)
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"symmetric={symmetric!r}; accepted: True or False")
     if symmetric and fmt.name == "uint4":
         raise ValueError("symmetric=True with uint4, which has no negative values; accepted: symmetric=False, or int4")
     if not symmetric and not fmt.integer:
         raise ValueError(f"symmetric=False with {fmt.name}; accepted: symmetric=True (only integers have zero points)")
-    axis %= w.ndim
-    size = w.shape[axis]
-    group = size if group_size is None else operator.index(group_size)
-    if (group_size is not None and group_size not in GROUP_SIZES) or group < 1 or size % group:
+    along %= w.ndim
+    size = w.shape[along]
+    group = size if group_size is None else integer(group_size) or 0
+    if (group_size is not None and group not in GROUP_SIZES) or group < 1 or size % group:
         raise ValueError(
-            f"group_size={group_size!r} of {size} elements along axis {axis}; accepted: "
+            f"group_size={group_size!r} of {size} elements along axis {along}; accepted: "
             f"{', '.join(map(str, GROUP_SIZES))} where it divides them, None for all (at least one)"
         )
-    return _quantize(w, fmt, group, axis, symmetric, jnp.dtype(scale_dtype).name)
+    return _quantize(w, fmt, group, along, symmetric, scales.name)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool, scale_dtype: str) -> QuantizedArray:
     """`quantize` with its arguments settled; one computation also outside jit."""
-    groups = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
     groups = groups.reshape(*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
+    # What is not finite is left to the scale: converted to integers it would be another number on each platform.
+    good = jnp.all(jnp.isfinite(groups), axis=axis + 1, keepdims=True)
+    groups = jnp.where(good, groups, 0)
     greatest, zero_point = functools.partial(jnp.max, axis=axis + 1, keepdims=True), None
     if symmetric:
         span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
@@ -178,7 +199,8 @@ def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool,
     if zero_point is not None:
         value += zero_point.astype(groups.dtype)
         zero_point = jnp.squeeze(zero_point, axis + 1)
-    return QuantizedArray(nearest(fmt, value).reshape(w.shape), jnp.squeeze(scale, axis + 1), zero_point, fmt.name)
+    scale = jnp.squeeze(jnp.where(good, scale, jnp.nan), axis + 1)
+    return QuantizedArray(nearest(fmt, value).reshape(w.shape), scale, zero_point, fmt.name)
 
 
 def _round_up(x: jax.Array, dtype: Any) -> jax.Array:
@@ -196,16 +218,15 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
     Differentiable with respect to scale and a floating zero point.
 
     Args:
-      q: a QuantizedArray, a qwix QArray or an AQT QTensor.
+      q: a QuantizedArray, a qwix QArray or an AQT QTensor. The values are theirs, but for qwix's nf4: the table here
+        is rounded to bfloat16.
       dtype: a floating dtype; None for the scale's.
 
     Raises:
       TypeError, ValueError: parts of `q` that do not belong together; see `QuantizedArray`. A dtype not floating.
     """
     q = as_quantized(q)
-    out = q.dtype if dtype is None else jnp.dtype(dtype)
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"dtype={dtype!r}; accepted: a floating dtype")
+    out = q.dtype if dtype is None else dtype_of("dtype", dtype)
     return _dequantize(q, out.name)
 
 

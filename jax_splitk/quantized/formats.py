@@ -8,6 +8,8 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.arguments import dtype_of
+
 # NormalFloat4: quantiles of a normal distribution, from appendix E of Dettmers et al., QLoRA (arXiv:2305.14314). They
 # are rounded to bfloat16 (at most 0.0016 away), so that tensor cores on 16-bit operands decode the same bits as XLA.
 NF4 = np.array(
@@ -55,9 +57,7 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 def format_of(dtype: DTypeLike) -> Format:
     """The format of a dtype or a name. Raises TypeError for what is not in `FORMATS`."""
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in FORMATS:
-        raise TypeError(f"dtype={dtype!r}; accepted: {', '.join(FORMATS)}")
+    name = "nf4" if isinstance(dtype, str) and dtype == "nf4" else dtype_of("dtype", dtype, tuple(FORMATS)).name
     return FORMATS[name]
 
 

@@ -10,6 +10,7 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk import _compat
+from jax_splitk.arguments import dtype_of
 from jax_splitk.quantized import primitive, problem, reference
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.quantized.problem import OUT_DTYPES
@@ -38,9 +39,9 @@ def quantized_matmul(
     Kernels take a PackedWeight and an x of 16 or 8 bits; which one computes the product, or XLA, is decided at
     lowering, as for `conv_wgrad`, under the `jax_splitk.options` in force, and `jax_splitk.explain` and
     `jax_splitk.tune` see it. Leading dimensions of x and a batch of activations under vmap make one product of more
-    rows; a batch of weights runs a kernel for each, one after the other. Everything else, and every cotangent but the
-    one that `transposed` is for, is XLA's, which dequantizes the weight and multiplies: in x's dtype where that is also
-    the result's, with the weight rounded to it, else in float32.
+    rows; a batch of weights runs a kernel for each, one after the other. Everything else is XLA's, as the log and
+    `jax_splitk.explain` say, and so is every cotangent but the one that `transposed` is for. XLA dequantizes the weight
+    and multiplies: in x's dtype where that is also the result's, with the weight rounded to it, else in float32.
 
     Args:
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32.
@@ -76,9 +77,8 @@ def quantized_matmul(
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(f"x of shape {x.shape} and w of shape {layout.shape}; accepted: x of [..., {k}]")
     natural = reference.widened(x.dtype)
-    out_dtype = jnp.dtype(natural if preferred_element_type is None else preferred_element_type)
-    if out_dtype.name not in OUT_DTYPES:
-        raise TypeError(f"preferred_element_type={preferred_element_type!r}; accepted: {', '.join(OUT_DTYPES)}")
+    preferred = natural if preferred_element_type is None else preferred_element_type
+    out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
     back_leaves, back = None, None
     if transposed is not None:
         if not isinstance(transposed, PackedWeight):
@@ -87,7 +87,7 @@ def quantized_matmul(
         if back_layout.shape != (features, k):
             raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {(features, k)}, that of w.T")
         back = _Back(back_layout, dataclasses.replace(options, config=None))
-    limit = _limit(x, layout)
+    limit = problem.limit(x.shape, x.dtype.name, layout.shape, layout.version)
     if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
         asked = f"config={config!r}" if config is not None else f"implementation={options.implementation!r}"
         raise NotImplementedError(f"{asked}: {limit}. Or use implementation=None or 'xla'.")
@@ -95,7 +95,7 @@ def quantized_matmul(
     operands = (x, *leaves, back_leaves)
     every = jax.tree.leaves(operands)
     x, *arguments = jax.tree.map(lambda leaf: _compat.vary_like(leaf, *every), operands)
-    call = _Call(layout, x.dtype, out_dtype, None if limit else options, back)
+    call = _Call(layout, x.dtype, out_dtype, options, back)
     out = _matmul_jitted(call, x.reshape(-1, k), *arguments)
     return out.reshape(*x.shape[:-1], features)
 
@@ -110,12 +110,12 @@ class _Back:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Everything static about one product. `options` is None where no kernel can serve on any platform."""
+    """Everything static about one product."""
 
     layout: Layout
     x_dtype: np.dtype
     out_dtype: np.dtype
-    options: Options | None
+    options: Options
     back: _Back | None
 
 
@@ -131,24 +131,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
     return (q.qvalue, q.scale, q.zero_point), layout
 
 
-def _limit(x: jax.Array, layout: Layout) -> str | None:
-    """Why no kernel takes the operands; None where one may."""
-    if layout.version is None:
-        return "kernels take packed weights; use jax_splitk.prepack, once"
-    if x.dtype.name not in problem.X_DTYPES:
-        return f"x of dtype {x.dtype}; kernels take {', '.join(problem.X_DTYPES)}"
-    empty = [size for size in (*x.shape, *layout.shape) if isinstance(size, int) and size == 0]
-    return f"an empty product, x of shape {x.shape} and w of shape {layout.shape}" if empty else None
-
-
 # ---- the product and its cotangents ----------------------------------------------------------------------------------
-
-
-def _product(call: _Call, x: jax.Array, leaves: Leaves) -> jax.Array:
-    """x [n, k] @ w -> [n, features] of call.out_dtype."""
-    if call.options is None:
-        return reference.product(call.layout, x, leaves, call.out_dtype)
-    return primitive.bind(x, leaves, call.layout, call.out_dtype, call.options)
 
 
 def _product_transposed(call: _Call, g: jax.Array, leaves: Leaves, back_leaves: Leaves | None) -> jax.Array:
@@ -169,7 +152,7 @@ def _matmul(
     back_leaves: Leaves | None,
 ) -> jax.Array:
     del back_leaves
-    return _product(call, x, (values, scale, zero_point))
+    return primitive.bind(x, (values, scale, zero_point), call.layout, call.out_dtype, call.options)
 
 
 @jax.tree_util.register_static
@@ -190,7 +173,8 @@ def _forward(call: _Call, x: Any, values: Any, scale: Any, zero_point: Any, back
         back = tuple(None if leaf is None else leaf.value for leaf in back_leaves)
     # The activation is kept only for the weight's cotangents.
     kept = x.value if wanted.scale or wanted.zero_point else None
-    return _product(call, x.value, leaves), (wanted, kept, leaves, back)
+    out = primitive.bind(x.value, leaves, call.layout, call.out_dtype, call.options)
+    return out, (wanted, kept, leaves, back)
 
 
 def _backward(call: _Call, residuals: Any, g: Any) -> tuple[jax.Array | None, ...]:

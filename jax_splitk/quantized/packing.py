@@ -74,6 +74,10 @@ class PackedWeight:
     layout: int = LAYOUT_VERSION
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """The scale's dtype."""
         return self.scale.dtype
@@ -97,10 +101,14 @@ def prepack(q: Any) -> PackedWeight:
     Raises:
       TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
     """
-    q = per_feature(q)
-    k = q.shape[0]
+    given = as_quantized(q)
+    q = per_feature(given)
+    k, features = q.shape
     if q.group_size not in (*GROUP_SIZES, k):
-        raise ValueError(f"groups of {q.group_size} along axis 0; accepted: {', '.join(map(str, GROUP_SIZES))} or {k}")
+        raise ValueError(
+            f"groups of {q.group_size} along axis 0 and {features // given.scale.shape[1]} along axis 1; accepted: "
+            f"{', '.join(map(str, GROUP_SIZES))} or {k} along axis 0"
+        )
     return _prepack(q)
 
 
@@ -125,7 +133,10 @@ def _prepack(q: QuantizedArray) -> PackedWeight:
 
 
 def unpack(packed: PackedWeight) -> QuantizedArray:
-    """The exact inverse of `prepack`: the same elements, scales for each feature and zero points."""
+    """The exact inverse of `prepack`: the same elements, scales for each feature and zero points.
+
+    Raises TypeError and ValueError for what is no PackedWeight or one whose leaves do not belong together.
+    """
     return _unpack(checked(packed))
 
 
@@ -161,7 +172,10 @@ def per_feature(q: Any) -> QuantizedArray:
 
 
 def checked(packed: PackedWeight) -> PackedWeight:
-    """`packed`, if its leaves have their dtypes (else TypeError) and belong to its static part (else ValueError)."""
+    """`packed`, if it is one whose leaves have their dtypes (else TypeError) and belong to its static part (else
+    ValueError)."""
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed of type {type(packed).__name__}; accepted: PackedWeight")
     if packed.layout != LAYOUT_VERSION:
         raise ValueError(f"a PackedWeight of layout {packed.layout}; accepted: {LAYOUT_VERSION}; pack it again")
     k, features = packed.shape

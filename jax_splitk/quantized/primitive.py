@@ -1,9 +1,10 @@
 """The `quantized_matmul` primitive: its type, its transformation rules and its lowering.
 
-Operands are x [n, k] and a packed weight's words, scale and, if it has one, zero point, all with the same leading batch
-dimensions. A batch of activations alone widens n. A batch of weights stays until lowering, where the choice is made for
-the product with one of them: a kernel runs once for each (one after the other, each fills the device), XLA multiplies
-them all at once.
+Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
+one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.limit`) is lowered to
+XLA's product, like any other fallback. A batch of activations alone widens n. A batch of weights stays until lowering,
+where the choice is made for the product with one of them: a kernel runs once for each (one after the other, each fills
+the device), XLA multiplies them all at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ quantized_matmul_p = core.Primitive("quantized_matmul")
 
 
 def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Any) -> jax.Array:
-    """x [n, k] @ w of the packed weight that `leaves` and `layout` describe."""
+    """x [n, k] @ w of the weight that `leaves` and `layout` describe."""
     present = [leaf for leaf in leaves if leaf is not None]
     return quantized_matmul_p.bind(x, *present, layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
 
@@ -47,13 +48,14 @@ def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmulP
     )
 
 
-def _abstract_eval(x: Any, *leaves: Any, layout: Layout, out_dtype: str, **params: Any) -> Any:
+def _abstract_eval(x: Any, values: Any, *leaves: Any, layout: Layout, out_dtype: str, **params: Any) -> Any:
     del leaves, params
     out = _compat.like(x, (*x.shape[:-1], layout.shape[1]), out_dtype)
     sharding = _compat.explicit_sharding(x)
     if sharding is None:
         return out
-    return out.update(sharding=out.sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:-1], None)))
+    features = values.sharding.spec[-1] if layout.version is None else None
+    return out.update(sharding=out.sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:-1], features)))
 
 
 quantized_matmul_p.def_abstract_eval(_abstract_eval)

@@ -1,6 +1,8 @@
 """What a product with a packed quantized weight computes: a frozen, hashable, canonical description."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax import numpy as jnp
 
@@ -12,9 +14,24 @@ X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
+def limit(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
+    """Why no kernel on any platform takes x [..., k] and w [k, features]; None where one may.
+
+    `layout` is that of a packed weight, None for one that is not packed. A symbolic size is taken for a positive one.
+    """
+    if layout is None:
+        return "kernels take packed weights; use jax_splitk.prepack, once"
+    if x_dtype not in X_DTYPES:
+        return f"x of dtype {x_dtype}; kernels take {', '.join(X_DTYPES)}"
+    empty = [size for size in (*x_shape, *w_shape) if isinstance(size, int) and size == 0]
+    return f"an empty product, x of shape {tuple(x_shape)} and w of shape {tuple(w_shape)}" if empty else None
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulProblem:
     """x @ w for an activation x [rows, k] and a packed weight w [k, features] (`prepack`, `LAYOUT_VERSION`).
+
+    Products that are XLA's on every platform (see `limit`) are described too, so that they appear where the others do.
 
     As the kernels see it, it is D[m, n] = sum over k of A[m, k] B[k, n] with A the transposed weight (m over features),
     B the transposed activation (n over rows): see `gemm_shape`. The result is [rows, features].
@@ -25,10 +42,10 @@ class QuantizedMatmulProblem:
       features: m.
       x_dtype, out_dtype: dtypes of x and of the result.
       qtype: the weight's format, a name in `FORMATS`.
-      group_size: how many k share a scale: 32, 64, 128, or k (per channel).
+      group_size: how many k share a scale: 32, 64, 128, or k (per channel); any, for a weight that is not packed.
       scale_dtype: dtype of the scales.
       zero_dtype: dtype of the packed zero points, or "none".
-      layout: version of the packed order.
+      layout: version of the packed order; 0 for a weight that is not packed.
     """
 
     rows: int
@@ -47,7 +64,8 @@ class QuantizedMatmulProblem:
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and values.
 
-        For problems that come from files or command lines; those that come from arrays are right by construction.
+        For problems that come from files or command lines, where only those that a kernel may compute are accepted;
+        those that come from arrays are right by construction.
         """
         for name, least in (("rows", 0), ("k", 1), ("features", 1), ("group_size", 1)):
             value = getattr(self, name)
@@ -72,6 +90,11 @@ class QuantizedMatmulProblem:
             raise ValueError(f"group_size={self.group_size}; accepted: a divisor of k={self.k}")
         if self.layout != LAYOUT_VERSION:
             raise ValueError(f"layout={self.layout!r}; accepted: {LAYOUT_VERSION}")
+
+    @property
+    def limit(self) -> str | None:
+        """Why no kernel on any platform takes the operands; None where one may."""
+        return limit(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
 
     @property
     def bits(self) -> int:
@@ -130,8 +153,9 @@ class QuantizedMatmulProblem:
         return weight + scales + zeros + x + self.rows * self.features * jnp.dtype(self.out_dtype).itemsize
 
     def __str__(self) -> str:
+        packed = "" if self.layout else "unpacked "
         zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
         return (
             f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
-            f"{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
+            f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
         )

@@ -37,7 +37,7 @@ def problem_product(
     zero_point: jax.Array | None = None,
 ) -> jax.Array:
     """The result of a problem, from operands in the order of the custom call's buffers."""
-    layout = Layout((problem.k, problem.features), problem.qtype, problem.group_size, problem.layout)
+    layout = Layout((problem.k, problem.features), problem.qtype, problem.group_size, problem.layout or None)
     return product(layout, x, (words, scale, zero_point), problem.out_dtype)
 
 

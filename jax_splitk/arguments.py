@@ -1,0 +1,28 @@
+"""Arguments of the public functions: what they must be, in errors that name them and their values."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import numpy as jnp
+
+
+def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np.dtype:
+    """The dtype that a user's `value` stands for; TypeError unless it is one of `accepted`, or floating for None."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) if accepted is None else dtype.name in accepted):
+        names = "a floating dtype" if accepted is None else ", ".join(accepted)
+        raise TypeError(f"{name}={value!r}; accepted: {names}")
+    return dtype
+
+
+def integer(value: Any) -> int | None:
+    """`value` as an int; None for what is no integer, also for 2.0 and "2"."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
