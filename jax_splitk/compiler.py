@@ -1,9 +1,11 @@
 """CuTe source to sm_90a machine code: NVRTC from its wheel, headers from theirs, results kept on disk by content.
 
 No CUDA toolkit, no nvcc and no GPU are needed. What identifies a compilation is its text, options and the versions of
-the compiler and header packages, never a path.
+the compiler and header packages, never a path. The files are read and written as `storage.mode` says, and deflated as
+the custom call carries them: deflating takes longer than all the rest of a lowering.
 """
 
+import base64
 import concurrent.futures
 import dataclasses
 import functools
@@ -18,7 +20,8 @@ import pathlib
 import re
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jax_splitk import storage
 from jax_splitk.nvrtc import Nvrtc, NvrtcError, compile_in_worker
@@ -26,7 +29,7 @@ from jax_splitk.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 logger = logging.getLogger("jax_splitk")
 
 ARCH = "sm_90a"
-_FILE_MAGIC = b"jax_splitk cubin 2\n"
+_FILE_MAGIC = b"jax_splitk cubin 3\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 _OWN_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
@@ -70,10 +73,32 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Machine code (an ELF cubin) and the compiler's log, with ptxas's register and spill report."""
+    """Machine code and the compiler's log, with ptxas's register and spill report.
 
-    image: bytes
+    Attributes:
+      deflated: the ELF cubin in raw DEFLATE.
+      size: bytes of the cubin.
+      log: the compiler's.
+    """
+
+    deflated: bytes
+    size: int
     log: str
+
+    @staticmethod
+    def of(image: bytes, log: str) -> "Compiled":
+        deflate = zlib.compressobj(level=9, wbits=-15)
+        return Compiled(deflate.compress(image) + deflate.flush(), len(image), log)
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The custom call's attribute, which ffi/inflate.cc decodes: `deflated` in base64."""
+        return base64.b64encode(self.deflated).decode("ascii")
+
+    @functools.cached_property
+    def image(self) -> bytes:
+        """The ELF cubin."""
+        return zlib.decompress(self.deflated, wbits=-15)
 
     @property
     def registers(self) -> int:
@@ -154,23 +179,32 @@ def header_versions() -> dict[str, str]:
 
 def content_key(source: Source) -> str:
     """Identity of a compilation: text, options and versions."""
-    identity = [source.text(), source.options(), find_nvrtc().version, sorted(header_versions().items())]
+    return _digest((origin(source.file), source.options()))
+
+
+def origin(file: str) -> str:
+    """Identity of all that a source file's compilations have in common: its text and the versions."""
+    return _digest((Source(file, ()).text(), find_nvrtc().version, *sorted(header_versions().items())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(identity: tuple[Any, ...]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _pack(key: str, compiled: Compiled) -> bytes:
-    body = zlib.compress(json.dumps({"key": key, "log": compiled.log}).encode() + b"\0" + compiled.image, 6)
+def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
+    header = {"key": key, "origin": origin, "size": compiled.size, "log": compiled.log}
+    body = json.dumps(header).encode() + b"\0" + compiled.deflated
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(key: str, data: bytes) -> Compiled | None:
-    """None for anything that `_pack` did not write whole, for this key."""
+def _unpack(data: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """(header, deflated cubin); None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
-    text, image = zlib.decompress(rest[32:]).split(b"\0", 1)
-    header = json.loads(text)
-    return Compiled(image, header["log"]) if header["key"] == key else None
+    header, deflated = rest[32:].split(b"\0", 1)
+    return json.loads(header), deflated
 
 
 _memory: dict[str, Compiled] = {}
@@ -217,13 +251,21 @@ def _cubin_path(key: str) -> pathlib.Path:
 
 def _load(key: str) -> Compiled | None:
     path = _cubin_path(key)
-    data = storage.read(path)
+    data = None if storage.mode() == "off" else storage.read(path)
     if data is None:
         return None
-    compiled = _unpack(key, data)
-    if compiled is None:
+    header, deflated = _unpack(data) or ({}, b"")
+    if header.get("key") != key:
         logger.warning("jax_splitk: %s is damaged or another compilation's; compiling again", path)
-    return compiled
+        return None
+    return Compiled(deflated, header["size"], header["log"])
+
+
+def stored(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
+    """(file, origin) of the machine code that a cache folder holds; None for a file that cannot be used."""
+    for path in sorted((folder / "cubin").glob("*.cubin")):
+        found = _unpack(storage.read(path) or b"")
+        yield path, None if found is None else found[0]["origin"]
 
 
 def _compile(source: Source, key: str, in_worker: bool) -> Compiled:
@@ -236,6 +278,7 @@ def _compile(source: Source, key: str, in_worker: bool) -> Compiled:
     if image is None:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
-    compiled = Compiled(image, log)
-    storage.write(_cubin_path(key), _pack(key, compiled))
+    compiled = Compiled.of(image, log)
+    if storage.mode() == "update":
+        storage.write(_cubin_path(key), _pack(key, origin(source.file), compiled))
     return compiled

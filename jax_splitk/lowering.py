@@ -17,6 +17,7 @@ from jax_splitk import _compat
 from jax_splitk.kernels import Problem
 from jax_splitk.plan import CustomCall
 from jax_splitk.target import Target, target_for
+from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import Choice, announce, select, xla
 
@@ -50,11 +51,10 @@ def define(
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
-            choice = _chosen(ctx, problem, platform, params["options"])
-            if choice.family is None:
+            custom_call = _chosen(ctx, problem, platform, params["options"])
+            if custom_call is None:
                 function = with_xla(problem, params, ctx.avals_out[0])
             else:
-                custom_call = choice.family.make_plan(problem, choice.config).custom_call()
                 function = with_kernel(problem, params, custom_call)
             return mlir.lower_fun(function, False)(ctx, *operands)
 
@@ -72,6 +72,11 @@ def is_static(problem: Problem) -> bool:
     return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
 
 
+def only_xla(problem: Problem) -> str | None:
+    """Why no kernel on any platform takes the problem; None where one may."""
+    return getattr(problem, "limit", None) or (None if is_static(problem) else "symbolic shapes")
+
+
 def choose(
     problem: Problem,
     target: Target,
@@ -86,8 +91,9 @@ def choose(
     A custom call is opaque to XLA's partitioner, which would gather its operands onto every device; inside shard_map
     each device's part is a problem of its own and this does not apply.
     """
-    if not is_static(problem):
-        return xla(problem, "symbolic shapes")
+    reason = only_xla(problem)
+    if reason is not None:
+        return xla(problem, reason)
     if partitioned and options.implementation != "xla":
         if options.implementation is not None or options.config is not None:
             raise NotImplementedError(
@@ -98,12 +104,13 @@ def choose(
     return select(problem, target, options, measure=measure, final=final)
 
 
-def _chosen(ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options) -> Choice:
-    """The choice that is lowered, with a line in the log."""
+def _chosen(ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options) -> CustomCall | None:
+    """The custom call that is lowered, None for XLA's operation, with a line in the log."""
     target = target_for(platform)
     partitioned = _compat.is_automatically_partitioned(ctx)
     # Only what will run here can be measured here.
     measure = not partitioned and not _compat.is_export(ctx) and target.is_local
     choice = choose(problem, target, options, partitioned=partitioned, measure=measure, final=True)
+    choice, custom_call = code_of(choice, target, options, agreed=measure)
     announce(choice)
-    return choice
+    return custom_call

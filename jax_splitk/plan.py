@@ -14,10 +14,8 @@ which is the workspace. It travels to the launcher (ffi/plan.cc) as a list of in
 Enumerations are CUDA's (cuda.h: CUtensorMapDataType and so on).
 """
 
-import base64
 import dataclasses
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -197,20 +195,14 @@ class DevicePlan:
 
     def custom_call(self) -> CustomCall:
         """Compiles the source (or finds it in the cubin cache) and packs everything into attributes."""
-        image = compiler.compile_source(self.source).image
+        compiled = compiler.compile_source(self.source)
         attributes = {
-            "plan": np.array(self.words(len(image)), dtype=np.int64),
-            "code": encode_image(image),
+            "plan": np.array(self.words(compiled.size), dtype=np.int64),
+            "code": compiled.code,
             "kernels": ",".join(self.kernels()),
             "config": self.label,
         }
         return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes)
-
-
-def encode_image(image: bytes) -> str:
-    """Raw DEFLATE, then base64: what ffi/inflate.cc decodes."""
-    deflate = zlib.compressobj(level=9, wbits=-15)
-    return base64.b64encode(deflate.compress(image) + deflate.flush()).decode("ascii")
 
 
 def tensor_map_strides(dims: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -6,7 +6,18 @@ import os
 import pathlib
 import uuid
 
+from jax_splitk import settings
+
 logger = logging.getLogger("jax_splitk")
+
+MODES = ("off", "read", "update", "frozen")
+
+
+def mode() -> str:
+    """`JAX_SPLITK_CACHE_MODE`, for decisions and machine code alike: "update" (the default) reads and writes, "read"
+    never writes, "off" does neither, "frozen" reads, and a problem without a decision is an error. Raises ValueError
+    for any other word."""
+    return settings.word("JAX_SPLITK_CACHE_MODE", MODES, "update")
 
 
 def cache_dir() -> pathlib.Path:

@@ -18,7 +18,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk import lowering
+from jax_splitk import compiler, lowering, storage
 from jax_splitk.__main__ import main
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.problem import ConvWgradProblem
@@ -336,7 +336,7 @@ def test_explain_problems_selects_without_measuring(cache: pathlib.Path, capsys:
     assert found["platform"] == "cpu"
     (decision,) = found["decisions"]
     assert decision["problem"] == as_json(PROBLEM)
-    assert decision["implementation"] == "host"
+    assert (decision["implementation"], decision["family"]) == ("host", "wgrad_host")
     assert decision["why"].startswith("the cost model's best of ")
     config = wgrad_host.Config(**decision["config"])
     assert decision["splits"] == config.splits
@@ -616,7 +616,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
     other_old = put(cache, key_of(PROBLEMS[2], cores=999), {X: 30.0, A: 20.0}, OLD)
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
     damaged, others = damage(cache, good), foreign(cache, good)
-    notes, cubin = good.parent / "notes.txt", cache / "cubin" / "x.cubin"
+    notes, cubin = good.parent / "notes.txt", cache / "cubin" / "x.txt"
     fresh, dead = good.parent / ".tmp-fresh", good.parent / ".tmp-dead"
     cubin.parent.mkdir()
     for path in (notes, cubin, fresh, dead):
@@ -653,6 +653,41 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
     newer = set(others) - {family}
     assert prune("--environment", "all") == {good, undated, gpu, *newer}
     assert everything - gone() == {notes, cubin, fresh}
+
+
+@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
+def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache / "cubin"
+
+    def put_cubin(name: str, days: float = 0.0) -> pathlib.Path:
+        path, compiled = folder / f"{name}.cubin", compiler.Compiled.of(b"machine code", "log")
+        assert storage.write(path, compiler._pack(name, compiler.origin("wgrad_sm90.cu"), compiled))
+        os.utime(path, (time.time() - days * 86400,) * 2)
+        return path
+
+    def prune(*options: str) -> set[pathlib.Path]:
+        before = {path for path in folder.iterdir() if path.exists()}
+        listed = run(capsys, "cache", "prune", *options)["deleted"]
+        assert {pathlib.Path(item["file"]) for item in listed} == before - set(folder.iterdir())
+        return before - set(folder.iterdir())
+
+    current, old = put_cubin("current"), put_cubin("old", days=40)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        other, other_old = put_cubin("other"), put_cubin("other_old", days=40)
+    damaged, fresh, dead = folder / "damaged.cubin", folder / ".tmp-fresh", folder / ".tmp-dead"
+    for path in (damaged, fresh, dead):
+        path.write_bytes(b"x")
+    os.utime(dead, (time.time() - 7200,) * 2)
+    assert prune("--damaged") == {damaged, dead}
+    assert prune("--environment", "other", "--older-than", "30") == {other_old}
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+        assert prune("--environment", "other") == set()
+    assert prune("--environment", "other") == {other}
+    assert prune("--older-than", "30") == {old}
+    assert prune("--environment", "all") == {current}
+    assert list(folder.iterdir()) == [fresh]
 
 
 def test_the_cache_commands_leave_stdout_to_json(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:

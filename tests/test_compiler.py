@@ -1,15 +1,18 @@
 """The NVRTC compiler's cache, its errors and its workers, on kernels small enough to compile in a moment."""
 
+import base64
 import concurrent.futures
 import importlib.util
 import json
 import logging
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -21,6 +24,7 @@ import jax_splitk
 from jax_splitk import compiler, storage
 from jax_splitk.compiler import CompilationError, CompilerUnavailable, Source
 from jax_splitk.nvrtc import Nvrtc, NvrtcError, compile_in_worker
+from jax_splitk.tuning import code
 from tests import cubin
 from tests.test_plan import small_hopper_plan
 
@@ -368,6 +372,75 @@ def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
     assert "wgrad_sm90: nvidia-cuda-nvrtc 13 is not installed: reason of the test)" in caplog.text
     with pytest.raises(NotImplementedError, match=r"reason of the test.*Use implementation=None"):
         lowered(implementation="cutlass")
+
+
+def test_a_kernel_that_does_not_compile_falls_back_to_xla_with_one_warning(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, g = jnp.zeros((2, 9, 11, 72), jnp.bfloat16), jnp.zeros((2, 9, 11, 40), jnp.bfloat16)
+
+    def lowered(**options: str) -> str:
+        def wgrad(x: jax.Array, g: jax.Array) -> jax.Array:
+            dimensions = ("NHWC", "HWIO", "NHWC")
+            return jax_splitk.conv_wgrad(x, g, (1, 1, 72, 40), (1, 1), "VALID", dimension_numbers=dimensions, **options)
+
+        return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
+
+    monkeypatch.setattr(code, "_obstacles", {})
+    machine.source_text('#error "these headers do not do"\n')
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        for _ in range(2):
+            text = lowered()
+            assert "jax_splitk_launch" not in text
+            assert "stablehlo.convolution" in text
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "XLA instead of wgrad_" in warning.getMessage()
+    assert "these headers do not do" in warning.getMessage()
+    assert re.search(r": XLA \(wgrad_\w+: wgrad_\w+\.cu does not compile with .*:\)", caplog.text)
+    assert len(machine.compiled) == 1, "the compilation that fails is not repeated"
+    with pytest.raises(CompilationError, match="these headers do not do"):
+        lowered(implementation="cutlass")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reads", "writes"), [("off", 0, 0), ("read", 1, 0), ("frozen", 1, 0), ("update", 1, 1)]
+)
+def test_the_cache_mode_holds_for_machine_code(
+    mode: str, reads: bool, writes: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    compiler.compile_sources([tiny(1), tiny(2)])
+    assert len(list(machine.cache.rglob("*.cubin"))) == 2 * writes
+    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
+    machine.forget()
+    compiler.compile_source(tiny(1))
+    machine.forget()
+    machine.compiled.clear()
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    compiler.compile_source(tiny(1))
+    assert len(machine.compiled) == 1 - reads
+
+
+def test_origins_of_what_is_stored(machine: Machine) -> None:
+    compiler.compile_source(tiny())
+    current = compiler.origin("tiny.cu")
+    path = machine.file()
+    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    machine.source_text(TINY + "// a newer kernel\n")
+    assert compiler.origin("tiny.cu") != current
+    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(compiler.stored(machine.cache)) == [(path, None)]
+    assert list(compiler.stored(machine.cache / "nowhere")) == []
+
+
+def test_the_machine_code_is_deflated_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiler.compile_source(tiny())
+    assert zlib.decompress(base64.b64decode(first.code), wbits=-15) == first.image
+    assert len(first.image) == first.size
+    machine.forget()
+    monkeypatch.setattr(compiler.zlib, "compressobj", lambda *args, **kwargs: pytest.fail("deflated again"))
+    assert compiler.compile_source(tiny()).code == first.code
 
 
 def test_source_text_is_the_packages_file() -> None:

@@ -86,6 +86,45 @@ def test_found_in_shard_map_with_a_devices_part() -> None:
     assert counts(fn, RHS, LHS) == [(PROBLEM_TEXT.replace("8x14", "2x14"), 1)]
 
 
+def test_what_xla_partitions_is_xlas() -> None:
+    """By the shardings of arguments, of jit and inside the function; and what is lowered then has no call of ours."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    sharded = jax.ShapeDtypeStruct(LHS.shape, jnp.float32, sharding=split)
+    lhs, rhs = jax.ShapeDtypeStruct(LHS.shape, jnp.float32), jax.ShapeDtypeStruct(RHS.shape, jnp.float32)
+    grad = jax.grad(loss)
+    constrained = jax.jit(lambda w, x: grad(w, lax.with_sharding_constraint(x, split)))
+    held = jax.device_put(jnp.ones(LHS.shape), split)
+    for fn, args in (
+        (grad, (rhs, sharded)),
+        (jax.jit(grad), (rhs, held)),
+        (jax.jit(grad, in_shardings=(whole, split)), (rhs, lhs)),
+        (constrained, (rhs, lhs)),
+    ):
+        (decision,) = explain(fn, *args, platform="cpu").decisions
+        assert (decision.implementation, decision.family) == ("xla", None)
+        assert decision.why.startswith("automatic partitioning over several devices")
+        assert wgrad_host.TARGET not in jax.jit(fn).lower(*args).as_text()
+    (decision,) = explain(lambda w: grad(w, held), rhs, platform="cpu").decisions
+    assert decision.implementation == "host"
+    assert wgrad_host.TARGET in jax.jit(lambda w: grad(w, held)).lower(rhs).as_text()
+    each = jax.shard_map(grad, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    both = jax.jit(lambda w, x: each(w, x) + grad(w, x))
+    found = explain(both, rhs, sharded, platform="cpu").decisions
+    assert sorted(d.implementation for d in found) == ["host", "xla"]
+    assert jax.jit(both).lower(rhs, sharded).as_text().count(wgrad_host.TARGET) == 1
+    (decision,) = explain(jax.grad(functools.partial(loss, implementation="host")), rhs, sharded).decisions
+    assert decision.implementation == "none"
+    assert "under automatic partitioning" in decision.why
+    assert jax_splitk.tune(grad, rhs, sharded, seconds=0.05).entries == ()
+
+
+@pytest.mark.parametrize("platform", ["tpu9", "", 3, pytest.param("gpu", id="a backend")])
+def test_an_unknown_platform_is_refused(platform: Any) -> None:
+    with pytest.raises(ValueError, match=r"platform=.*; accepted: None, 'cpu', 'cuda', 'rocm', 'tpu'"):
+        explain(jax.grad(loss), RHS, LHS, platform=platform)
+
+
 def test_vmap_shows_the_batched_problem() -> None:
     many = jax.ShapeDtypeStruct((5, *LHS.shape), LHS.dtype)
     wgrad = functools.partial(
@@ -116,7 +155,8 @@ def test_equal_operations_are_counted_and_others_listed_in_order() -> None:
 def test_platform_cuda_on_a_machine_without_a_gpu() -> None:
     (decision,) = explain(jax.grad(loss), RHS, LHS, platform="cuda").decisions
     choice = select(decision.problem, DEFAULT_CUDA, Options())
-    assert (decision.implementation, decision.config) == ("cutlass", choice.config)
+    assert (decision.implementation, decision.family) == ("cutlass", choice.family.name)
+    assert decision.config == choice.config
     assert decision.splits == choice.config.splits
     assert decision.workspace_bytes == wgrad_sm90.workspace_bytes(decision.problem, choice.config)
     assert decision.why == choice.why
@@ -145,7 +185,7 @@ def test_what_is_explained_is_what_is_lowered() -> None:
 def test_an_impossible_choice_is_shown_not_raised() -> None:
     grad = jax.grad(functools.partial(loss, implementation="host"))
     (decision,) = explain(grad, RHS, LHS, platform="cuda").decisions
-    assert (decision.implementation, decision.workspace_bytes) == ("none", 0)
+    assert (decision.implementation, decision.family, decision.workspace_bytes) == ("none", None, 0)
     assert "wgrad_host: runs on cpu, not cuda" in decision.why
     config = wgrad_host.Config(10**6, 64)
     (decision,) = explain(jax.grad(functools.partial(loss, config=config)), RHS, LHS, platform="cpu").decisions
@@ -158,8 +198,9 @@ def test_the_table_shows_every_field() -> None:
     (d,) = found.decisions
     title, header, row = str(found).splitlines()
     assert title == "platform cuda"
-    assert header.split() == ["operation", "x", "implementation", "config", "splits", "workspace", "why"]
-    for field in (d.problem, "2", d.implementation, d.config, d.splits, f"{d.workspace_bytes / 2**20:.2f} MiB", d.why):
+    assert header.split() == ["operation", "x", "implementation", "family", "config", "splits", "workspace", "why"]
+    size = f"{d.workspace_bytes / 2**20:.2f} MiB"
+    for field in (d.problem, "2", d.implementation, d.family, d.config, d.splits, size, d.why):
         assert f" {field} " in f" {row} "
 
 

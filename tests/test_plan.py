@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import cases
 from jax_splitk import _ffi, plan
-from jax_splitk.compiler import Source
+from jax_splitk.compiler import Compiled, Source
 from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.kernels.wgrad_sm90 import Config
 from jax_splitk.plan import DevicePlan
@@ -391,7 +391,7 @@ def test_int32_struct_is_little_endian_and_padded() -> None:
 
 def encodings(data: bytes) -> list[str]:
     """As the package does it, and with every kind of DEFLATE block."""
-    out = [plan.encode_image(data)]
+    out = [Compiled.of(data, "").code]
     for level, strategy in (
         (0, zlib.Z_DEFAULT_STRATEGY),
         (1, zlib.Z_DEFAULT_STRATEGY),
@@ -442,7 +442,7 @@ def test_random_lengths_round_trip() -> None:
 
 def test_base64_is_refused_where_it_is_not_base64() -> None:
     data = b"some machine code" * 9
-    code = plan.encode_image(data)
+    code = encodings(data)[0]
     for wrong in ("!", "-", "_", " ", "\n", "\0", "é"):
         with pytest.raises(ValueError, match="malformed code image"):
             _ffi.decode_image(code[:8] + wrong + code[9:], len(data))

@@ -19,9 +19,10 @@ from jax_splitk import compiler, kernels
 from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, target_for
+from jax_splitk.tuning import agreement, code, store
 from jax_splitk.tuning import select as selection
-from jax_splitk.tuning import store
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.entry import Candidate
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
 from jax_splitk.tuning.select import Choice, announce, select
 
@@ -178,6 +179,36 @@ def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch
     assert select(PROBLEM, CPU, Options()).implementation == "host"
 
 
+def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must come to the others' barriers; there they learn what it lacks."""
+    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    monkeypatch.setattr(agreement, "needed", lambda: True)
+    monkeypatch.setattr(agreement, "agree", lambda key, target, decide: (True, None))
+    monkeypatch.setattr(selection, "_settled", {})
+    choice = select(PROBLEM, DEFAULT_CUDA, Options(), measure=True)
+    assert choice.implementation == "cutlass"
+    assert choose(PROBLEM, DEFAULT_CUDA).why.endswith("no compiler in this test")
+    with pytest.raises(NotImplementedError, match="no compiler in this test"):
+        select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"), measure=True)
+    told = []
+
+    def refused(source: compiler.Source) -> compiler.Compiled:
+        raise compiler.CompilerUnavailable("no compiler in this test")
+
+    def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
+        told.append((key.problem, chosen.config, own))
+        return own
+
+    monkeypatch.setattr(compiler, "compile_source", refused)
+    monkeypatch.setattr(agreement, "obstacle", obstacle)
+    monkeypatch.setattr(code, "_obstacles", {})
+    for _ in range(2):
+        lowered, custom_call = code.code_of(choice, DEFAULT_CUDA, Options(), agreed=True)
+        assert (lowered.implementation, custom_call) == ("xla", None)
+        assert lowered.why == f"{choice.family.name}: no compiler in this test"
+    assert told == [(PROBLEM, choice.config, lowered.why)]
+
+
 def test_options_are_checked() -> None:
     check_options("conv_wgrad", Options())
     check_options("conv_wgrad", Options(wgrad_host.Config(1, 64), "host", False, 0))
@@ -221,9 +252,9 @@ def test_each_outcome_is_announced_once_per_problem(
         for choice in (ours, fallback, ours, other, fallback, other, ours):
             announce(choice)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{PROBLEM}: cutlass {ours.config} ({ours.why})",
+        f"{PROBLEM}: cutlass {ours.family.name} {ours.config} ({ours.why})",
         f"{PROBLEM}: XLA ({fallback.why})",
-        f"{other.problem}: cutlass {other.config} ({other.why})",
+        f"{other.problem}: cutlass {other.family.name} {other.config} ({other.why})",
     ]
     assert {record.name for record in caplog.records} == {"jax_splitk"}
 

@@ -21,13 +21,14 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
+from jax_splitk import storage
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA
 from jax_splitk.tuning import agreement, select, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
-from jax_splitk.tuning.options import Options, check_options, current
+from jax_splitk.tuning.options import Options, check_options, current, merged
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
 from tests.tuning_cache import CASE, CPU, entry_of, isolate, put
@@ -113,6 +114,26 @@ def test_a_result_rules_inside_its_block() -> None:
         assert current().tuning == outer
     assert lowered_config(wgrad, lhs, g) == predicted
     assert current() == Options()
+
+
+def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lhs, g, _ = operands(generator(18))
+    monkeypatch.setattr(select, "_mismatches", set())
+    key = key_for(CASE.problem(), CPU, Options())
+    elsewhere = dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind="z80", cores=1))
+    predicted = lowered_config(wgrad, lhs, g)
+    with TuningResult(((elsewhere, entry_of(elsewhere, ONE)),)):
+        assert [lowered_config(wgrad, lhs, g) for _ in range(2)] == [predicted] * 2
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    said = f"{key.problem}: the TuningResult in force is passed over: it decides for z80"
+    assert record.getMessage().startswith(said)
+    assert f"and this is cpu (cpu, {CPU.cores} cores" in record.getMessage()
+    caplog.clear()
+    with result_of(ONE), result_of(ONE, dataclasses.replace(CASE, batch=5)):  # without a word of this problem
+        lowered_config(wgrad, lhs, g)
+    assert [r for r in caplog.records if r.levelno == logging.WARNING] == []
 
 
 def test_a_result_reaches_the_gradient_of_a_convolution() -> None:
@@ -218,7 +239,7 @@ def test_options_hold_inside_their_block() -> None:
         np.testing.assert_array_equal(wgrad(lhs, g), expected)
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="host"), lhs, g) == predicted
         with jax_splitk.options(implementation="host", workspace_limit_bytes=123_456):
-            assert current() == Options(None, "host", True, 123_456)
+            assert current() == Options(None, "host", None, 123_456)
             with jax_splitk.options(deterministic=False):
                 assert current() == Options(None, "host", False, 123_456)
             with result_of(ONE, options=Options(workspace_limit_bytes=123_456)):
@@ -230,6 +251,16 @@ def test_options_hold_inside_their_block() -> None:
     with jax_splitk.options(workspace_limit_bytes=0):
         assert lowered_config(wgrad, lhs, g) is None
         assert lowered_config(lambda x, y: wgrad(x, y, workspace_limit_bytes=2**28), lhs, g) == predicted
+
+
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("call", [None, True, False])
+def test_a_calls_determinism_comes_before_its_blocks(outer: bool | None, call: bool | None) -> None:
+    with jax_splitk.options(deterministic=outer):
+        options = merged(Options(deterministic=call))
+    expected = True if (call, outer) == (None, None) else outer if call is None else call
+    assert options.is_deterministic is expected
+    assert key_for(CASE.problem(), CPU, options) == key_for(CASE.problem(), CPU, Options(deterministic=expected))
 
 
 @pytest.mark.parametrize(
@@ -309,12 +340,12 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     assert (choice.config, choice.why) == (TWO, "user cache: 2.0 us, XLA 1.0 us")
 
 
-@pytest.mark.parametrize("mode", store.MODES)
+@pytest.mark.parametrize("mode", storage.MODES)
 def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     lhs, g, _ = operands(generator(12))
     key = key_for(CASE.problem(), CPU, Options())
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
-    assert store.mode() == mode
+    assert storage.mode() == mode
     if mode == "frozen":
         with pytest.raises(
             store.FrozenCacheMiss, match=r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
@@ -336,9 +367,9 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
 
 
 def test_update_is_the_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert store.mode() == "update"
+    assert storage.mode() == "update"
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "")
-    assert store.mode() == "update"
+    assert storage.mode() == "update"
 
 
 def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +384,7 @@ def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
 
 
 WRONG = {
-    "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], store.mode),
+    "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], storage.mode),
     "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: select.autotune(CPU)),
     "TUNE_BUDGET_S": ("-3", ["seconds above 0"], tuner.budget_seconds),
     "AGREEMENT_TIMEOUT_S": ("soon", ["seconds above 0"], agreement.timeout_seconds),
@@ -372,6 +403,39 @@ def test_a_wrong_variable_is_an_error_that_says_what_is_accepted(name: str, monk
         with pytest.raises(ValueError, match=rf"^JAX_SPLITK_{name}='{wrong}'; accepted: ") as caught:
             read()
         assert all(word in str(caught.value) for word in accepted)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10"])
+def test_a_wrong_budget_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"seconds=.*; accepted: None or a number above 0"):
+        jax_splitk.tune_problems([CASE.problem()], seconds=seconds)
+    with pytest.raises(ValueError, match=r"seconds=.*; accepted: None or a number above 0"):
+        jax_splitk.tune(lambda: None, seconds=seconds)
+
+
+def test_wrong_problems_are_refused_before_anything_is_tuned(cache: pathlib.Path) -> None:
+    good = CASE.problem()
+    for wrong in (3, "conv_wgrad", None, {"op": "conv_wgrad"}, CASE):
+        with pytest.raises(TypeError, match=r"problems\[1\]=.*; accepted: ConvWgradProblem, QuantizedMatmulProblem"):
+            jax_splitk.tune_problems([good, wrong])
+    wrong = dataclasses.replace(good, output_spatial=(3, 3))
+    with pytest.raises(ValueError, match=r"problems\[1\]: output_spatial=\(3, 3\); the convolution gives"):
+        jax_splitk.tune_problems([good, wrong])
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("mode", storage.MODES)
+def test_tune_says_what_it_did_not_store(
+    mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    monkeypatch.setattr(tuner, "FIRST_ROUND", 2)
+    ((key, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.01)
+    assert entry.measurements
+    assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
+    said = [r.getMessage() for r in caplog.records if "measured, but not stored" in r.getMessage()]
+    assert len(said) == (mode != "update")
+    assert all(f"JAX_SPLITK_CACHE_MODE={mode}" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S"])

@@ -182,6 +182,9 @@ target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target, Options()) for i in range(5)]
 ranked = {key: tuner.ranked(key, target) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
+# Made ahead: deflating takes longer than writing, and it is writers that are to be killed.
+images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
+cubins = [compiler.Compiled.of(image, hashlib.sha256(image).hexdigest()) for image in images]
 
 def write_entries(rng):
     while True:
@@ -194,9 +197,7 @@ def write_entries(rng):
 def write_cubins(rng):
     while True:
         name = rng.choice(names)
-        image = rng.randbytes(rng.randrange(300_000))
-        log = hashlib.sha256(image).hexdigest()
-        storage.write(compiler._cubin_path(name), compiler._pack(name, compiler.Compiled(image, log)))
+        storage.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
 
 def check():
     for key in keys:
@@ -372,6 +373,40 @@ def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib
     for (_, log), _ in outcomes:
         assert any("the processes did not agree" in line and "the deterministic choice is used" in line for line in log)
         assert any("the cost model's best" in line for line in log)
+
+
+def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
+    """Also when it is lowered again; what all can compile is not."""
+    body = """
+    from jax_splitk import plan
+    from jax_splitk.compiler import CompilationError, CompilerUnavailable
+    build, asked = plan.HostPlan.custom_call, []
+
+    def failing(error):
+        def custom_call(self):
+            asked.append(1)
+            if process == 1:
+                raise error
+            return build(self)
+        return custom_call
+
+    plan.HostPlan.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+    out += [lower(4), lower(4, 1)]
+    plan.HostPlan.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+    out.append(lower(5))
+    plan.HostPlan.custom_call = build
+    out += [lower(6), lower(4, 1, 2)]
+    """
+    caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]
+    ((zero, zero_log), _), ((one, one_log), _) = job(body, tmp_path, caches)
+    assert zero == one
+    assert [len(configs(text)) for text in zero] == [0, 0, 0, 1, 0]
+    for log, where in ((zero_log, "process 1: "), (one_log, "")):
+        (first,) = [line for line in log if f"XLA instead of wgrad_host {ONE}: {where}wgrad_host: wgrad.cu" in line]
+        assert ("and why" in first) is (where == "")
+        missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
+        (second,) = [line for line in log if missing in line and "XLA instead" in line]
+        assert "lhs 5x9x8x6" in second
 
 
 # ---- artefacts -----------------------------------------------------------------------------------------------------

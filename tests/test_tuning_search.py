@@ -8,7 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,34 +21,29 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import compiler, execute
+from jax_splitk import compiler, execute, storage
 from jax_splitk.compiler import CompilerUnavailable
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.plan import CustomCall
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import ahead, entry, measure, select, store, tuner
+from jax_splitk.tuning import ahead, entry, measure, profile, select, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
-from tests.problems import SEED, generator, seeded
+from tests.problems import SEED, seeded
+from tests.tuning_cache import CPU, isolate, random_tiny
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
 
-CPU = target_for("cpu")
 CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S")
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Empty layers of this test's own; the writable one is returned."""
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
-    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
-    return tmp_path / "user"
+    """A cache of its own for every test."""
+    return isolate(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -67,16 +63,6 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[ConvWgradProblem]:
     return problems
 
 
-def random_tiny(rng: np.random.Generator, **changes: Any) -> Case:
-    """A case that no other test has."""
-    sizes = [int(n) for n in rng.integers(5, 14, 2)]
-    channels = [int(n) for n in rng.integers(4, 20, 2)]
-    kernel = tuple(int(n) for n in rng.integers(1, 4, 2))
-    return dataclasses.replace(
-        Case("random", int(rng.integers(2, 9)), *sizes, *channels, kernel, dtype="float32"), **changes
-    )
-
-
 def operands(rng: np.random.Generator, case: Case) -> tuple[jax.Array, jax.Array, np.ndarray]:
     """(lhs, g, the weight gradient), of small integers, so that every order of summation gives the same."""
     lhs, g = (jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in (case.lhs_shape, case.g_shape))
@@ -92,238 +78,8 @@ def wgrad(lhs: jax.Array, g: jax.Array, case: Case, **options: Any) -> jax.Array
     return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
 
 
-# ---- the search with scripted times --------------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that only the scripted bench moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class Script:
-    """What each candidate takes, and what goes wrong with it.
-
-    Attributes:
-      us: microseconds of a candidate.
-      broken: candidates that do not compile, and why.
-      round_seconds: how far a timing moves the clock.
-      late: candidates that raise at this timing (counted from 0).
-    """
-
-    def __init__(self, us: Callable[[Candidate], float]):
-        self.us = us
-        self.broken: dict[Candidate, str] = {}
-        self.late: dict[Candidate, int] = {}
-        self.round_seconds = 1e-3
-        self.clock = Clock()
-        self.prepared: list[Candidate] = []
-        self.rounds: list[Candidate] = []
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate], float]], Script]:
-    """Replaces everything of the bench that compiles or runs; its `time` is the real one."""
-
-    def install(us: Callable[[Candidate], float]) -> Script:
-        script = Script(us)
-
-        class ScriptedBench(Bench):
-            def __init__(self, problem: ConvWgradProblem, platform: str):
-                self.problem, self.platform, self.sets = problem, platform, 1
-
-            def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
-                script.prepared += candidates
-                broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
-                return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
-
-            def _round(self, contestant: Contestant) -> float:
-                script.clock.now += script.round_seconds
-                candidate = contestant.candidate
-                if script.rounds.count(candidate) == script.late.get(candidate, -1):
-                    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: scripted")
-                script.rounds.append(candidate)
-                return script.us(candidate)
-
-        monkeypatch.setattr(tuner, "Bench", ScriptedBench)
-        monkeypatch.setattr(tuner, "time", script.clock)
-        monkeypatch.setattr(measure, "time", script.clock)
-        return script
-
-    return install
-
-
 def key_of(case: Case, **options: Any) -> Key:
     return key_for(case.problem(), CPU, Options(**options))
-
-
-def wide(rng: np.random.Generator) -> Key:
-    """A key with many candidates."""
-    return key_of(random_tiny(rng, batch=64, height=int(rng.integers(24, 32)), width=31))
-
-
-def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
-    with seeded(1) as rng:
-        for _ in range(20):
-            key = wide(rng)
-            ranking = tuner.ranked(key, CPU)
-            assert len(ranking) > 20
-            times = {c: float(rng.uniform(100, 1000)) for c in ranking}
-            script = scripted(lambda c, times=times: times.get(c, 2000.0))
-            found = tuner.tune(key, CPU)
-            tried = [c for c in script.prepared if c.family != XLA]
-            assert len(tried) == len(set(tried))
-            assert found.choice == min(tried, key=lambda c: times.get(c, 2000.0))
-            assert found.predicted == ranking[0] in tried
-            assert {m.candidate: m.us for m in found.measurements} == {
-                Candidate(XLA): 2000.0,
-                **{c: round(times.get(c, 2000.0), 3) for c in tried},
-            }
-            assert found.metadata["candidates"] == len(tried)
-            fastest = min(times.get(c, 2000.0) for c in tried)
-            assert found.regret == pytest.approx(times[ranking[0]] / fastest - 1, rel=1e-3, abs=1e-6)
-            assert entry.loads(found.dumps(), key, CPU) == found
-
-
-def test_the_search_refines_around_the_best(scripted: Any) -> None:
-    """It walks downhill from the candidates of the family to configs that are none of them."""
-    key = wide(generator(2))
-    listed = {c.config for c in tuner.ranked(key, CPU)}
-    goal = wgrad_host.Config(16, 2048)
-    assert goal not in listed
-    assert wgrad_host.supports(key.problem, goal) is None
-    distance = lambda c: abs(np.log2(c.config.splits / 16)) + abs(np.log2(c.config.block / 2048))  # noqa: E731
-    scripted(lambda c: 9000.0 if c.family == XLA else 100.0 * (1 + distance(c)))
-    found = tuner.tune(key, CPU)
-    assert found.choice.config == goal
-    assert found.regret > 0
-
-
-def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any) -> None:
-    key = wide(generator(3))
-    ranking = tuner.ranked(key, CPU)
-    first, other = ranking[0], ranking[5]
-    for gain, winner in ((0.99, first), (0.985, first), (0.97, other), (0.5, other)):
-        scripted(lambda c, gain=gain: 100.0 if c == first else 100 * gain if c == other else 500.0)
-        assert tuner.tune(key, CPU).choice == winner
-
-
-def test_however_many_are_within_the_noise(scripted: Any) -> None:
-    key = wide(generator(4))
-    first = tuner.ranked(key, CPU)[0]
-    scripted(lambda c: 100.0 if c == first else 900.0 if c.family == XLA else 99.5)
-    assert tuner.tune(key, CPU).choice == first
-
-
-def test_a_noisy_challenger_needs_more(scripted: Any) -> None:
-    """A challenger whose own timings differ by a fifth is not believed to be a tenth faster."""
-    key = wide(generator(5))
-    ranking = tuner.ranked(key, CPU)
-    first, other = ranking[0], ranking[3]
-    times = iter([90.0] + [110.0] * 1000)
-    scripted(lambda c: 100.0 if c == first else next(times) if c == other else 500.0)
-    assert tuner.tune(key, CPU).choice == first
-    scripted(lambda c: 100.0 if c == first else 90.0 if c == other else 500.0)
-    assert tuner.tune(key, CPU).choice == other
-
-
-def test_xla_wins_where_it_is_faster_by_more_than_the_noise(scripted: Any) -> None:
-    key = wide(generator(6))
-    for xla_us, wins in ((99.0, False), (101.0, False), (97.0, True), (5.0, True)):
-        scripted(lambda c, us=xla_us: us if c.family == XLA else 100.0)
-        found = tuner.tune(key, CPU)
-        assert (found.choice == Candidate(XLA)) is wins
-        assert found.us(Candidate(XLA)) == xla_us
-    store.save(key, found)
-    assert select.select(key.problem, CPU, Options()).implementation == "xla"
-    assert select.select(key.problem, CPU, Options(implementation="host")).implementation == "host"
-
-
-def test_xla_wins_where_nothing_of_ours_works(scripted: Any) -> None:
-    key = key_of(CASE)
-    script = scripted(lambda c: 100.0)
-    script.broken = {c: "no" for c in tuner.ranked(key, CPU)}
-    found = tuner.tune(key, CPU)
-    assert found.choice == Candidate(XLA)
-    assert [m.error for m in found.measurements if m.candidate.family != XLA] == ["no"] * len(script.broken)
-    assert found.regret is None
-    assert entry.loads(found.dumps(), key, CPU) == found
-
-
-def test_what_does_not_compile_is_recorded_and_passed_over(scripted: Any) -> None:
-    key = wide(generator(7))
-    ranking = tuner.ranked(key, CPU)
-    script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 10 * ranking.index(c) if c in ranking else 800.0)
-    script.broken = {ranking[0]: "CompilationError: first", ranking[2]: "wrong result: third"}
-    found = tuner.tune(key, CPU)
-    assert found.choice == ranking[1]
-    assert {m.candidate: m.error for m in found.measurements if m.error} == script.broken
-    assert ranking[0] not in script.rounds
-    assert entry.loads(found.dumps(), key, CPU) == found
-
-
-@pytest.mark.parametrize("late", [0, 1, 3, 4])
-def test_what_fails_while_it_is_timed_is_recorded_and_passed_over(late: int, scripted: Any) -> None:
-    """A launch that fails only after some calls ends that candidate, not the search."""
-    key = wide(generator(8))
-    ranking = tuner.ranked(key, CPU)
-    fastest, second = ranking[1], ranking[4]
-    script = scripted(lambda c: {fastest: 50.0, second: 60.0}.get(c, 900.0))
-    script.late = {fastest: late}
-    found = tuner.tune(key, CPU)
-    assert found.choice == second
-    (failure,) = [m for m in found.measurements if m.error]
-    assert (failure.candidate, failure.us) == (fastest, None)
-    assert "CUDA_ERROR_LAUNCH_FAILED" in failure.error
-    assert entry.loads(found.dumps(), key, CPU) == found
-
-
-def test_the_budget_is_kept(scripted: Any) -> None:
-    key = wide(generator(9))
-    spent = {}
-    for budget in (0.5, 5.0, 60.0):
-        script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 1000 / c.config.block)
-        script.round_seconds = 0.1
-        began = script.clock.now
-        found = tuner.tune(key, CPU, seconds=budget)
-        # Each candidate is timed once in any case, and the finalists get half a second.
-        least = 0.1 * len(script.prepared)
-        spent[budget] = script.clock.now - began
-        assert spent[budget] <= max(least, budget) + 0.5 + 0.3
-        assert found.metadata["seconds"] == round(spent[budget], 3)
-        assert set(script.rounds) == set(script.prepared)
-    assert spent[0.5] < spent[5.0] < spent[60.0]
-
-
-def test_an_old_entry_takes_part_again(scripted: Any) -> None:
-    """Its fastest candidates are timed again, also those that the ranking would not have reached."""
-    key = wide(generator(10))
-    ranking = tuner.ranked(key, CPU)
-    hidden = Candidate("wgrad_host", wgrad_host.Config(13, 1000))
-    assert hidden not in ranking
-    assert entry.illegality(hidden, key, CPU) is None
-    old = Entry(key.as_dict(), hidden, (Measurement(hidden, 10.0), Measurement(ranking[-1], 9e4)), ranking[0], {})
-    script = scripted(lambda c: 10.0 if c == hidden else 100.0)
-    found = tuner.tune(key, CPU, old)
-    assert hidden in script.prepared
-    assert found.choice == hidden
-
-
-def test_an_illegal_measurement_of_an_old_entry_cannot_win(scripted: Any) -> None:
-    """Files are never trusted: only an entry's choice is checked when it is read, so the search checks the rest."""
-    key = wide(generator(11))
-    ranking = tuner.ranked(key, CPU)
-    illegal = Candidate("wgrad_host", wgrad_host.Config(10**6, 64))
-    assert entry.illegality(illegal, key, CPU) is not None
-    text = Entry(key.as_dict(), ranking[0], (Measurement(illegal, 1.0),), ranking[0], {}).dumps()
-    script = scripted(lambda c: 1.0 if c == illegal else 100.0)
-    found = tuner.tune(key, CPU, entry.loads(text, key, CPU))
-    assert illegal not in script.prepared
-    assert found.choice != illegal
 
 
 # ---- the search on the CPU -----------------------------------------------------------------------------------------
@@ -463,6 +219,34 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
     assert ("ZeroDivisionError: scripted" if where != "run" else "workspace") in failure.error
     assert found.choice != bad
     assert len([m for m in found.measurements if m.us and m.candidate.family == "wgrad_host"]) >= 2
+
+
+def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> None:
+    """It hangs in its first calls, before anything is timed: XLA is chosen and stored, and the process can go."""
+    script = """
+import threading
+import jax_splitk
+from tests.test_tuning_search import CASE, CPU, Candidate, XLA, key_of
+from jax_splitk.tuning import measure, store, tuner
+bad = tuner.ranked(key_of(CASE), CPU)[0]
+check = measure.Bench._check
+def hanging(self, run):
+    if self.running[0] == bad:
+        threading.Event().wait()
+    return check(self, run)
+measure.Bench._check = hanging
+tuner.STUCK_SECONDS = 5
+((_, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.05)
+assert entry.choice == Candidate(XLA), entry
+assert [m.candidate for m in entry.measurements if m.error] == [bad]
+assert store.lookup(key_of(CASE), CPU)[0].choice == Candidate(XLA)
+print("decided")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "decided\n"), done.stderr
+    assert "did not come back within 5 s" in done.stderr
 
 
 def test_a_failed_search_leaves_the_decision_to_the_cost_model(
@@ -606,7 +390,7 @@ def test_a_miss_is_measured_once_inside(
 ) -> None:
     """Also where the decision cannot be stored: a problem is measured once by a process in any case."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
-    salt = 100 + INSIDE.index(inside) + 20 * store.MODES.index(mode)
+    salt = 100 + INSIDE.index(inside) + 20 * storage.MODES.index(mode)
     with seeded(salt) as rng:
         case = random_tiny(rng)
         lhs, g, _ = operands(rng, case)
@@ -730,6 +514,29 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
             break
     print(f"selection on a hit: {min(medians) * 1e6:.0f} us (seed {SEED})")
     assert min(medians) < 1e-3
+
+
+# ---- device times ---------------------------------------------------------------------------------------------------
+
+
+def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def event(name: str, start: float, end: float) -> Any:
+        return types.SimpleNamespace(name=name, start_ns=start, end_ns=end)
+
+    def plane(name: str, **lines: list[Any]) -> Any:
+        found = [types.SimpleNamespace(name=line, events=events) for line, events in lines.items()]
+        return types.SimpleNamespace(name=name, lines=found)
+
+    kernels = [event("wgrad", 1.0, 2.0), event("MemcpyH2D", 2.0, 3.0)]
+    planes = [
+        plane("/device:GPU:0", Stream1=[event("of another user", 0.0, 9.0)]),
+        plane("/device:GPU:1", Stream1=kernels, Stream2=[event("reduce", 1.5, 2.5)], Steps=[event("0", 0.0, 9.0)]),
+        plane("/device:GPU:11", Stream1=[event("of a third", 0.0, 9.0)]),
+        plane("/host:CPU", Stream1=[event("python", 0.0, 9.0)]),
+    ]
+    data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", data)
+    assert profile.device_events(tmp_path, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.5, 2.5)]
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.cases import Case
 from jax_splitk import kernels
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
+from jax_splitk.quantized.problem import QuantizedMatmulProblem
 from jax_splitk.target import Target, target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
@@ -32,12 +34,45 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     return tmp_path / "user"
 
 
-def random_key(rng: np.random.Generator, target: Target) -> Key:
+def random_tiny(rng: np.random.Generator, **changes: Any) -> Case:
+    """A case that no other test has."""
+    sizes = [int(n) for n in rng.integers(5, 14, 2)]
+    channels = [int(n) for n in rng.integers(4, 20, 2)]
+    kernel = tuple(int(n) for n in rng.integers(1, 4, 2))
+    return dataclasses.replace(
+        Case("random", int(rng.integers(2, 9)), *sizes, *channels, kernel, dtype="float32"), **changes
+    )
+
+
+def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
+    qtype = str(rng.choice(list(FORMATS)))
+    pick = lambda *values: str(rng.choice(values))  # noqa: E731
+    k = 64 * int(rng.integers(2, 40))
+    zero_dtype = pick("none", *SCALE_DTYPES) if FORMATS[qtype].integer else "none"
+    problem = QuantizedMatmulProblem(
+        rows=int(rng.integers(1, 300)),
+        k=k,
+        features=int(rng.integers(64, 2000)),
+        x_dtype=pick("bfloat16", "float16"),
+        out_dtype=pick("bfloat16", "float16", "float32"),
+        qtype=qtype,
+        group_size=int(rng.choice([32, 64, k])),
+        scale_dtype=pick(*SCALE_DTYPES),
+        zero_dtype=zero_dtype,
+    )
+    problem.validate()
+    return problem
+
+
+def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad") -> Key:
     """A key with at least four legal candidates."""
     dtypes = ("bfloat16", "float16") if target.platform == "cuda" else ("float32", "bfloat16", "float16")
     while True:
         dtype = str(rng.choice(dtypes))
-        problem = random_case(rng, dtype).problem(str(rng.choice([dtype, "float32"])))
+        if op == "conv_wgrad":
+            problem = random_case(rng, dtype).problem(str(rng.choice([dtype, "float32"])))
+        else:
+            problem = random_product(rng)
         limit = None if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
         options = Options(deterministic=bool(rng.random() < 0.5), workspace_limit_bytes=limit)
         key = key_for(problem, target, options)

@@ -37,12 +37,12 @@ def add_parser(commands: Any) -> None:
     export.add_argument("file", metavar="FILE")
     import_ = add("import", cache_combine.import_entries, "put an exported file's entries into the writable layer")
     import_.add_argument("file", metavar="FILE")
-    prune_ = add("prune", cache_prune.prune_entries, "delete entries of the writable layer, and list them")
-    prune_.add_argument(
-        "--environment", choices=("other", "all"), help="entries for other machines or versions, or for all"
+    prune_ = add(
+        "prune", cache_prune.prune_entries, "delete entries and machine code of the writable layer, and list them"
     )
+    prune_.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")
     prune_.add_argument(
-        "--older-than", type=not_negative, metavar="DAYS", help="only entries whose measurement is older"
+        "--older-than", type=not_negative, metavar="DAYS", help="only what was measured or compiled longer ago"
     )
     prune_.add_argument("--damaged", action="store_true", help="also files that no version of jax_splitk can use")
     prune_.add_argument("--dry-run", action="store_true", help="list, but do not delete")

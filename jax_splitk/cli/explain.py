@@ -5,15 +5,15 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from jax_splitk import storage
 from jax_splitk.cli import constraints, output
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
 from jax_splitk.cli.script import run
 from jax_splitk.cli.usage import UsageError
-from jax_splitk.explain import Decision, Explanation
+from jax_splitk.explain import Decision, Explanation, decision
 from jax_splitk.target import local_platform, target_for
-from jax_splitk.tuning import store
 from jax_splitk.tuning.options import current
-from jax_splitk.tuning.select import Choice, select
+from jax_splitk.tuning.select import select
 from jax_splitk.tuning.watch import watching
 
 
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     try:
-        store.mode()
+        storage.mode()
     except ValueError as error:
         raise UsageError(str(error)) from None
     what = script_or_problems(arguments.what)
@@ -46,7 +46,7 @@ def command(arguments: argparse.Namespace) -> int:
         target = target_for(platform)
         with constraints.in_force(arguments):
             choices = [select(problem, target, current()) for problem in what]
-        explanation = Explanation(platform, tuple(_decision(choice, 1) for choice in choices))
+        explanation = Explanation(platform, tuple(map(decision, choices)))
     else:
         if arguments.platform is not None:
             raise UsageError(
@@ -58,19 +58,12 @@ def command(arguments: argparse.Namespace) -> int:
                 stack.enter_context(output.stdout_to_stderr())
             watched = stack.enter_context(watching())
             failed = run(what, arguments.script_arguments or [])
-        explanation = Explanation(local_platform(), tuple(_decision(c, n) for c, n in watched.choices.items()))
+        explanation = Explanation(local_platform(), tuple(decision(c, n) for c, n in watched.choices.items()))
     value = {"platform": explanation.platform, "decisions": [_as_dict(d) for d in explanation.decisions]}
     output.emit(value, output.printable(str(explanation)), as_json=arguments.json)
     if failed is not None:
         output.note(failed)
     return 0 if failed is None else 1
-
-
-def _decision(choice: Choice, count: int) -> Decision:
-    splits = getattr(choice.config, "splits", None)
-    return Decision(
-        choice.problem, choice.implementation, choice.config, splits, choice.workspace_bytes, choice.why, count
-    )
 
 
 def _as_dict(decision: Decision) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
 problem; then process 0 publishes its decision in the key-value store of `jax.distributed`. When the barrier does not
-hold everybody falls back to the deterministic choice, so that two processes never lower different configs.
+hold everybody falls back to the deterministic choice, so that two processes never lower different configs. At a second
+barrier they tell what keeps them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
 """
 
 import collections
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 
 from jax_splitk import _compat, settings
 from jax_splitk.target import Target
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning.entry import Entry, InvalidEntry
+from jax_splitk.tuning.entry import Candidate, Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
 
 logger = logging.getLogger("jax_splitk")
@@ -33,6 +36,9 @@ def needed() -> bool:
 
 _rounds: collections.Counter[str] = collections.Counter()
 
+# Digests of the keys that this process decided by itself: it need not wait for the others a second time.
+_alone: set[str] = set()
+
 
 def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
     """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
@@ -50,6 +56,7 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
         logger.warning("%s: the processes did not agree (%s); the deterministic choice is used", key.problem, error)
+        _alone.add(key.digest)
         return False, None
     if process == 0:
         entry = None
@@ -69,3 +76,27 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
             f"{key.problem}: process 0's decision is not valid in process {process} ({error}); "
             "the processes run different versions of jax_splitk, or on different devices"
         ) from error
+
+
+def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
+    """What keeps any process of the job from using what was chosen for the key; None where nothing does.
+
+    Each process asks once, with what keeps itself. Where not all of them ask, its own obstacle is the answer.
+    """
+    client, process, processes = _compat.distributed()
+    if client is None or processes == 1 or key.digest in _alone:
+        return own
+    which = hashlib.sha256(json.dumps(chosen.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    name = f"jax_splitk/{key.digest}/{which}"
+    if own is not None:
+        client.key_value_set(f"{name}/obstacles/{process}", own.splitlines()[0])
+    try:
+        client.wait_at_barrier(f"{name}/compiled", int(timeout_seconds() * 1000))
+    except Exception as error:
+        logger.warning("%s: not all processes have compiled %s (%s)", key.problem, chosen, error)
+        return own
+    others = client.key_value_dir_get(f"{name}/obstacles/")
+    if own is not None or not others:
+        return own
+    where, text = min(others)
+    return f"process {where.rpartition('/')[2]}: {text}"

@@ -1,6 +1,7 @@
 """A tuning decision with what it rests on, and its JSON form. Reading checks everything: a file is never trusted."""
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -160,13 +161,18 @@ def _candidate(data: Any, problem: kernels.Problem) -> Candidate:
         return Candidate(XLA)
     config_type = family_named(problem.op, data["family"]).Config
     fields = data.get("config")
-    types = {field.name: field.type for field in dataclasses.fields(config_type)}
+    types = _types(config_type)
     if not isinstance(fields, dict) or set(fields) != set(types):
         raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(types)}")
     for name, value in fields.items():
         if type(value) is not types[name]:  # bool is an int, and 1.0 equals 1: only the exact type will do
             raise InvalidEntry(f"config field {name}={value!r}; accepted: {types[name]}")
     return Candidate(data["family"], config_type(**fields))
+
+
+@functools.cache
+def _types(config_type: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(config_type)}
 
 
 def _measurement(data: Any, problem: kernels.Problem) -> Measurement:

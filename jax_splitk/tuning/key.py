@@ -16,6 +16,11 @@ from jax_splitk.tuning.options import Options
 SCHEMA = 1
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """`dataclasses.asdict` of a flat one, at a fraction of its time."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """The machine as far as timings and machine code depend on it.
@@ -31,7 +36,8 @@ class Environment:
     abi: tuple[str, ...]
 
     def digest(self) -> str:
-        return _digest(dataclasses.asdict(self))[:16]
+        text = json.dumps(_fields(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,42 +51,48 @@ class Key:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in an entry's file (tuples become lists)."""
+        return json.loads(self._text)
+
+    @functools.cached_property
+    def _text(self) -> str:
         fields = {
             "schema": SCHEMA,
             "op": self.problem.op,
-            "problem": dataclasses.asdict(self.problem),
+            "problem": _fields(self.problem),
             "deterministic": self.deterministic,
             "workspace_limit_bytes": self.workspace_limit_bytes,
-            "environment": dataclasses.asdict(self.environment),
+            "environment": _fields(self.environment),
         }
-        return json.loads(json.dumps(fields))
+        return json.dumps(fields, sort_keys=True)
 
     @functools.cached_property
     def digest(self) -> str:
-        return _digest(self.as_dict())
+        return hashlib.sha256(self._text.encode()).hexdigest()
 
-    @property
+    @functools.cached_property
     def file(self) -> str:
         """The entry's file, relative to a layer of the cache."""
         return f"tuning/{self.environment.digest()}/{self.digest[:40]}.json"
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def serving(problem: kernels.Problem, target: Target) -> tuple[kernels.Family, ...]:
+    """The families that can compute a problem on `target`."""
+    return tuple(f for f in kernels.families(problem.op, target.platform) if f.supports(problem, None, target) is None)
 
 
-def environment(problem: kernels.Problem, target: Target) -> Environment:
-    """The environment for a problem's decisions on `target`."""
-    families = kernels.families(problem.op, target.platform)
-    return _environment(tuple(f for f in families if f.supports(problem, None, target) is None), target)
+def environment(
+    problem: kernels.Problem, target: Target, families: Sequence[kernels.Family] | None = None
+) -> Environment:
+    """The environment for a problem's decisions on `target`; `families` where `serving` is known already."""
+    return _environment(serving(problem, target) if families is None else families, target)
 
 
 def environments(op: str, target: Target) -> Iterator[Environment]:
     """Every environment that `environment` may give for an operation's problems."""
     families = kernels.families(op, target.platform)
     for count in range(len(families) + 1):
-        for serving in itertools.combinations(families, count):
-            yield _environment(serving, target)
+        for some in itertools.combinations(families, count):
+            yield _environment(some, target)
 
 
 def _environment(families: Sequence[kernels.Family], target: Target) -> Environment:
@@ -95,8 +107,11 @@ def _cuda_major(platform: str) -> int:
     return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
 
 
-def key_for(problem: kernels.Problem, target: Target, options: Options) -> Key:
-    return Key(problem, options.deterministic, options.workspace_limit, environment(problem, target))
+def key_for(
+    problem: kernels.Problem, target: Target, options: Options, families: Sequence[kernels.Family] | None = None
+) -> Key:
+    """The key of a problem's decision; `families` as in `environment`."""
+    return Key(problem, options.is_deterministic, options.workspace_limit, environment(problem, target, families))
 
 
 def problem_from_dict(op: str, fields: dict[str, Any]) -> kernels.Problem:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -78,8 +79,20 @@ def _compile_sources(plans: Iterable[Any]) -> None:
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
 
 
+class Abandoned(RuntimeError):
+    """Nobody waits for the bench any longer."""
+
+
 class Bench:
-    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates."""
+    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates.
+
+    Attributes:
+      running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
+      abandoned: set by that thread when it gives up: nothing more is run.
+    """
+
+    running: tuple[Candidate, float] | None = None
+    abandoned = False
 
     def __init__(self, problem: kernels.Problem, platform: str):
         self.problem = problem
@@ -105,7 +118,7 @@ class Bench:
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
                 continue
-            wrong = _attempt(lambda run=outcome: self._check(run))
+            wrong = _attempt(lambda c=candidate, run=outcome: self._on_device(c, lambda: self._check(run)))
             if wrong is None:
                 contestants.append(Contestant(candidate, outcome))
             else:
@@ -145,7 +158,7 @@ class Bench:
                 if contestant.times and time.monotonic() > deadline:
                     return
                 if contestant.error is None:
-                    timed = _attempt(lambda c=contestant: self._round(c))
+                    timed = _attempt(lambda c=contestant: self._on_device(c.candidate, lambda: self._round(c)))
                     if isinstance(timed, str):
                         contestant.error = timed
                     else:
@@ -161,13 +174,24 @@ class Bench:
         try:
             for _ in range(DEVICE_ROUNDS):
                 for contestant, times in zip(contestants, found, strict=True):
-                    times.append(self._device_round(contestant))
+                    work = functools.partial(self._device_round, contestant)
+                    times.append(self._on_device(contestant.candidate, work))
         except Exception as error:
             logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
             return False
         for contestant, times in zip(contestants, found, strict=True):
             contestant.device_times = times
         return True
+
+    def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
+        """The result of `work`, which runs the candidate and waits for it."""
+        if self.abandoned:
+            raise Abandoned("the measurement was given up")
+        self.running = (candidate, time.monotonic())
+        try:
+            return work()
+        finally:
+            self.running = None
 
     def _device_round(self, contestant: Contestant) -> float:
         wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))

@@ -16,16 +16,26 @@ DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the caller asked for; see `jax_splitk.conv_wgrad` for each field.
+    """What the caller asked for; see `jax_splitk.conv_wgrad` for each field. None leaves it to the enclosing blocks,
+    then to the defaults.
 
     `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced.
     """
 
     config: Any = None
     implementation: str | None = None
-    deterministic: bool = True
+    deterministic: bool | None = None
     workspace_limit_bytes: int | None = None
     tuning: Any = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether nothing else may serve than what was asked for."""
+        return self.implementation is not None or self.config is not None
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.deterministic is not False
 
     @property
     def workspace_limit(self) -> int:
@@ -57,7 +67,7 @@ def _check_values(options: Options) -> None:
     limit = options.workspace_limit_bytes
     if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
         raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
-    if not isinstance(options.deterministic, bool):
+    if options.deterministic is not None and not isinstance(options.deterministic, bool):
         raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
 
 
@@ -111,7 +121,7 @@ def merged(call: Options) -> Options:
     return dataclasses.replace(
         call,
         implementation=outer.implementation if call.implementation is None else call.implementation,
-        deterministic=outer.deterministic and call.deterministic,
+        deterministic=outer.deterministic if call.deterministic is None else call.deterministic,
         workspace_limit_bytes=(
             outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
         ),

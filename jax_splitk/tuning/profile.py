@@ -14,7 +14,8 @@ Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 def trace(work: Callable[[], None]) -> list[Event]:
-    """What the GPUs' streams ran during `work`, which must wait for its own results; empty on other platforms.
+    """What the streams of the process's first GPU, on which everything is measured, ran during `work`, which must wait
+    for its own results; empty on other platforms.
 
     Raises:
       RuntimeError: a profile is being taken already.
@@ -25,14 +26,15 @@ def trace(work: Callable[[], None]) -> list[Event]:
     with tempfile.TemporaryDirectory(prefix="jax_splitk_trace_") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             work()
-        return [event for path in pathlib.Path(folder).rglob("*.xplane.pb") for event in device_events(path)]
+        ordinal = jax.local_devices()[0].local_hardware_id
+        return [event for path in pathlib.Path(folder).rglob("*.xplane.pb") for event in device_events(path, ordinal)]
 
 
-def device_events(path: pathlib.Path) -> list[Event]:
-    """The events of the GPUs' streams in a profile, except host copies."""
+def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
+    """The events of one GPU's streams in a profile, except host copies."""
     events = []
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if not (plane.name or "").startswith("/device:GPU"):
+        if plane.name != f"/device:GPU:{ordinal}":
             continue
         for line in plane.lines:
             # Other lines ("XLA Ops", "XLA Modules", "Steps") are derived from the streams'.

@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Any
 
-from jax_splitk import compiler, kernels, settings
+from jax_splitk import compiler, kernels, settings, storage
 from jax_splitk.target import Target
 from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
@@ -66,13 +66,14 @@ def select(
         return xla(problem, "implementation='xla' was asked for")
     serving: list[kernels.Family] = []
     refusals: dict[str, list[str]] = {}  # families by reason
-    explicit = options.implementation is not None or options.config is not None
+    explicit = options.explicit
+    limits = {f.name: f.supports(problem, None, target) for f in kernels.families(problem.op, target.platform)}
     for family in kernels.families(problem.op):
         if options.implementation not in (None, family.implementation):
             continue
         if options.config is not None and not isinstance(options.config, family.Config):
             continue
-        refusal = _refusal(family, problem, target, explicit)
+        refusal = _refusal(family, limits.get(family.name), target, options, measure)
         if refusal is None:
             serving.append(family)
         elif refusal:
@@ -80,7 +81,9 @@ def select(
     if serving and options.config is not None:
         return _explicit(serving[0], problem, target, options)
     if serving:
-        choice = _decided(problem, target, options, measure, final) or _predicted(serving, problem, target, options)
+        legal = [f for f in kernels.families(problem.op, target.platform) if limits[f.name] is None]
+        key = key_for(problem, target, options, legal)
+        choice = _decided(key, target, options, measure, final) or _predicted(serving, problem, target, options)
         if isinstance(choice, Choice):
             return choice
         for refusal, names in choice.items():
@@ -94,12 +97,14 @@ def select(
     return xla(problem, reason)
 
 
-def _refusal(family: kernels.Family, problem: kernels.Problem, target: Target, explicit: bool) -> str | None:
-    """Why the family cannot serve; "" for another platform's family that nobody asked for."""
+def _refusal(family: kernels.Family, reason: str | None, target: Target, options: Options, measure: bool) -> str | None:
+    """Why the family, which supports the problem but for `reason`, cannot serve; "" for another platform's family that
+    nobody asked for."""
     if family.platform != target.platform:
-        return f"runs on {family.platform}, not {target.platform}" if explicit else ""
-    reason = family.supports(problem, None, target)
-    if reason is None and family.platform == "cuda":
+        return f"runs on {family.platform}, not {target.platform}" if options.explicit else ""
+    # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
+    together = measure and not options.explicit and agreement.needed()
+    if reason is None and family.platform == "cuda" and not together:
         reason = compiler.unavailable()
     return reason
 
@@ -120,12 +125,13 @@ def _explicit(family: kernels.Family, problem: kernels.Problem, target: Target, 
 # ---- decisions by measurement --------------------------------------------------------------------------------------
 
 
-def _decided(problem: kernels.Problem, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
+def _decided(key: Key, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
     """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
-    key = key_for(problem, target, options)
     entry = None if options.tuning is None else options.tuning.get(key)
     if entry is not None:
         return _from_entry(entry, "the TuningResult in force", key, target, options)
+    if options.tuning is not None:
+        _say_what_does_not_match(options.tuning, key)
     if not measure:
         found = store.lookup(key, target)
         if found is None and final:
@@ -133,6 +139,27 @@ def _decided(problem: kernels.Problem, target: Target, options: Options, measure
         return None if found is None else _from_entry(found[0], found[1], key, target, options)
     entry, where = _agreed(key, target)
     return None if entry is None else _from_entry(entry, where, key, target, options)
+
+
+_mismatches: set[Key] = set()
+
+
+def _say_what_does_not_match(tuning: Any, key: Key) -> None:
+    """One log line where a TuningResult has the problem, but not for this machine or these constraints."""
+    others = [other for other, _ in tuning if other.problem == key.problem]
+    if not others or key in _mismatches:
+        return
+    _mismatches.add(key)
+    logger.warning(
+        "%s: the TuningResult in force is passed over: it decides for %s, and this is %s",
+        *(key.problem, "; ".join(map(_circumstances, others)), _circumstances(key)),
+    )
+
+
+def _circumstances(key: Key) -> str:
+    env = key.environment
+    machine = f"{env.device_kind} ({env.platform}, {env.cores} cores, CUDA {env.cuda_major}, {', '.join(env.abi)})"
+    return f"{machine}, deterministic {key.deterministic}, workspace up to {key.workspace_limit_bytes}"
 
 
 def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
@@ -197,7 +224,7 @@ def measured(key: Key, target: Target, again: bool = False) -> Entry | None:
 
 
 def _refuse_if_frozen(key: Key) -> None:
-    if store.mode() == "frozen":
+    if storage.mode() == "frozen":
         raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
 
 
@@ -291,4 +318,5 @@ def announce(choice: Choice) -> None:
     if choice.family is None:
         logger.info("%s: XLA (%s)", choice.problem, choice.why)
     else:
-        logger.info("%s: %s %s (%s)", choice.problem, choice.implementation, choice.config, choice.why)
+        what = f"{choice.implementation} {choice.family.name} {choice.config}"
+        logger.info("%s: %s (%s)", choice.problem, what, choice.why)

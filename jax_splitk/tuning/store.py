@@ -11,7 +11,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from jax_splitk import settings, storage
+from jax_splitk import storage
 from jax_splitk.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry, InvalidEntry
@@ -19,18 +19,11 @@ from jax_splitk.tuning.key import Key
 
 logger = logging.getLogger("jax_splitk")
 
-MODES = ("off", "read", "update", "frozen")
 SHIPPED = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
 
 class FrozenCacheMiss(RuntimeError):
     """A problem has no entry and `JAX_SPLITK_CACHE_MODE=frozen` forbids deciding without one."""
-
-
-def mode() -> str:
-    """`JAX_SPLITK_CACHE_MODE`: "update" (the default) reads and writes, "read" never writes, "off" does neither,
-    "frozen" reads, and a miss is an error. Raises ValueError for any other word."""
-    return settings.word("JAX_SPLITK_CACHE_MODE", MODES, "update")
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
@@ -43,7 +36,7 @@ def layers() -> list[tuple[str, pathlib.Path]]:
 
 def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
     """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
-    if mode() == "off":
+    if storage.mode() == "off":
         return None
     for name, folder in layers():
         found = read(folder / key.file, key, target)
@@ -76,7 +69,7 @@ def read(path: pathlib.Path, key: Key, target: Target | None = None) -> Entry | 
 
 def save(key: Key, entry: Entry) -> bool:
     """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
-    if mode() != "update":
+    if storage.mode() != "update":
         return False
     path = storage.cache_dir() / key.file
     return storage.write(path, entries.merge(read(path, key), entry).dumps().encode())

@@ -3,14 +3,22 @@
 Successive halving over the ranked candidates, then a local search over the family's neighbouring configs; the order in
 which CUTLASS's maintainers advise to tune weight gradients (tile shapes first, then the split count that fills whole
 waves) is the order of the ranking.
+
+A candidate that raises, or computes something else than XLA, is recorded and passed over. Two failures end the search,
+because they take the device from the whole process: a kernel that does not come back, which nobody can stop and behind
+which all other work waits, and an error that ends CUDA's context, such as an illegal address, after which every call
+fails. Then the decision is made of what is known, usually XLA, and kept with the candidate's failure, so that the
+program works when it is started again.
 """
 
 import concurrent.futures
+import dataclasses
 import datetime
 import importlib.metadata
 import logging
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,6 +37,8 @@ FIRST_ROUND = 24  # candidates that are timed at first
 BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
 FINALISTS = 4
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the finalists' device times
+STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
+WATCH_SECONDS = 0.2  # how often that is looked at
 NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
 
 
@@ -37,9 +47,23 @@ def budget_seconds() -> float:
     return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S", 10)
 
 
-# One thread that measures, for the whole process: measurements must not disturb each other, and a thread of its own
-# is free of the trace, mesh and other JAX contexts that the caller may be inside of.
-_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax_splitk-tuner")
+# One measurement at a time for the whole process: they must not disturb each other.
+_turn = threading.Lock()
+
+# The thread of a measurement that did not come back.
+_stuck: threading.Thread | None = None
+
+
+@dataclasses.dataclass
+class _Found:
+    """What a search has found so far, for the thread that watches it."""
+
+    started: float
+    bench: Bench | None = None
+    xla: Contestant | None = None
+    contestants: list[Contestant] = dataclasses.field(default_factory=list)
+    failures: list[Measurement] = dataclasses.field(default_factory=list)
+    tried: set[Candidate] = dataclasses.field(default_factory=set)
 
 
 def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | None = None) -> Entry:
@@ -52,12 +76,61 @@ def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | No
       seconds: time budget; None for `budget_seconds()`. Compilation of the first candidates may exceed it.
 
     Raises:
-      RuntimeError: XLA itself fails on the problem (out of memory, for instance), or no candidate worked.
+      RuntimeError: XLA itself fails on the problem (out of memory, for instance), or an earlier measurement of this
+        process has not come back.
       CompilerUnavailable: there is no compiler for our candidates: XLA would win, and stay in the cache.
     """
     seconds = budget_seconds() if seconds is None else seconds
-    entry = _worker.submit(_tune, key, target, old, seconds).result()
+    with _turn:
+        entry = _watched(key, target, old, seconds)
     watch.measured(key)
+    return entry
+
+
+def _watched(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
+    """`_tune` in a thread of its own: it is free of the trace, mesh and other JAX contexts that the caller may be
+    inside of, and the process can do without it (and end) where a kernel does not come back."""
+    global _stuck  # noqa: PLW0603
+    if _stuck is not None and _stuck.is_alive():
+        raise RuntimeError("an earlier measurement has not come back; the process must be started again")
+    found = _Found(time.monotonic())
+    result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            result.set_result(_tune(key, target, old, seconds, found))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
+    thread.start()
+    while True:
+        concurrent.futures.wait([result], WATCH_SECONDS)
+        running = None if found.bench is None else found.bench.running
+        if result.done():
+            return result.result()
+        if running is not None and time.monotonic() - running[1] > STUCK_SECONDS:
+            _stuck = thread
+            return _without(running[0], found, key, target)
+
+
+def _without(stuck: Candidate, found: _Found, key: Key, target: Target) -> Entry:
+    """The decision where a candidate does not come back."""
+    if found.bench is not None:
+        found.bench.abandoned = True
+    error = f"it did not come back within {STUCK_SECONDS} s"
+    if found.xla is None or stuck.family == XLA:
+        raise RuntimeError(f"XLA cannot compute it: {error}")
+    found.failures.append(Measurement(stuck, None, error))
+    timed = [c for c in found.contestants if c.times and c.error is None and c.candidate != stuck]
+    ranking = ranked(key, target)
+    choice = _decide(timed, found.xla, ranking[0] if ranking else None) if found.xla.times else found.xla
+    entry = _entry(key, choice, timed, found, ranking)
+    logger.warning(
+        "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
+        "it: start the process again",
+        *(key.problem, stuck, error, entry.choice),
+    )
     return entry
 
 
@@ -74,8 +147,8 @@ def ranked(key: Key, target: Target) -> list[Candidate]:
     return [candidate for _, _, candidate in sorted(found, key=lambda item: item[:2])]
 
 
-def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
-    started = time.monotonic()
+def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _Found) -> Entry:
+    started, contestants, failures, tried = found.started, found.contestants, found.failures, found.tried
     deadline = started + SEARCH_SHARE * seconds
     ranking = ranked(key, target)
     missing = compiler.unavailable() if target.platform == "cuda" else None
@@ -91,13 +164,12 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             first = list(dict.fromkeys([m.candidate for m in again] + first))
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:  # XLA takes seconds to choose cuDNN's kernels
             meanwhile.submit(compile_ahead, key.problem, first[: max(BATCH, os.cpu_count() or 1)])
-            bench = Bench(key.problem, target.platform)
-            prepared, failures = bench.prepare([Candidate(XLA)])
+            bench = found.bench = Bench(key.problem, target.platform)
+            prepared, failed = bench.prepare([Candidate(XLA)])
         if not prepared:
-            raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
+            raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
         (xla,) = prepared
-        tried: set[Candidate] = set()
-        contestants: list[Contestant] = []
+        found.xla = xla
         taken = 0.0
         for batch in (first[i : i + BATCH] for i in range(0, len(first), BATCH)):
             preparing = time.monotonic()
@@ -108,8 +180,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
             contestants += joined
             failures += failed
             taken = time.monotonic() - preparing  # so long a round of refinement may take, too
-        pool = [*contestants, xla]
-        bench.time(pool, 3, deadline)
+        bench.time([xla, *contestants], 3, deadline)
         progress.report(len(tried), _fastest(contestants))
         while contestants and time.monotonic() + taken < deadline:
             round_started, best = time.monotonic(), _fastest(contestants)
@@ -131,19 +202,38 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
         if xla.error is not None or not bench.time_on_device([*finalists, xla]):
             bench.time([*finalists, xla], 8, max(deadline, time.monotonic() + 0.5))
     if xla.error is not None:
-        raise RuntimeError(f"XLA cannot compute it: {xla.error}")
+        if not _context_lost(xla, contestants, failures):
+            raise RuntimeError(f"XLA cannot compute it: {xla.error}")
+        logger.warning(
+            "%s: the device fails since a candidate did (%s); XLA is chosen. Start the process again",
+            *(key.problem, xla.error),
+        )
+        return _entry(key, xla, contestants, found, ranking)
     finalists = [c for c in finalists if c.error is None]
-    choice = _decide(finalists, xla, ranking[0] if ranking else None)
-    measurements = [_measurement(c) for c in [xla, *contestants]] + failures
-    entry = Entry(
-        key=key.as_dict(),
-        choice=choice.candidate,
-        measurements=tuple(measurements),
-        predicted=ranking[0] if ranking else None,
-        metadata=_metadata(time.monotonic() - started, len(tried)),
-    )
+    entry = _entry(key, _decide(finalists, xla, ranking[0] if ranking else None), contestants, found, ranking)
     progress.done(entry)
     return entry
+
+
+def _context_lost(xla: Contestant, contestants: list[Contestant], failures: list[Measurement]) -> bool:
+    """Whether XLA's operation, which had worked, fails because one of ours did before it."""
+    failed = bool(failures) or any(c.error is not None for c in contestants)
+    return failed and "RESOURCE_EXHAUSTED" not in str(xla.error)
+
+
+def _entry(
+    key: Key, choice: Contestant, contestants: list[Contestant], found: _Found, ranking: list[Candidate]
+) -> Entry:
+    timed = [c for c in contestants if c.times or c.error is not None]
+    if found.xla is not None and found.xla.times and found.xla.error is None:
+        timed.insert(0, found.xla)
+    return Entry(
+        key=key.as_dict(),
+        choice=choice.candidate,
+        measurements=(*map(_measurement, timed), *found.failures),
+        predicted=ranking[0] if ranking else None,
+        metadata=_metadata(time.monotonic() - found.started, len(found.tried)),
+    )
 
 
 def _measurement(contestant: Contestant) -> Measurement:
