@@ -33,7 +33,7 @@ def measured() -> Ceilings | None:
         return None
     square = (SIDE, SIDE)
     product = _seconds(jnp.matmul, timing.random_input_sets([square, square], jnp.bfloat16, maximum_sets=2))
-    copied = _seconds(jnp.negative, timing.random_input_sets([(COPIED_BYTES // 2,)], jnp.bfloat16, maximum_sets=2))
+    copied = _seconds(jnp.copy, timing.random_input_sets([(COPIED_BYTES // 2,)], jnp.bfloat16, maximum_sets=2))
     return Ceilings(2 * SIDE**3 / product, 2 * COPIED_BYTES / copied)
 
 

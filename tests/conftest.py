@@ -25,6 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Under pytest-xdist failures are told at the very end: what a run that is cut off is to leave behind goes into the
+    file that JAX_SPLITK_TEST_FAILURES names, as it happens."""
+    path = os.environ.get("JAX_SPLITK_TEST_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        worker = getattr(report, "worker_id", "")
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"== {worker} {report.when} {report.nodeid}\n{report.longreprtext[-1500:]}\n")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def device_code_first(request: pytest.FixtureRequest) -> None:
     """Compiles what a module's `device_code()` lists in parallel, since its tests would compile one by one.

@@ -1,6 +1,7 @@
 """Weight gradients in float64, by matrix products over windows of the input: independent of any convolution code."""
 
 import itertools
+import math
 
 import jax
 import numpy as np
@@ -8,12 +9,23 @@ from jax import numpy as jnp
 
 from jax_splitk.problem import ConvWgradProblem
 
+# Of one operand's images in float64, at a time: processes that share a GPU keep what they once had of its memory.
+PART_BYTES = 256 << 20
+
 
 def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
-    """dW in float64, [*kernel, C/groups, K], by one matrix product for each filter tap on the default device.
+    """dW in float64, [*kernel, C/groups, K], by one matrix product for each filter tap and part of the batch on the
+    default device.
 
     lhs_dilation and batch groups are not covered.
     """
+    image_bytes = 8 * max(math.prod(problem.lhs_shape[1:]), math.prod(problem.g_shape[1:]))
+    images = max(1, PART_BYTES // image_bytes)
+    parts = (slice(first, first + images) for first in range(0, problem.batch, images))
+    return sum((_conv_wgrad(problem, lhs[part], g[part]) for part in parts), np.zeros(problem.out_shape))
+
+
+def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
     groups = problem.feature_group_count
     with jax.enable_x64(True):
         lhs, g = jnp.asarray(lhs, jnp.float64), jnp.asarray(g, jnp.float64)
