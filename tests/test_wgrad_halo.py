@@ -48,6 +48,11 @@ EDGES = [
         problem(width=16 + 2 * 125, kernel=(3, 3), dilation=(1, 125), padding=VALID),
         "no strip of it and its halo fits in shared memory",
     ),
+    (  # 16 rows of output, 64 more that a strip may reach, 3 of the filter
+        problem(padding=((2**31 - 1 - 83, 2 - (2**31 - 1 - 83)), (1, 1))),
+        problem(padding=((2**31 - 83, 2 - (2**31 - 83)), (1, 1))),
+        "padded input of up to 2147483648 pixels in spatial dimension 0; accepted: at most 2147483647",
+    ),
 ]
 
 

@@ -173,7 +173,7 @@ def _extent_limit(p: ConvWgradProblem) -> str | None:
     sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
     if max(sizes) > INT32_MAX - 1024:
         return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
-    return None
+    return wgrad_limits.padded_input(p, MAX_LINES)
 
 
 def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:

@@ -47,6 +47,17 @@ def empty_dimensions(p: ConvWgradProblem) -> str | None:
     return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"
 
 
+def padded_input(p: ConvWgradProblem, beyond: int) -> str | None:
+    """Of coordinates that are 32-bit integers, up to `beyond` pixels of the output past its end."""
+    for axis in range(p.rank):
+        span = abs(p.padding[axis][0]) + (p.output_spatial[axis] + beyond) * p.window_strides[axis]
+        span += p.kernel_spatial[axis] * p.rhs_dilation[axis]
+        if span > INT32_MAX:
+            where = f"in spatial dimension {axis}"
+            return f"padded input of up to {span} pixels {where}; accepted: at most {INT32_MAX}"
+    return None
+
+
 def weights(p: ConvWgradProblem) -> str | None:
     count = math.prod(p.out_shape)
     return None if 0 < count <= MAX_WEIGHTS else f"{count} weights; accepted: 1 to {MAX_WEIGHTS}"

@@ -238,13 +238,9 @@ def _extent_limit(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
-    for axis in range(p.rank):
-        low, _ = p.padding[axis]
-        span = abs(low) + (p.output_spatial[axis] + MAX_PIXELS) * p.window_strides[axis]
-        span += p.kernel_spatial[axis] * p.rhs_dilation[axis]
-        if span > INT32_MAX:
-            where = f"in spatial dimension {axis}"
-            return f"padded input of up to {span} pixels {where}; accepted: at most {INT32_MAX}"
+    reason = wgrad_limits.padded_input(p, MAX_PIXELS)
+    if reason is not None:
+        return reason
     if not _fits(view(p), 2, 4):
         return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
     return None
