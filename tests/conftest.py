@@ -7,6 +7,10 @@ import tempfile
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
 os.environ.setdefault("JAX_SPLITK_CACHE_DIR", tempfile.mkdtemp(prefix="jax_splitk-test-"))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+# Processes of pytest-xdist share the machine's GPUs evenly.
+if "JAX_SPLITK_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    gpus = os.environ["JAX_SPLITK_TEST_GPUS"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
 # XLA:CPU takes one to three seconds to compile the default generator, for each shape.
 os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 
