@@ -1,5 +1,8 @@
 """The custom call on arrays: what lowering emits and what the tuner times."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -13,7 +16,17 @@ def call(custom_call: CustomCall, problem: Problem, *operands: jax.Array) -> jax
 
     Its workspace is a second result: XLA allocates it, shares it between calls, and reports it.
     """
-    out_type = _compat.like(jax.typeof(operands[0]), problem.out_shape, problem.out_dtype)
-    workspace = _compat.like(out_type, (custom_call.workspace_bytes,), np.uint8)
-    run = jax.ffi.ffi_call(custom_call.target, (out_type, workspace))
+    run = jax.ffi.ffi_call(custom_call.target, _results(custom_call, problem, jax.typeof(operands[0])))
     return run(*operands, **custom_call.attributes)[0]
+
+
+def lower(ctx: Any, custom_call: CustomCall, problem: Problem, operands: Sequence[Any]) -> list[Any]:
+    """What `call` lowers to, without tracing it first, which would take as long as the rest of the lowering."""
+    rule = jax.ffi.ffi_lowering(custom_call.target)
+    with_workspace = ctx.replace(avals_out=_results(custom_call, problem, ctx.avals_in[0]))
+    return list(rule(with_workspace, *operands, **custom_call.attributes))[:1]
+
+
+def _results(custom_call: CustomCall, problem: Problem, like: Any) -> list[Any]:
+    out = _compat.like(like, problem.out_shape, problem.out_dtype)
+    return [out, _compat.like(out, (custom_call.workspace_bytes,), np.uint8)]

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from jax_splitk import _compat
+from jax_splitk import _compat, execute
 from jax_splitk.kernels import Problem
 from jax_splitk.plan import CustomCall
 from jax_splitk.target import Target, target_for
@@ -35,7 +35,7 @@ def define(
     primitive: core.Primitive,
     problem_of: ProblemOf,
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
-    with_kernel: Callable[[Any, dict[str, Any], CustomCall], Callable[..., jax.Array]],
+    with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
 ) -> None:
     """Gives a primitive its implementation outside jit and its lowering, on every platform.
 
@@ -43,7 +43,8 @@ def define(
       primitive: its parameters include `options`, the caller's.
       problem_of: see `ProblemOf`.
       with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
-      with_kernel: of (problem, parameters, custom call), the function of the operands around the custom call.
+      with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
+        custom call; None where its operands and result are the primitive's as they are.
     """
     PROBLEMS[primitive] = problem_of
     primitive.def_impl(lambda *operands, **params: jitted(primitive, **params)(*operands))
@@ -52,10 +53,11 @@ def define(
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
             custom_call = _chosen(ctx, problem, platform, params["options"])
+            (out,) = ctx.avals_out
             if custom_call is None:
-                function = with_xla(problem, params, ctx.avals_out[0])
-            else:
-                function = with_kernel(problem, params, custom_call)
+                function = with_xla(problem, params, out)
+            elif (function := with_kernel(problem, params, out, custom_call)) is None:
+                return execute.lower(ctx, custom_call, problem, operands)
             return mlir.lower_fun(function, False)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)

@@ -139,16 +139,29 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
+def _to_channels_last(spec: Sequence[int]) -> tuple[int, ...]:
+    return (spec[0], *spec[2:], spec[1])
+
+
+def _from_hwio(specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:
+    hwio = (*specs.rhs_spec[2:], specs.rhs_spec[1], specs.rhs_spec[0])
+    return tuple(int(i) for i in np.argsort(hwio))
+
+
 def canonicalize(lhs: jax.Array, g: jax.Array, specs: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
     """lhs and g as N, spatial..., C."""
-    to_last = lambda spec: (spec[0], *spec[2:], spec[1])  # noqa: E731
-    return lhs.transpose(to_last(specs.lhs_spec)), g.transpose(to_last(specs.out_spec))
+    return lhs.transpose(_to_channels_last(specs.lhs_spec)), g.transpose(_to_channels_last(specs.out_spec))
 
 
 def from_hwio(out: jax.Array, specs: lax.ConvDimensionNumbers) -> jax.Array:
     """Spatial..., I, O to the order of `rhs_spec`."""
-    hwio = (*specs.rhs_spec[2:], specs.rhs_spec[1], specs.rhs_spec[0])
-    return out.transpose(tuple(int(i) for i in np.argsort(hwio)))
+    return out.transpose(_from_hwio(specs))
+
+
+def _is_canonical(specs: lax.ConvDimensionNumbers) -> bool:
+    """Whether neither moves anything."""
+    orders = (_to_channels_last(specs.lhs_spec), _to_channels_last(specs.out_spec), _from_hwio(specs))
+    return all(order == tuple(range(len(order))) for order in orders)
 
 
 def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
@@ -157,9 +170,12 @@ def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Ca
 
 
 def _with_kernel(
-    problem: ConvWgradProblem, params: dict[str, Any], custom_call: CustomCall
-) -> Callable[..., jax.Array]:
+    problem: ConvWgradProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
+) -> Callable[..., jax.Array] | None:
+    del out
     specs = params["dimension_numbers"]
+    if _is_canonical(specs):
+        return None
     return lambda lhs, g: from_hwio(execute.call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
 
 

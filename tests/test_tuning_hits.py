@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -27,8 +26,7 @@ pytestmark = [
     pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
 ]
 
-# The goal is a millisecond. Two slow cores take 0.7 to 1.2 with jax 0.11 and 1.1 to 1.5 with jax 0.10.
-LIMIT = 2e-3
+LIMIT = 1e-3
 
 CONVOLUTIONS = [case for case in cases.WGRAD_CASES if case.groups == 1 and case.dtype == "bfloat16"]
 CONVOLUTIONS = [case for case in CONVOLUTIONS if case.kernel == (3, 3)][:4]
@@ -86,8 +84,8 @@ def lowering_seconds(implementation: str | None) -> list[float]:
 
 
 def added_seconds() -> float:
-    """The median operation's; of each the least of many lowerings each way, since what disturbs one only adds to it.
-    At most 40, fewer where 5 are below the limit."""
+    """The most that a hit of one of the operations adds; of each the least of many lowerings each way, since what
+    disturbs one only adds to it. At most 40, fewer where 5 are below the limit."""
     ours, xla = [], []
     added = 1.0
     for _ in range(8):
@@ -95,7 +93,7 @@ def added_seconds() -> float:
             ours.append(lowering_seconds(None))
             xla.append(lowering_seconds("xla"))
         least = [[min(seconds) for seconds in zip(*rounds, strict=True)] for rounds in (ours, xla)]
-        added = statistics.median(a - b for a, b in zip(*least, strict=True))
+        added = max(a - b for a, b in zip(*least, strict=True))
         if added < LIMIT:
             break
     return added

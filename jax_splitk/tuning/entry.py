@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_splitk import kernels
@@ -57,7 +58,7 @@ class Entry:
 
     key: dict[str, Any]
     choice: Candidate
-    measurements: tuple[Measurement, ...]
+    measurements: Sequence[Measurement]
     predicted: Candidate | None
     metadata: dict[str, Any]
 
@@ -94,8 +95,8 @@ def merge(old: Entry | None, new: Entry) -> Entry:
     if old is None:
         return new
     timed = {m.candidate for m in new.measurements}
-    kept = tuple(m for m in old.measurements if m.candidate not in timed)
-    return dataclasses.replace(new, measurements=new.measurements + kept)
+    kept = [m for m in old.measurements if m.candidate not in timed]
+    return dataclasses.replace(new, measurements=(*new.measurements, *kept))
 
 
 def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
@@ -113,7 +114,8 @@ def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
         raise InvalidEntry(f"schema {schema!r}; accepted: {SCHEMA}")
     if data.get("key") != key.as_dict():
         raise InvalidEntry("its key is another problem's or another machine's")
-    choice = _candidate(data.get("choice"), key.problem)
+    read = _Reader(key.problem.op)
+    choice = read.candidate(data.get("choice"))()
     reason = illegality(choice, key, target)
     if reason is not None:
         raise InvalidEntry(f"its choice {choice} is not legal: {reason}")
@@ -125,8 +127,8 @@ def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
     return Entry(
         key=data["key"],
         choice=choice,
-        measurements=tuple(_measurement(m, key.problem) for m in measurements),
-        predicted=None if predicted is None else _candidate(predicted, key.problem),
+        measurements=_Measurements([read.measurement(m) for m in measurements]),
+        predicted=None if predicted is None else read.candidate(predicted)(),
         metadata=metadata,
     )
 
@@ -154,32 +156,69 @@ def family_named(op: str, name: str) -> kernels.Family:
     raise InvalidEntry(f"family {name!r}; accepted: {', '.join(f.name for f in kernels.families(op))}, {XLA}")
 
 
-def _candidate(data: Any, problem: kernels.Problem) -> Candidate:
-    if not isinstance(data, dict) or not isinstance(data.get("family"), str):
-        raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
-    if data["family"] == XLA:
-        return Candidate(XLA)
-    config_type = family_named(problem.op, data["family"]).Config
-    fields = data.get("config")
-    types = _types(config_type)
-    if not isinstance(fields, dict) or set(fields) != set(types):
-        raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(types)}")
-    for name, value in fields.items():
-        if type(value) is not types[name]:  # bool is an int, and 1.0 equals 1: only the exact type will do
-            raise InvalidEntry(f"config field {name}={value!r}; accepted: {types[name]}")
-    return Candidate(data["family"], config_type(**fields))
+class _Measurements(Sequence[Measurement]):
+    """A file's measurements: checked when it is read, made when they are looked at, since a lowering, which should
+    take no time, wants the choice alone."""
+
+    def __init__(self, makers: list[Callable[[], Measurement]]) -> None:
+        self._makers = makers
+
+    @functools.cached_property
+    def _made(self) -> tuple[Measurement, ...]:
+        return tuple(make() for make in self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self._made)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._made)
+
+    def __repr__(self) -> str:
+        return repr(self._made)
 
 
-@functools.cache
-def _types(config_type: type) -> dict[str, Any]:
-    return {field.name: field.type for field in dataclasses.fields(config_type)}
+class _Reader:
+    """Checks the candidates of one file and says how to make them."""
 
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._forms: dict[str, tuple[type, dict[str, Any]]] = {}
 
-def _measurement(data: Any, problem: kernels.Problem) -> Measurement:
-    candidate = _candidate(data, problem)
-    us, error = data.get("us"), data.get("error")
-    # By comparison: math.isfinite raises for an integer that no float holds.
-    number = type(us) in (int, float) and 0 < us <= sys.float_info.max
-    if not (number if error is None else us is None and isinstance(error, str)):
-        raise InvalidEntry(f"measurement us={us!r} error={error!r}; accepted: positive microseconds, or an error")
-    return Measurement(candidate, None if us is None else float(us), error)
+    def _form(self, name: str) -> tuple[type, dict[str, Any]]:
+        """A family's Config and the types of its fields."""
+        if name not in self._forms:
+            config_type = family_named(self._op, name).Config
+            self._forms[name] = config_type, {field.name: field.type for field in dataclasses.fields(config_type)}
+        return self._forms[name]
+
+    def candidate(self, data: Any) -> Callable[[], Candidate]:
+        if not isinstance(data, dict) or not isinstance(name := data.get("family"), str):
+            raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
+        if name == XLA:
+            return lambda: Candidate(XLA)
+        config_type, types = self._form(name)
+        config = data.get("config")
+        if not isinstance(config, dict) or config.keys() != types.keys():
+            raise InvalidEntry(f"config {config!r}; accepted: {', '.join(types)}")
+        for field, value in config.items():
+            if type(value) is not types[field]:  # bool is an int, and 1.0 equals 1: only the exact type will do
+                raise InvalidEntry(f"config field {field}={value!r}; accepted: {types[field]}")
+        return lambda: Candidate(name, config_type(**config))
+
+    def measurement(self, data: Any) -> Callable[[], Measurement]:
+        candidate = self.candidate(data)
+        us, error = data.get("us"), data.get("error")
+        # By comparison: math.isfinite raises for an integer that no float holds.
+        number = type(us) in (int, float) and 0 < us <= sys.float_info.max
+        if not (number if error is None else us is None and isinstance(error, str)):
+            raise InvalidEntry(f"measurement us={us!r} error={error!r}; accepted: positive microseconds, or an error")
+        return lambda: Measurement(candidate(), None if us is None else float(us), error)

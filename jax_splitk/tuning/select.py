@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from jax_splitk import compiler, kernels, settings, storage
@@ -26,8 +27,9 @@ class Choice:
     """What computes a problem. `family` and `config` are None for XLA.
 
     Attributes:
-      why: one sentence, for logs and `jax_splitk.explain`.
+      because: what decided.
       estimated_seconds: the cost model's prediction, None for XLA.
+      times: what was measured, in words; nobody may want to read them.
     """
 
     problem: kernels.Problem
@@ -36,7 +38,13 @@ class Choice:
     config: Any
     workspace_bytes: int
     estimated_seconds: float | None
-    why: str
+    because: str
+    times: Callable[[], str] = dataclasses.field(compare=False, repr=False)
+
+    @functools.cached_property
+    def why(self) -> str:
+        """One sentence, for logs and `jax_splitk.explain`."""
+        return self.because + self.times()
 
 
 def autotune(target: Target) -> bool:
@@ -248,14 +256,21 @@ def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Opt
             candidate = next((best for best in bests if illegality(best, key, target) is None), None)
     if candidate is None:
         return None
-    ours, theirs = entry.us(candidate), entry.us(Candidate(XLA))
-    times = "" if ours is None or theirs is None else f": {ours:.1f} us, XLA {theirs:.1f} us"
     if candidate.family == XLA:
-        best = min((m.us for m in entry.measurements if m.us and m.candidate.family != XLA), default=None)
-        faster = "" if best is None or theirs is None else f": XLA {theirs:.1f} us, ours {best:.1f} us"
-        return xla(key.problem, f"{where}{faster}")
+        return xla(key.problem, where, lambda: _times_of_xla(entry))
     family = family_named(key.problem.op, candidate.family)
-    return _ours(family, key.problem, candidate.config, target, f"{where}{times}")
+    return _ours(family, key.problem, candidate.config, target, where, lambda: _times_of(entry, candidate))
+
+
+def _times_of(entry: Entry, candidate: Candidate) -> str:
+    ours, theirs = entry.us(candidate), entry.us(Candidate(XLA))
+    return "" if ours is None or theirs is None else f": {ours:.1f} us, XLA {theirs:.1f} us"
+
+
+def _times_of_xla(entry: Entry) -> str:
+    best = min((m.us for m in entry.measurements if m.us and m.candidate.family != XLA), default=None)
+    theirs = entry.us(Candidate(XLA))
+    return "" if best is None or theirs is None else f": XLA {theirs:.1f} us, ours {best:.1f} us"
 
 
 # ---- decisions by the cost model -----------------------------------------------------------------------------------
@@ -294,15 +309,26 @@ def _best_by_model(
     return best, len(configs)
 
 
-def _ours(family: kernels.Family, problem: kernels.Problem, config: Any, target: Target, why: str) -> Choice:
+def _none() -> str:
+    return ""
+
+
+def _ours(
+    family: kernels.Family,
+    problem: kernels.Problem,
+    config: Any,
+    target: Target,
+    because: str,
+    times: Callable[[], str] = _none,
+) -> Choice:
     size = family.workspace_bytes(problem, config)
     seconds = family.estimate(problem, config, target)
-    return Choice(problem, family.implementation, family, config, size, seconds, why)
+    return Choice(problem, family.implementation, family, config, size, seconds, because, times)
 
 
-def xla(problem: kernels.Problem, why: str) -> Choice:
+def xla(problem: kernels.Problem, because: str, times: Callable[[], str] = _none) -> Choice:
     """The operation in XLA's own terms, and why."""
-    return Choice(problem, "xla", None, None, 0, None, why)
+    return Choice(problem, "xla", None, None, 0, None, because, times)
 
 
 _announced: set[tuple[kernels.Problem, str]] = set()
@@ -311,8 +337,8 @@ _announced: set[tuple[kernels.Problem, str]] = set()
 def announce(choice: Choice) -> None:
     """One log line for each problem and outcome: falling back is never silent."""
     watch.chosen(choice)
-    key = (choice.problem, choice.why)
-    if key in _announced:
+    key = (choice.problem, choice.because)
+    if key in _announced or not logger.isEnabledFor(logging.INFO):
         return
     _announced.add(key)
     if choice.family is None:
