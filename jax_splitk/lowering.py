@@ -76,7 +76,7 @@ def is_static(problem: Problem) -> bool:
 
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
-    return getattr(problem, "limit", None) or (None if is_static(problem) else "symbolic shapes")
+    return problem.limit or (None if is_static(problem) else "symbolic shapes")
 
 
 def choose(

@@ -121,6 +121,11 @@ class ConvWgradProblem:
         return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
 
     @property
+    def limit(self) -> str | None:
+        """Why no kernel on any platform takes it: each family says for itself."""
+        return None
+
+    @property
     def flops(self) -> int:
         m, n, k = self.gemm_shape
         return 2 * m * n * k * self.feature_group_count

@@ -7,6 +7,9 @@ import tempfile
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
 os.environ.setdefault("JAX_SPLITK_CACHE_DIR", tempfile.mkdtemp(prefix="jax_splitk-test-"))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # NumPy's matrix products would take every core, in each of the processes.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
 # Processes of pytest-xdist share the machine's GPUs evenly.
 if "JAX_SPLITK_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     gpus = os.environ["JAX_SPLITK_TEST_GPUS"].split(",")

@@ -43,6 +43,11 @@ class Problem(Protocol):
     def out_dtype(self) -> str: ...
 
     @property
+    def limit(self) -> str | None:
+        """Why no kernel on any platform takes it, None where one may."""
+        ...
+
+    @property
     def flops(self) -> int: ...
 
     @property
