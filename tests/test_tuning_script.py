@@ -1,5 +1,6 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
+import concurrent.futures
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ class Script:
       late: candidates that raise at this timing (counted from 0).
       fatal: whether such an error is the end of everything, as CUDA's are that end its context.
       stuck: candidates that do not come back from their second timing before the event is set.
+      device_us: the same as `us` by the profiler, where there is one.
+      screened: candidates in the order in which they were screened by it.
     """
 
     def __init__(self, us: Callable[[Candidate], float]):
@@ -56,6 +59,8 @@ class Script:
         self.late: dict[Candidate, int] = {}
         self.fatal = ""
         self.stuck: dict[Candidate, threading.Event] = {}
+        self.device_us: Callable[[Candidate], float] | None = None
+        self.screened: list[Candidate] = []
         self.round_seconds = 1e-3
         self.clock = Clock()
         self.prepared: list[Candidate] = []
@@ -77,6 +82,21 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 script.prepared += candidates
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
+
+            def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
+                if script.device_us is None:
+                    return False
+                script.screened += [contestant.candidate for contestant in contestants]
+                return self._by_device(contestants, 1)
+
+            def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
+                return script.device_us is not None and self._by_device(contestants, 3)
+
+            def _by_device(self, contestants: Sequence[Contestant], rounds: int) -> bool:
+                assert script.device_us is not None
+                for contestant in contestants:
+                    contestant.device_times = [script.device_us(contestant.candidate)] * rounds
+                return True
 
             def _round(self, contestant: Contestant) -> float:
                 script.clock.now += script.round_seconds
@@ -279,6 +299,48 @@ def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(
     script.late, script.fatal = {bad: 1}, "RESOURCE_EXHAUSTED: scripted"
     with pytest.raises(RuntimeError, match="XLA cannot compute it: RuntimeError: RESOURCE_EXHAUSTED"):
         tuner.tune(key, CPU)
+
+
+def test_short_kernels_are_screened_by_device_time(scripted: Any) -> None:
+    """Where the wall clock shows the host, it says nothing about which of them is the fastest."""
+    key = wide(generator(21))
+    ranking = tuner.ranked(key, CPU)
+    best = ranking[7]
+    for wall, screened in ((19.0, True), (190.0, False)):
+        script = scripted(lambda c, wall=wall: wall - 0.1 * (c != best))
+        script.device_us = lambda c: 6.0 if c == best else 7.0
+        found = tuner.tune(key, CPU)
+        assert (found.choice == best) is screened
+        assert set(script.screened) == (set(script.prepared) if screened else set())
+        assert entry.loads(found.dumps(), key, CPU) == found
+
+
+def test_ctrl_c_ends_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = wide(generator(22))
+    reached, held = threading.Event(), threading.Event()
+
+    def us(_: Candidate) -> float:
+        if len(script.rounds) > 3:
+            reached.set()
+            held.wait(60)
+        return 100.0
+
+    def interrupted(*_: Any) -> None:
+        assert reached.wait(60)
+        raise KeyboardInterrupt
+
+    script = scripted(us)
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tuner.tune(key, CPU)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "jax_splitk-tuner"]
+    rounds = len(script.rounds)
+    held.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(script.rounds) == rounds
+    assert tuner.tune(key, CPU).measurements
 
 
 def test_the_budget_is_kept(scripted: Any) -> None:

@@ -539,6 +539,13 @@ def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch
     assert profile.device_events(tmp_path, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.5, 2.5)]
 
 
+def test_pauses_part_what_ran() -> None:
+    a, b, c, d = ("main", 3.0, 90.0), ("reduce", 5.0, 7.0), ("main", 99.0, 100.0), ("main", 111.0, 112.0)
+    assert profile.bursts([d, b, c, a], 10.0) == [[a, b, c], [d]]
+    assert profile.bursts([d, b, c, a], 11.0) == [[a, b, c, d]]
+    assert profile.bursts([], 1.0) == []
+
+
 # ---- the decision ---------------------------------------------------------------------------------------------------
 
 

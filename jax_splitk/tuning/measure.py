@@ -33,6 +33,8 @@ WARM_UP_CALLS = 3  # XLA records its command buffers in the first ones
 ROUND_SECONDS = 3e-3
 DEVICE_ROUNDS = 3
 MAX_TRACED_CALLS = 480  # reading a trace takes longer than what it shows
+SCREENING_CALLS = 48
+SCREENING_PAUSE_SECONDS = 5e-3  # longer than any within a contestant's calls
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -79,6 +81,9 @@ def _compile_sources(plans: Iterable[Any]) -> None:
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
 
 
+ABANDONED = "the measurement was given up"
+
+
 class Abandoned(RuntimeError):
     """Nobody waits for the bench any longer."""
 
@@ -108,6 +113,8 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
+        if self.abandoned:
+            raise Abandoned(ABANDONED)
         plans = {c: _attempt(lambda c=c: _plan(self.problem, c)) for c in candidates if c.family != XLA}
         _compile_sources(plans.values())
         failures = []
@@ -183,10 +190,38 @@ class Bench:
             contestant.device_times = times
         return True
 
+    def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
+        """One device time of each contestant, all from one profile, in which pauses tell them apart: where kernels are
+        so short that a wall clock shows the host. False, and nothing changed, where there are none."""
+        if self.platform != "cuda" or not contestants:
+            return False
+        repeats = max(1, SCREENING_CALLS // self.sets)
+
+        def work() -> None:
+            for contestant in contestants:
+                time.sleep(SCREENING_PAUSE_SECONDS)
+                result = None
+                for _ in range(repeats):
+                    result = contestant.run()
+                jax.block_until_ready(result)
+
+        try:
+            events = self._on_device(contestants[0].candidate, lambda: profile.trace(work))
+            parts = profile.bursts(events, SCREENING_PAUSE_SECONDS * 0.5e9)
+            if len(parts) != len(contestants):
+                raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
+        except Exception as error:
+            logger.info("%s: not screened by device time (%s: %s)", self.problem, type(error).__name__, error)
+            return False
+        for contestant, part in zip(contestants, parts, strict=True):
+            busy = profile.busy_time((start, end) for _, start, end in part)
+            contestant.device_times = [busy * 1e-3 / repeats / self.sets]
+        return True
+
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
         if self.abandoned:
-            raise Abandoned("the measurement was given up")
+            raise Abandoned(ABANDONED)
         self.running = (candidate, time.monotonic())
         try:
             return work()

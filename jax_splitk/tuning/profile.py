@@ -46,6 +46,18 @@ def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
     return events
 
 
+def bursts(events: Iterable[Event], pause_ns: float) -> list[list[Event]]:
+    """The events in the order of their starts, parted where the device was idle for longer than `pause_ns`."""
+    found: list[list[Event]] = []
+    reached = -math.inf
+    for event in sorted(events, key=lambda event: event[1:]):
+        if event[1] - reached > pause_ns:
+            found.append([])
+        found[-1].append(event)
+        reached = max(reached, event[2])
+    return found
+
+
 def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals: kernels that overlap (programmatic dependent launch) count once."""
     total, reached = 0.0, -math.inf

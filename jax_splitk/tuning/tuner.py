@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ logger = logging.getLogger("jax_splitk")
 FIRST_ROUND = 24  # candidates that are timed at first
 BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
 FINALISTS = 4
+HOST_BOUND_US = 30  # below it a wall clock shows what the host takes to start the kernels
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the finalists' device times
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 WATCH_SECONDS = 0.2  # how often that is looked at
@@ -56,14 +58,21 @@ _stuck: threading.Thread | None = None
 
 @dataclasses.dataclass
 class _Found:
-    """What a search has found so far, for the thread that watches it."""
+    """What a search has found so far, for the thread that watches it, which may give it up."""
 
     started: float
+    abandoned: bool = False
     bench: Bench | None = None
     xla: Contestant | None = None
     contestants: list[Contestant] = dataclasses.field(default_factory=list)
     failures: list[Measurement] = dataclasses.field(default_factory=list)
     tried: set[Candidate] = dataclasses.field(default_factory=set)
+
+    def give_up(self) -> None:
+        """Nothing more is compiled or run; what is running ends by itself."""
+        self.abandoned = True
+        if self.bench is not None:
+            self.bench.abandoned = True
 
 
 def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | None = None) -> Entry:
@@ -104,20 +113,23 @@ def _watched(key: Key, target: Target, old: Entry | None, seconds: float) -> Ent
 
     thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
     thread.start()
-    while True:
-        concurrent.futures.wait([result], WATCH_SECONDS)
-        running = None if found.bench is None else found.bench.running
-        if result.done():
-            return result.result()
-        if running is not None and time.monotonic() - running[1] > STUCK_SECONDS:
-            _stuck = thread
-            return _without(running[0], found, key, target)
+    try:
+        while True:
+            concurrent.futures.wait([result], WATCH_SECONDS)
+            running = None if found.bench is None else found.bench.running
+            if result.done():
+                return result.result()
+            if running is not None and time.monotonic() - running[1] > STUCK_SECONDS:
+                _stuck = thread
+                return _without(running[0], found, key, target)
+    except KeyboardInterrupt:
+        found.give_up()
+        raise
 
 
 def _without(stuck: Candidate, found: _Found, key: Key, target: Target) -> Entry:
     """The decision where a candidate does not come back."""
-    if found.bench is not None:
-        found.bench.abandoned = True
+    found.give_up()
     error = f"it did not come back within {STUCK_SECONDS} s"
     if found.xla is None or stuck.family == XLA:
         raise RuntimeError(f"XLA cannot compute it: {error}")
@@ -165,6 +177,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:  # XLA takes seconds to choose cuDNN's kernels
             meanwhile.submit(compile_ahead, key.problem, first[: max(BATCH, os.cpu_count() or 1)])
             bench = found.bench = Bench(key.problem, target.platform)
+            bench.abandoned = found.abandoned
             prepared, failed = bench.prepare([Candidate(XLA)])
         if not prepared:
             raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
@@ -181,6 +194,8 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
             failures += failed
             taken = time.monotonic() - preparing  # so long a round of refinement may take, too
         bench.time([xla, *contestants], 3, deadline)
+        host_bound = _fastest([xla, *contestants]).us < HOST_BOUND_US
+        screened = host_bound and bench.screen_on_device(_working([xla, *contestants]))
         progress.report(len(tried), _fastest(contestants))
         while contestants and time.monotonic() + taken < deadline:
             round_started, best = time.monotonic(), _fastest(contestants)
@@ -191,12 +206,14 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
             joined, failed = bench.prepare(new)
             failures += failed
             bench.time(joined, 3, deadline)
+            if screened:
+                bench.screen_on_device(_working(joined))
             contestants += joined
             progress.report(len(tried), _fastest(contestants))
             if _fastest(contestants) is best and best.error is None:
                 break
             taken = time.monotonic() - round_started
-        working = sorted((c for c in contestants if c.error is None), key=lambda c: c.us)
+        working = sorted(_working(contestants), key=lambda c: c.us)
         # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
         finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate in ranking[:1]]
         if xla.error is not None or not bench.time_on_device([*finalists, xla]):
@@ -209,7 +226,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
             *(key.problem, xla.error),
         )
         return _entry(key, xla, contestants, found, ranking)
-    finalists = [c for c in finalists if c.error is None]
+    finalists = _working(finalists)
     entry = _entry(key, _decide(finalists, xla, ranking[0] if ranking else None), contestants, found, ranking)
     progress.done(entry)
     return entry
@@ -264,6 +281,10 @@ def _neighbours(key: Key, candidate: Candidate, target: Target) -> list[Candidat
     family = family_named(key.problem.op, candidate.family)
     found = [Candidate(family.name, c) for c in family.neighbours(key.problem, candidate.config, target)]
     return [c for c in found if illegality(c, key, target) is None]
+
+
+def _working(contestants: Iterable[Contestant]) -> list[Contestant]:
+    return [c for c in contestants if c.error is None]
 
 
 def _fastest(contestants: list[Contestant]) -> Contestant | Any:
