@@ -16,7 +16,7 @@ from jax_splitk.target import target_for
 from tests import float64, gpu_wgrad, poison
 from tests.gpu_wgrad import error, normals, rounded, xla
 from tests.problems import SEED
-from tests.test_wgrad_gather import STEM, conv, random_problem
+from tests.test_wgrad_gather import BLOCKS, CHAINED, STEM, conv, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ VARIANTS = [
 def device_code():
     problems = [p for p, _ in VARIANTS] + SUITE
     sources = {wgrad_gather.source(p, config) for p in problems for config in varied(p, 3)}
-    return sources
+    return sources | {wgrad_gather.source(CHAINED, config) for config in BLOCKS.values()}
 
 
 @pytest.mark.parametrize(("p", "index"), VARIANTS, ids=str)
@@ -85,6 +85,16 @@ def test_odd_shapes_are_exact(p, index):
         lhs, g = integers(p, 100 * index + seed)
         exact = float64.conv_wgrad_on_host(p, lhs.astype(np.float64), g.astype(np.float64))
         np.testing.assert_array_equal(run(p, config, lhs, g), rounded(exact, p.out_dtype), err_msg=str(config))
+
+
+@pytest.mark.parametrize("config", BLOCKS.values(), ids=str)
+def test_chains_of_several_blocks_are_exact_and_accurate(config):
+    lhs, g = integers(CHAINED)
+    exact = float64.conv_wgrad_on_host(CHAINED, lhs.astype(np.float64), g.astype(np.float64))
+    np.testing.assert_array_equal(run(CHAINED, config, lhs, g), exact.astype(np.float32))
+    lhs, g = normals(CHAINED)
+    exact = float64.conv_wgrad_on_host(CHAINED, np.asarray(lhs, np.float64), np.asarray(g, np.float64))
+    assert error(run(CHAINED, config, lhs, g), exact) < 3e-7
 
 
 def test_random_problems_are_exact():

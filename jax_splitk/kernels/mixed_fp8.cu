@@ -250,8 +250,11 @@ struct Reader {
     return uint64_t(__shfl_sync(~0u, HIGH, 0)) << 32 | low;
   }
 
-  // The stage before this one.
-  __device__ void release() const { arrive_if<(CLUSTER > 1)>(int(released) >= 0, released); }
+  // The stage before this one, which all lanes have read.
+  __device__ void release() const {
+    __syncwarp();
+    arrive_if<(CLUSTER > 1)>(int(released) >= 0, released);
+  }
 
   __device__ void advance() {
     released = empty + stage * 8;

@@ -29,12 +29,13 @@
 //
 // Macros: ELEMENT (0 float, 1 bf16, 2 half), PARTS (1; for float 2 or 3), OUT (split_k.cuh); CONSUMERS
 // warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, CTAS_PER_SM; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T,
-// KERNEL_R, KERNEL_S (the window); RAGGED (some tiles reach beyond the output); DY_TMA, DY_VEC (elements of
-// one load of dY without TMA). X's stage, in elements: [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in
-// which COLUMNS pixels of PITCH follow LEAD; a step of rows or columns is GRID_* input pixels, one of planes
-// GRID_D. DENSE: rows are contiguous in memory too (else only pixels are). PIXEL_COL, PIXEL_ROW: from one
-// output pixel to the next. TAP_COL, TAP_ROW: from one tap to the next. SLICE: channels; GRANULE: bytes of
-// one copy; LHS_D, LHS_H, LHS_W: dilation of X.
+// KERNEL_R, KERNEL_S (the window); CHAIN (times 16 pixels from one rounding addition to the next, with three
+// parts); RAGGED (some tiles reach beyond the output); DY_TMA, DY_VEC (elements of one load of dY without
+// TMA). X's stage, in elements: [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of
+// PITCH follow LEAD; a step of rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are
+// contiguous in memory too (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next.
+// TAP_COL, TAP_ROW: from one tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H,
+// LHS_W: dilation of X.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -386,12 +387,20 @@ __device__ inline int row_offset(int m) {
 using Accumulator = float[BLOCKS][ACCUMULATORS];
 using Fragment = uint32_t[COPIES][4];
 
-__device__ inline void fence(Fragment& a) {
+// WGMMA truncates its sums to 24 bits (and what it adds to two more), an error of one sign that grows with
+// the number of products added to a large sum. So with three parts a chain of CHAIN times 16 pixels adds the
+// small products first and hh last, and is taken over into `sum` by rounding additions.
+constexpr bool PROMOTE = PARTS == 3;
+static_assert(PIXELS % (16 * CHAIN) == 0, "whole chains in a stage");
+
+// h of a chain's fragments.
+using High = uint32_t[CHAIN][4];
+
+// Of A's registers, from part `first` on.
+template <int N>
+__device__ inline void fence(uint32_t (&a)[N][4], int first = 0) {
 #pragma unroll
-  for (int copy = 0; copy < COPIES; ++copy) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) cute::warpgroup_fence_operand(a[copy][i]);
-  }
+  for (int i = 4 * first; i < 4 * N; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
 }
 
 // The two rows' elements of a thread at one pixel: a word holds both, or each holds one.
@@ -472,26 +481,44 @@ __device__ inline void gather(const uint32_t (&at)[2], int k, [[maybe_unused]] c
   }
 }
 
-// The products of one fragment with dY, hh first.
+// The products of one fragment with dY. With three parts all but hh, the smallest first.
 __device__ inline void multiply(const Fragment& a, uint64_t b, float (&acc)[ACCUMULATORS],
                                 GMMA::ScaleOut scale) {
   constexpr uint64_t COPY = COPY_BYTES >> 4;
   constexpr auto all = typename MakeIndices<ACCUMULATORS>::type{};
-  wgmma(a[0], b, acc, scale, all);
-  if constexpr (PARTS > 1) {
-    wgmma(a[FINITE], b + COPY, acc, GMMA::ScaleOut::One, all);
-    wgmma(a[1], b + FINITE * COPY, acc, GMMA::ScaleOut::One, all);
-  }
-  if constexpr (PARTS > 2) {
-    wgmma(a[1], b + COPY, acc, GMMA::ScaleOut::One, all);
+  if constexpr (PARTS == 3) {
+    wgmma(a[2], b + FINITE * COPY, acc, scale, all);
     wgmma(a[FINITE], b + 2 * COPY, acc, GMMA::ScaleOut::One, all);
-    wgmma(a[2], b + FINITE * COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma(a[1], b + COPY, acc, GMMA::ScaleOut::One, all);
+  } else {
+    wgmma(a[0], b, acc, scale, all);
+  }
+  if constexpr (PARTS > 1) {
+    wgmma(a[1], b + FINITE * COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma(a[FINITE], b + COPY, acc, GMMA::ScaleOut::One, all);
   }
 }
 
-// WGMMA truncates its sums, an error that grows with their number. With three parts they are taken over into
-// `sum` by rounding additions every other 16 pixels.
-constexpr bool PROMOTE = PARTS == 3;
+// hh of a chain whose last 16 pixels are at `b`.
+__device__ inline void multiply_high(const High& high, uint64_t b, float (&acc)[ACCUMULATORS]) {
+#pragma unroll
+  for (int i = 0; i < CHAIN; ++i) {
+    wgmma(high[i], b - (CHAIN - 1 - i) * (16 * 128 >> 4), acc, GMMA::ScaleOut::One,
+          typename MakeIndices<ACCUMULATORS>::type{});
+  }
+}
+
+__device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMULATORS]) {
+  fence(chain);
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) sum[i] += chain[i];
+}
+
+// Tells the loader that the warp, all of its lanes, has read a stage (none: -1).
+__device__ inline void release(uint64_t* empty, int stage) {
+  __syncwarp();
+  if (stage >= 0 && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&empty[stage]);
+}
 
 __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, int m0, int kt,
                                int kt_end, Accumulator& sum) {
@@ -517,6 +544,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
   }
   // Two fragments take turns: one is gathered while the tensor cores read the other.
   Fragment a[2];
+  [[maybe_unused]] High high[BLOCKS];
   uint32_t inside[4] = {~0u, ~0u, ~0u, ~0u};
   int stage = 0, previous = -1;
   uint32_t phase = 0;
@@ -544,28 +572,30 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
         Fragment& fragment = a[(k / 16 * BLOCKS + block) % 2];
         const uint32_t now[2] = {base + at[block][0], base + at[block][1]};
         gather(now, k, inside, fragment);
+        const int link = k / 16 % CHAIN;
+        const bool last = PROMOTE && link == CHAIN - 1;
+        if constexpr (PROMOTE) {
+          scale = link ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) high[block][link][i] = fragment[0][i];
+        }
         fence(acc[block]);
-        fence(fragment);
+        fence(fragment, PROMOTE);  // h is elsewhere
+        if (last) fence(high[block]);
         cute::warpgroup_arrive();
         multiply(fragment, b + k * (128 >> 4), acc[block], scale);
+        if (last) multiply_high(high[block], b + k * (128 >> 4), acc[block]);
         cute::warpgroup_commit_batch();
         // The batch before this one has retired, so its fragment and, at a stage's start, its stage are free.
         cute::warpgroup_wait<1>();
-        if (k == 0 && block == 0 && previous >= 0 && lane == 0) EmptyBarrier::arrive(&empty[previous]);
+        if (!PROMOTE && k == 0 && block == 0) release(empty, previous);
+        if (last && block > 0) promote(acc[block - 1], sum[block - 1]);
       }
-      if constexpr (!PROMOTE) {
-        scale = GMMA::ScaleOut::One;
-      } else if (k / 16 % 2 == 0) {
-        scale = GMMA::ScaleOut::One;
-      } else {
+      scale = GMMA::ScaleOut::One;
+      if (PROMOTE && k / 16 % CHAIN == CHAIN - 1) {
         cute::warpgroup_wait<0>();
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-          fence(acc[block]);
-#pragma unroll
-          for (int i = 0; i < ACCUMULATORS; ++i) sum[block][i] += acc[block][i];
-        }
-        scale = GMMA::ScaleOut::Zero;
+        if (k + 16 == PIXELS) release(empty, stage);
+        promote(acc[BLOCKS - 1], sum[BLOCKS - 1]);
       }
     }
     advance(g, tile);

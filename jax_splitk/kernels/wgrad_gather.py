@@ -18,15 +18,16 @@ import math
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, split_search, wgrad_limits
 from jax_splitk.kernels.wgrad_gather_stage import (
-    REGISTERS,
     SHARED_BYTES,
     Config,
     Volume,
+    chain,
     conflicts,
     ctas_per_sm,
     is_ragged,
     lattice,
     layout,
+    most_registers,
     registers,
     shared_bytes,
     slices,
@@ -46,8 +47,10 @@ STEP = 16  # pixels of one WGMMA
 MAX_STAGES = 4
 FEW_CHANNELS = 32  # of X, half of what wgrad_sm90 loads at a time
 MAX_PIXELS = 256
-# WGMMAs of a float32 result's split: see split_k.least_splits. With three parts the device code cuts its chains itself.
+# Additions in a row for a float32 result: see split_k.least_splits. WGMMA's, or where they go in short chains onto sums
+# (three parts) those, which round: 256 give a relative error of about 3e-7.
 MAX_FLOAT32_CHAIN = 2048
+MAX_ROUNDED_CHAIN = 256
 
 _ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro ELEMENT
 
@@ -79,8 +82,10 @@ def whole_splits(p: ConvWgradProblem, config: Config, splits: int) -> int:
 def least_splits(p: ConvWgradProblem, config: Config) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
     v = volume(p)
-    chain = config.pixels // STEP * v.products  # of one tile
-    return 1 if v.parts == 3 else split_k.least_splits(p, k_tiles(p, config), MAX_FLOAT32_CHAIN // chain)
+    steps = config.pixels // STEP  # of one tile
+    if v.parts == 3:
+        return split_k.least_splits(p, k_tiles(p, config), MAX_ROUNDED_CHAIN * chain(v, config) // steps)
+    return split_k.least_splits(p, k_tiles(p, config), MAX_FLOAT32_CHAIN // (steps * v.products))
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
@@ -164,7 +169,7 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
     if not _steps_add_up(config):
         return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
     v = volume(p)
-    count, most = registers(v, config), REGISTERS[1, config.consumers]
+    count, most = registers(v, config), most_registers(v, config)
     if count > most:
         return (
             f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
@@ -288,6 +293,7 @@ def clocks(v: Volume, config: Config) -> dict[str, float]:
     dy_bytes, b_bytes = config.pixels * config.tile_n * 2 * v.copies, STEP * config.tile_n * 2 * v.products
     x_items = config.images * v.kernel[0] * x.rows * x.columns * config.slice
     conversion = {1: 4, 2: 44, 3: 76}[v.parts]
+    sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
     shared = steps * blocks * (4 * loads * conflicts(x, v, config) + b_bytes / _SHARED_BYTES_PER_CLOCK)
@@ -295,7 +301,7 @@ def clocks(v: Volume, config: Config) -> dict[str, float]:
     return {
         "tensor": steps * blocks * v.products * config.tile_n / 2,
         "shared": shared,
-        "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products) + copies + dy_stores) / 4,
+        "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
         "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / ctas_per_sm(v, config),
         "l2": (x_items + config.pixels * config.tile_n) * v.item / _L2_BYTES_PER_CLOCK,
     }
@@ -333,6 +339,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
     macros = {
         "ELEMENT": _ELEMENTS[problem.dtype],
         "PARTS": v.parts,
+        "CHAIN": chain(v, config),
         "OUT": split_k.OUT_CODES[problem.out_dtype],
         "CONSUMERS": config.consumers,
         "BLOCKS": config.blocks,

@@ -18,6 +18,7 @@ BANKS = 32
 # Consumers' registers by (thread blocks on an SM, consumer warpgroups): CONSUMER_REGS in the device code, and those
 # that remain for the accumulators and fragments.
 REGISTERS = {(1, 1): 240, (1, 2): 208, (1, 3): 152, (1, 4): 104, (2, 1): 184, (2, 2): 88, (2, 3): 72}
+EXACT_REGISTERS = 224  # with three parts ptxas spills above
 _OTHER_REGISTERS = 26
 
 
@@ -261,11 +262,38 @@ def shared_bytes(v: Volume, config: Config) -> int:
     return config.stages * layout(v, config).stage_bytes(v, config) + RESERVED_BYTES
 
 
+# Steps of 16 pixels that WGMMA adds up before a rounding addition, with three parts. It truncates: an error of one sign
+# that grows with what is added to large sums. So a chain's large products come last; 4 of them give 1.9e-7 in all.
+CHAINS = (4, 2)
+
+
+def chain(v: Volume, config: Config) -> int:
+    """The longest that costs no thread block its place on an SM (CHAIN in the device code); 1 with fewer parts."""
+    if v.parts < 3:
+        return 1
+    *longer, shortest = CHAINS
+    most = REGISTERS[_ctas_per_sm(v, config, shortest), config.consumers]
+    fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
+    return next(fitting, shortest)
+
+
+def most_registers(v: Volume, config: Config) -> int:
+    most = REGISTERS[1, config.consumers]
+    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
+
+
 def registers(v: Volume, config: Config) -> int:
     """A consumer thread's, about."""
-    accumulators = config.blocks * config.tile_n // 2 * (2 if v.parts == 3 else 1)
+    return _registers(v, config, chain(v, config))
+
+
+def _registers(v: Volume, config: Config, steps: int) -> int:
+    exact = v.parts == 3
+    accumulators = config.blocks * config.tile_n // 2 * (2 if exact else 1)
+    # Two fragments in turn; with three parts the first one is kept for the whole chain.
+    fragments = 2 * 4 * (v.copies - exact) + (4 * config.blocks * steps if exact else 0)
     masks = 8 if is_ragged(v, config) else 0
-    return accumulators + 2 * 4 * v.copies + 2 * config.blocks + masks + _OTHER_REGISTERS
+    return accumulators + fragments + 2 * config.blocks + masks + _OTHER_REGISTERS
 
 
 def is_ragged(v: Volume, config: Config) -> bool:
@@ -275,5 +303,9 @@ def is_ragged(v: Volume, config: Config) -> bool:
 
 def ctas_per_sm(v: Volume, config: Config) -> int:
     """2 where shared memory and registers allow it."""
-    fits = registers(v, config) <= REGISTERS.get((2, config.consumers), 0)
+    return _ctas_per_sm(v, config, chain(v, config))
+
+
+def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
+    fits = _registers(v, config, steps) <= REGISTERS.get((2, config.consumers), 0)
     return 2 if fits and 2 * shared_bytes(v, config) <= SHARED_BYTES else 1

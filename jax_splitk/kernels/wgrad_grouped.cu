@@ -25,8 +25,8 @@
 //
 // Roles: the last warp is the producer (one thread issues TMA), the others are consumers.
 // Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
-// consumer warp after its last ldmatrix). Both start in phase 0; the producer's first pass waits on the
-// opposite parity.
+// consumer warp after its last ldmatrix). Both start in phase 0; the producer's first pass does not wait: it
+// loads before the block's other warps have even begun.
 //
 // Macros: ELEMENT_BF16, OUT (split_k.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W,
 // GROUP_IN, GROUP_OUT (channels per group), IN_BLOCK, OUT_BLOCK, IMAGES, ROWS, COLUMNS, RAGGED (the last tile
@@ -51,7 +51,8 @@ struct Args {
   int out_channels;
   int stride;  // elements from one split's partial sums to the next's
   int out_h, out_w, pad_h, pad_w;
-  int tiles, tiles_h, tiles_w;  // in all, and of an image
+  int each, more;        // tiles of a split; the first `more` splits have another one
+  int tiles_h, tiles_w;  // of an image
 };
 
 constexpr int most(int a, int b) { return a > b ? a : b; }
@@ -101,6 +102,11 @@ struct Tile {
 };
 
 __device__ inline Tile tile_at(const Args& g, int index) {
+  if (g.tiles_h * g.tiles_w == 1) return {index, 0, 0};  // without divisions, which the first loads wait for
+  if (g.tiles_w == 1) {
+    const int image = index / g.tiles_h;
+    return {image, index - image * g.tiles_h, 0};
+  }
   const int image = index / (g.tiles_h * g.tiles_w), rest = index - image * (g.tiles_h * g.tiles_w);
   const int h = rest / g.tiles_w;
   return {image, h, rest - h * g.tiles_w};
@@ -127,19 +133,34 @@ __device__ inline Channels block_channels(int block) {
 
 // ---- producer ---------------------------------------------------------------------------------------------
 
+__device__ inline void load_tile(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                                 uint8_t* stage, uint64_t* full, Channels channels, const Tile& tile) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  FullBarrier::arrive_and_expect_tx(full, X_BYTES + DY_BYTES);
+  const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
+  cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, stage, channels.in, q * STRIDE_W - g.pad_w,
+                               p * STRIDE_H - g.pad_h, n);
+  cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, stage + DY_OFFSET, channels.out, q, p, n);
+}
+
+// What fits into the ring, whose stages need not be waited for.
+__device__ inline void fill(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
+                            uint64_t* full, Channels channels, Tile tile, int tiles) {
+#pragma unroll 1
+  for (int stage = 0; stage < min(tiles, STAGES); ++stage) {
+    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
+    advance(g, tile);
+  }
+}
+
+// The other tiles.
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
                                uint64_t* full, uint64_t* empty, Channels channels, Tile tile, int tiles) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   int stage = 0;
   uint32_t phase = 0;
-  for (; tiles > 0; --tiles) {
-    EmptyBarrier::wait(&empty[stage], phase ^ 1);
-    FullBarrier::arrive_and_expect_tx(&full[stage], X_BYTES + DY_BYTES);
-    uint8_t* base = ring + stage * STAGE_BYTES;
-    const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-    cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[stage], hint, base, channels.in, q * STRIDE_W - g.pad_w,
-                                 p * STRIDE_H - g.pad_h, n);
-    cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[stage], hint, base + DY_OFFSET, channels.out, q, p, n);
+  for (tiles -= STAGES; tiles > 0; --tiles) {
+    EmptyBarrier::wait(&empty[stage], phase);
+    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
     advance(g, tile);
     if (++stage == STAGES) {
       stage = 0;
@@ -407,32 +428,32 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   __shared__ uint64_t full[STAGES], empty[STAGES];
   __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
   uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  const int split = blockIdx.y, tiles = g.each + (split < g.more);
+  const int first = split * g.each + min(split, g.more);
+  const Channels channels = block_channels(blockIdx.x);
+  // Uniform to the compiler.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x == 0) {
+  if (warp == WARPS && cute::elect_one_sync()) {
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], 1);
       EmptyBarrier::init(&empty[i], WARPS);
     }
     cutlass::arch::fence_barrier_init();
+    fill(x_map, dy_map, g, ring, full, channels, tile_at(g, first), tiles);
   }
   __syncthreads();
-
-  const int split = blockIdx.y, splits = gridDim.y;
-  const int each = g.tiles / splits, more = g.tiles - each * splits;
-  const int tiles = each + (split < more);
-  const Tile tile = tile_at(g, split * each + min(split, more));
-  const Channels channels = block_channels(blockIdx.x);
-  // Uniform to the compiler.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == WARPS) {
-    if (cute::elect_one_sync()) produce(x_map, dy_map, g, ring, full, empty, channels, tile, tiles);
+    if (tiles > STAGES && cute::elect_one_sync()) {
+      produce(x_map, dy_map, g, ring, full, empty, channels, tile_at(g, first + STAGES), tiles);
+    }
     return;
   }
   const int slice = warp / JOBS, index = warp - slice * JOBS;
   const Job job = job_at(index);
   Accumulator acc = {};
   consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
-          tile, tiles, acc);
+          tile_at(g, first), tiles, acc);
   launch_dependent_grids();
   if constexpr (SLICES > 1) {
     add_slices(reinterpret_cast<float*>(ring), index, slice, acc);

@@ -446,6 +446,9 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     found += [dataclasses.replace(config, slices=slices) for slices in (config.slices // 2, config.slices * 2)]
     found += [dataclasses.replace(config, images=images) for images in (config.images // 2, config.images * 2)]
     found += [dataclasses.replace(config, rows=rows) for rows in (config.rows // 2, config.rows * 2)]
+    if config.images > 1:  # less is left to do once the last tile has come
+        half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
+        found += [dataclasses.replace(half, slices=slices) for slices in sorted({1, min(config.slices, strips(half))})]
     return found
 
 
@@ -554,7 +557,8 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     s = plane(p)
     _, tiles_h, tiles_w = tile_counts(p, config)
     stride = split_k.stride(p) if config.splits > 1 else 0
-    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, tiles(p, config), tiles_h, tiles_w))
+    shares = divmod(tiles(p, config), config.splits)
+    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares, tiles_h, tiles_w))
 
 
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:

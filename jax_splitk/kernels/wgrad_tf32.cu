@@ -453,6 +453,7 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, uint32
       }
       FullBarrier::wait(&barriers.full_x[turn.stage], turn.phase);
       multiply_line<(1 << TAPS_H) - 1>(mask, x + turn.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
+      __syncwarp();  // what other lanes have read is released too
       if (leads) {
         EmptyBarrier::arrive(&barriers.empty_x[turn.stage]);
         if (mask >> (TAPS_H - 1) & 1) {
