@@ -69,6 +69,16 @@ ODD = (
     _odd("multiplier3", (12, 20), (5, 5), channels=8, multiplier=3),
     _odd("batch_below_images", (14, 14), (7, 7), batch=1, channels=32),
     _odd("seven", (7, 7), (7, 7), batch=6, channels=48),
+    # Rows of one segment, with zeros beside them in all kinds of places.
+    _odd("seven_stride3x1", (19, 7), (7, 7), batch=5, stride=(3, 1), channels=24),
+    _odd("fourteen_stride2x1", (15, 14), (3, 7), batch=5, stride=(2, 1), channels=40),
+    _odd("fourteen_stride1x2", (9, 14), (3, 5), stride=(1, 2)),
+    _odd("zeros_left", (6, 13), (3, 7), padding=((1, 1), (6, 0))),
+    _odd("zeros_right", (6, 14), (3, 7), padding=((1, 1), (0, 6))),
+    _odd("even_zeros", (9, 7), (3, 5), batch=5, channels=32),
+    _odd("one_zero", (9, 7), (3, 3), batch=5, channels=32),
+    _odd("zeros_dilated", (9, 11), (3, 4), dilation=(1, 3), padding=((1, 1), (5, 4))),
+    _odd("few_columns", (9, 2), (3, 9), padding=((1, 1), (8, 4)), channels=8),
 )
 
 

@@ -1,11 +1,13 @@
 """Depthwise weight gradients on a GPU: exactness, accuracy, determinism, and where what is not finite goes."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from benchmarks.cases import Case
 from jax_splitk.kernels import wgrad_depthwise
 from jax_splitk.kernels.wgrad_depthwise import Config
 from jax_splitk.target import DEFAULT_CUDA
@@ -44,11 +46,57 @@ def odd_problems():
         yield f"sequence{i}", problem
 
 
+def leaves_out_zeros(problem):
+    """Whether zeros beside a row are not in shared memory, where it is one segment."""
+    t = wgrad_depthwise.tiling(problem, Config(8, 1, 1, 1))
+    return t.x_columns < t.used + wgrad_depthwise.geometry(problem).width.reach
+
+
+def short_rows():
+    """Such problems, and configs."""
+    for name, problem in (*((case.name, case.problem()) for case in SMALL_SUITE[2:4]), *odd_problems()):
+        if leaves_out_zeros(problem):
+            configs = [config for config in variants(problem) if config.segments == 1 and config.stages == 2]
+            yield pytest.param(problem, configs, id=name)
+
+
+def filling(segments):
+    """A problem without any zeros, and configs for it whose planes fill the shared memory of every multiprocessor."""
+    case = Case("", 64 * (4 // segments), 96, 16 * segments, 48, 48, (1, 1), groups=48)
+    problem = case.problem()
+    deepest = wgrad_depthwise.tiling(problem, Config(16, segments, 1, 1)).max_stages
+    configs = [Config(16, segments, stages, 64) for stages in (deepest, deepest - 1)]
+    for config in configs:
+        (launch, *_) = wgrad_depthwise.make_plan(problem, config).launches
+        assert launch.shared_bytes > 150 * 1024
+        assert launch.grid[0] * launch.grid[1] > DEFAULT_CUDA.cores, "only one fits a multiprocessor"
+    return problem, configs
+
+
+@functools.cache
+def fill_with_nan():
+    """Functions that leave NaN nearly everywhere in shared memory, each with other gaps."""
+    found = []
+    for segments in wgrad_depthwise.SEGMENTS:
+        problem, configs = filling(segments)
+        operands = [jnp.full(shape, jnp.nan, problem.dtype) for shape in (problem.lhs_shape, problem.g_shape)]
+        for config in configs:
+            run = gpu_wgrad.ours(wgrad_depthwise, problem, config)
+            assert jnp.isnan(run(*operands)).all()
+            found.append(functools.partial(run, *operands))
+    return found
+
+
 def device_code():
     sources = {wgrad_depthwise.source(p, config) for _, p in odd_problems() for config in variants(p)}
     for case in (*SUITE, *SMALL_SUITE):
         for out in ("bfloat16", "float32"):
             sources.add(wgrad_depthwise.source(case.problem(out), best(case.problem(out))))
+    for problem, configs in map(filling, wgrad_depthwise.SEGMENTS):
+        sources.add(wgrad_depthwise.source(problem, configs[0]))
+    for rows in short_rows():
+        problem, configs = rows.values
+        sources |= {wgrad_depthwise.source(problem, config) for config in (*configs, Config(8, 1, 1, 1))}
     return sources
 
 
@@ -100,16 +148,32 @@ def test_what_is_not_finite_reaches_only_what_depends_on_it(case, value):
     clean = float64.conv_wgrad(problem, lhs, g)
     rng = np.random.default_rng([SEED, 4])
     n, h, w, c = problem.lhs_shape
+    configs = {dataclasses.replace(best(problem), splits=1)}
+    if leaves_out_zeros(problem):
+        configs.add(Config(8, 1, 1, 1))
     corners = [(0, 0, 0, 0), (n - 1, h - 1, w - 1, c - 1), (0, h - 1, w - 1, 1), (n - 1, 0, w - 1, 2)]
     for position in [*corners, tuple(int(v) for v in rng.integers(0, problem.lhs_shape))]:
         bad = lhs.copy()
         bad[position] = value
-        config = dataclasses.replace(best(problem), splits=1)
-        arrays = (jnp.asarray(a).astype(problem.dtype) for a in (bad, g))
-        out = poison.run(wgrad_depthwise.make_plan(problem, config), problem, *arrays)
+        arrays = [jnp.asarray(a).astype(problem.dtype) for a in (bad, g)]
         reached = depends_on(problem, position)
-        assert not np.isfinite(out[reached]).any(), position
-        np.testing.assert_array_equal(out[~reached], clean.astype(np.float32)[~reached], err_msg=str(position))
+        for config in configs:
+            out = poison.run(wgrad_depthwise.make_plan(problem, config), problem, *arrays)
+            where = f"{position} {config}"
+            assert not np.isfinite(out[reached]).any(), where
+            np.testing.assert_array_equal(out[~reached], clean.astype(np.float32)[~reached], err_msg=where)
+
+
+@pytest.mark.parametrize(("problem", "configs"), list(short_rows()))
+def test_what_was_in_shared_memory_enters_no_product(problem, configs):
+    lhs, g = integers(problem, seed=5)
+    want = gpu_wgrad.rounded(float64.conv_wgrad(problem, lhs, g), problem.out_dtype)
+    for config in configs:
+        run = gpu_wgrad.ours(wgrad_depthwise, problem, config)
+        run(lhs, g).block_until_ready()  # compiled, so that nothing runs in between
+        for i, fill in enumerate(fill_with_nan()):
+            fill().block_until_ready()
+            np.testing.assert_array_equal(np.asarray(run(lhs, g)), want, err_msg=f"{config} after {i}")
 
 
 def test_a_sequence_is_an_image_of_one_row():

@@ -259,6 +259,39 @@ def test_plan() -> None:
         assert dict(device_plan.source.defines)["PITCH"] == g.pitch
 
 
+@pytest.mark.parametrize(
+    ("width", "kernel", "padding", "dilation", "kept"),
+    [
+        (14, 7, (3, 3), 1, (2, 15)),
+        (7, 7, (3, 3), 1, (2, 8)),
+        (7, 5, (2, 2), 1, (2, 7)),
+        (7, 3, (1, 1), 1, (0, 8)),
+        (16, 3, (2, 0), 1, (2, 16)),
+        (14, 7, (6, 0), 1, (6, 14)),
+        (14, 7, (0, 6), 1, (0, 14)),
+        (14, 7, (1, 0), 1, (0, 15)),
+        (14, 3, (2, 2), 2, (2, 14)),
+        (13, 7, (7, 0), 1, (0, 20)),  # padding beyond the reach
+        (14, 11, (5, 5), 1, (0, 19)),  # two blocks of taps
+        (20, 7, (3, 3), 1, (0, 22)),  # two tiles
+    ],
+)
+def test_columns_that_are_kept_of_a_row(
+    width: int, kernel: int, padding: tuple[int, int], dilation: int, kept: tuple[int, int]
+) -> None:
+    p = problem(width=width, kernel=(3, kernel), padding=((1, 1), padding), dilation=(1, dilation))
+    t = wgrad_depthwise.tiling(p, Config(16, 1, 1, 1))
+    assert (t.x_pad, t.x_columns) == kept
+    wide = wgrad_depthwise.tiling(p, Config(16, 4, 1, 1))
+    assert (wide.x_pad, wide.x_columns) == (0, wide.used + wgrad_depthwise.geometry(p).width.reach)
+
+
+def test_zeros_beside_an_image_are_not_read_as_pixels() -> None:
+    for case, x_stores in zip(SUITE[2:4], (4, 2), strict=True):  # instead of 6 and 4
+        t = wgrad_depthwise.tiling(case.problem(), Config(16, 1, 2, 1))
+        assert (t.x.stores, t.y.stores) == (x_stores, x_stores)
+
+
 def test_shared_memory_fits() -> None:
     for p in PROBLEMS:
         for config in wgrad_depthwise.candidates(p, DEFAULT_CUDA):
@@ -364,7 +397,7 @@ def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) 
             continue
         k0 = group * config.channels
         c0 = k0 // multiplier & ~7
-        start = (r0 * height.dilation - height.pad, s0 * width.dilation - width.pad)
+        start = (r0 * height.dilation - height.pad, s0 * width.dilation - width.pad + t.x_pad)
         x_block = Block(x, (height.stride, width.stride), start, c0, False)
         y_block = Block(y, (1, 1), (0, 0), k0, t.tiles > 1)
         begin, end = split * each, min((split + 1) * each, t.blocks)
@@ -375,7 +408,8 @@ def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) 
             y_planes = y_block.planes(p, config, t.y, turn) * (turn < end)
             for c in range(config.channels):
                 x_channel = c if config.channels == 32 else (k0 + c) // multiplier - c0
-                x_run = runs(config, t, t.x, x_planes, x_channel, t.segment + width.reach)
+                x_run = runs(config, t, t.x, x_planes, x_channel, t.segment + width.reach - t.x_pad)
+                x_run = np.pad(x_run, ((0, 0), (0, 0), (t.x_pad, 0)))
                 y_run = runs(config, t, t.y, y_planes, c, t.segment)
                 both = np.concatenate((upper[c], y_run))
                 upper[c] = y_run
@@ -400,7 +434,7 @@ def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
         x = rng.integers(-2, 3, p.lhs_shape).astype(np.float64)
         y = rng.integers(-2, 3, p.g_shape).astype(np.float64)
         exact = float64.conv_wgrad(p, x, y)
-        for channels, segments in ((8, 4), (16, 2), (16, 1), (32, 1), (32, 4)):
+        for channels, segments in ((8, 4), (8, 1), (16, 2), (16, 1), (32, 1), (32, 4)):
             config = Config(channels, segments, 1, 1)
             config = dataclasses.replace(config, splits=wgrad_depthwise.whole_splits(p, config, 2))
             if supports(p, config) is None and (channels < 32 or p.out_channels > 16):
@@ -469,6 +503,11 @@ def compilations() -> list[tuple[ConvWgradProblem, Config]]:
                 dtype = ("bfloat16", "float16")[(taps + count) // 8 % 2]
                 out = ("float32", "bfloat16", "float16")[(taps + width) % 3]
                 found.append((dataclasses.replace(case, dtype=dtype).problem(out), Config(count, segments, 1, 1)))
+    for i, case in enumerate(ODD):
+        p = case.problem(("bfloat16", "float32")[i % 2])
+        t = wgrad_depthwise.tiling(p, Config(8, 1, 1, 1))
+        if t.x_columns < t.used + wgrad_depthwise.geometry(p).width.reach:  # zeros beside it are left out
+            found += [(p, Config(count, 1, 1, 1)) for count in (16, 32)]
     return [(p, config) for p, config in found if supports(p, config) is None]
 
 

@@ -24,6 +24,9 @@
 // stride, for which X is read with that stride: its rows and columns as they are used here are always
 // neighbours.
 //
+// Where a row is one segment, zeros beside the image need not be in the planes (PAD, X_COLUMNS): all lanes
+// have them in the same places of their runs, known to the compiler, and constants there.
+//
 // Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
 //   - LOADERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels to
 //   a lane, and
@@ -34,13 +37,14 @@
 // other warp, after its products).
 //
 // Macros: ELEMENT_BF16, CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS (1, 2 or 4 along a
-// row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TAPS (of a
-// block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of dY), MULTIPLIER,
-// BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), IN_H, IN_W,
-// IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, WARPS (of products), LOADERS, CHAIN (turns
-// after which sums leave the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a set; what the
-// plan reckons with), OUT (split_k.cuh). What could be arguments as well is known to the compiler for the
-// sake of the loaders' addresses.
+// row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), PAD
+// (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a tile, from there
+// on), TAPS (of a block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of
+// dY), MULTIPLIER, BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all),
+// IN_H, IN_W, IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, WARPS (of products), LOADERS,
+// CHAIN (turns after which sums leave the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a
+// set; what the plan reckons with), OUT (split_k.cuh). What could be arguments as well is known to the
+// compiler for the sake of the loaders' addresses.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -139,9 +143,12 @@ struct Layout {
   __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }
 };
 
-// Of a tile of one segment X's columns beyond those of use are not read: they are multiplied by zeros.
-using X = Layout<USED + REACH, (SEGMENTS == 1 ? smaller(USED, SEGMENT) : SEGMENT) + REACH>;
+// Of a tile of one segment X's columns beyond those of use are not read: they are zeros or
+// multiplied by zeros.
+using X = Layout<X_COLUMNS, SEGMENTS == 1 ? X_COLUMNS : SEGMENT + REACH>;
 using Y = Layout<USED, SEGMENT>;
+static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN, "all that is read of X is written in every turn");
+static_assert(PAD % 2 == 0 && (SEGMENTS == 1 || (PAD == 0 && X_COLUMNS == USED + REACH)));
 static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` in wgrad_depthwise.py");
 
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
@@ -287,7 +294,7 @@ __device__ inline void produce(const Args& g, const Work& work, const Element* x
   constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
   constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
   const int turns = work.end - work.begin + 1;
-  const int h0 = work.r0 * g.dilation_h - g.pad_h, w0 = work.s0 * g.dilation_w - g.pad_w;
+  const int h0 = work.r0 * g.dilation_h - g.pad_h, w0 = work.s0 * g.dilation_w - g.pad_w + PAD;
   XOperand x_operand(x, h0, w0, work.c0, g.batch);
   YOperand y_operand(y, 0, 0, work.k0, g.batch);
   const int warp = __shfl_sync(ALL, threadIdx.x / 32 % LOADERS, 0);
@@ -375,7 +382,10 @@ using Columns = uint32_t[STEPS][4];
 // columns. Taps at odd columns come last, and take words made of the halves of neighbours, which take the
 // place of the others: registers are few.
 __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
-  auto word = [&](int w) { return word_at(w) < X::READ_CHUNKS * 4 ? x[word_at(w)] : 0; };
+  auto word = [&](int w) {  // of a row with all its zeros
+    const int kept = w - PAD / 2;
+    return kept >= 0 && word_at(kept) < X::READ_CHUNKS * 4 ? x[word_at(kept)] : 0;
+  };
   uint32_t x_odd[X_WORDS];
 #pragma unroll
   for (int odd = 0; odd < (SHIFT % 2 && TAPS > 1 ? 2 : 1); ++odd) {
@@ -481,6 +491,7 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
     const Row row(i);
     const int p = row.p, h = p * STRIDE_H - g.pad_h + r * g.dilation_h;
     if (p >= OUT_H || h < 0 || h >= IN_H) continue;
+#pragma unroll 1  // rarely run
     for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
       const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
       const int w = q * STRIDE_W - g.pad_w + s * g.dilation_w;
@@ -534,6 +545,7 @@ __device__ inline void clear(uint8_t* planes, int stages) {
   constexpr int WIDE = L::ROW_CHUNKS - L::WRITTEN;
   if constexpr (WIDE > 0) {
     const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
+#pragma unroll 1  // once or twice
     for (int i = threadIdx.x; i < all; i += CONSUMERS) {
       int rest = i / WIDE;
       const int row = rest % ROWS, image = rest / ROWS % IMAGES;
@@ -600,6 +612,7 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     }
     meet(CONSUMERS, PRODUCTS);
     out += blockIdx.y * size_t(g.taps_h.kernel) * g.taps_w.kernel * OUT_CHANNELS;
+#pragma unroll 1  // twice for 7x7 taps of 16 channels
     for (int i = thread; i < g.taps_h.size * TAPS * CHANNELS; i += CONSUMERS) {
       const int tap = i / CHANNELS, channel = i % CHANNELS;
       const int r = again.r(g, tap), s = again.s(g, tap), k = again.k0 + channel;

@@ -197,6 +197,8 @@ class Tiling:
     columns: int  # of dY in a tile
     used: int  # of these, in the image
     tiles: int  # in a row of dY
+    x_pad: int  # columns of zeros, to the left of what is kept of X
+    x_columns: int  # of X in a tile, from there on
     x: Operand
     y: Operand
     groups: int  # of channels
@@ -231,18 +233,34 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
     tiles = -(-width // columns)
     used = min(columns, width)
     taps, reach = g.width.size, g.width.reach
+    x_pad, x_columns = _kept(g.width) if segments == 1 and tiles == 1 else (0, used + reach)
     return Tiling(
         segment=segment,
         columns=columns,
         used=used,
         tiles=tiles,
-        x=Operand.of(config, segment, used + reach, (min(used, segment) if segments == 1 else segment) + reach),
+        x_pad=x_pad,
+        x_columns=x_columns,
+        x=Operand.of(config, segment, x_columns, x_columns if segments == 1 else segment + reach),
         y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
         sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
         epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
         blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
     )
+
+
+def _kept(width: Axis) -> tuple[int, int]:
+    """Of a whole row of X, with the zeros beside it, the first column that is kept in shared memory, and how many are.
+
+    The first one is even, because a word has two columns. All that is zero can be left out only where every tap finds
+    it in the same place: with one block of taps and unit stride.
+    """
+    columns = width.size_out + width.reach
+    if width.stride > 1 or width.tap_blocks > 1 or not 0 <= width.pad <= width.reach:
+        return 0, columns
+    first = width.pad // 2 * 2
+    return first, min(columns, width.pad + width.size_in) - first
 
 
 def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
@@ -431,6 +449,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("SEGMENTS", config.segments),
             ("COLUMNS", t.columns),
             ("USED", t.used),
+            *(("PAD", t.x_pad), ("X_COLUMNS", t.x_columns)),
             ("TAPS", g.width.size),
             ("SHIFT", g.width.shift),
             ("PITCH", g.pitch),
