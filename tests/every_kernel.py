@@ -145,6 +145,7 @@ def _sm90() -> Iterator[Run]:
     half = dataclasses.replace(image, dtype=HALF, out_dtype=HALF)
     volume = _conv((4, 5, 6), (2, 2, 2), (24, 40), padding=1, stride=2, out_dtype="bfloat16")
     matrix = _conv((200,), (1,), (72, 64))
+    long = dataclasses.replace(_conv((1090,), (1,), (64, 136)), out_dtype=HALF, dtype=HALF)
     groups = _conv((9, 11), (2, 1), (128, 128), groups=2)
 
     def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
@@ -161,6 +162,9 @@ def _sm90() -> Iterator[Run]:
         (volume, config(64, 64, True, 1)),
         (volume, config(128, 64, False, 1)),
         (matrix, config(64, 128, False, 2, reduction="cluster")),
+        # Splits that take turns: what is read by one tile and by several, a deep ring that is filled again.
+        (matrix, config(128, 64, False, 3)),
+        (long, wgrad_sm90.Config(64, 64, 13, True, 2)),
         (groups, config(128, 192, False, 3)),
     ):
         yield from (Run(wgrad_sm90, p, each) for each in given)
@@ -277,9 +281,14 @@ def _wgmma() -> Iterator[Run]:
         (mixed.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
     ):
         yield _cut(mixed_wgmma, case, mixed_wgmma.Config(tile_m, tile_n, 2, scaling, 0, 0), blocks)
-    clustered = mixed_wgmma.Config(128, 32, 2, "weight", 0, 0, 3)
-    tiles = math.prod(mixed_wgmma.tile_counts(plain.problem, clustered))
-    yield Run(mixed_wgmma, plain.problem, dataclasses.replace(clustered, blocks=3 * tiles), plain)
+    deep = dataclasses.replace(plain, k=768)
+    for case, config in (
+        (plain, mixed_wgmma.Config(128, 32, 2, "weight", 0, 0, 3)),
+        (deep, mixed_wgmma.Config(64, 64, 8, "weight", 0, 0, 2, parts=2)),
+        (deep, mixed_wgmma.Config(128, 32, 4, "weight", 0, 0, 3, parts=2)),
+    ):
+        tiles = math.prod(mixed_wgmma.tile_counts(case.problem, config))
+        yield Run(mixed_wgmma, case.problem, dataclasses.replace(config, blocks=config.cluster * tiles), case)
 
 
 RUNS = list(

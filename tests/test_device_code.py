@@ -58,8 +58,21 @@ def tails() -> Iterator[tuple[ConvWgradProblem, Config]]:
         yield small("c320k320", out_dtype="bfloat16"), config
 
 
+def clusters() -> Iterator[tuple[ConvWgradProblem, Config]]:
+    """Plans whose splits are a cluster, and those whose splits take turns with a deep ring."""
+    outputs = itertools.cycle(("bfloat16", "float32"))
+    for tile in ((64, 64), (64, 192), (128, 128), (192, 192), (128, 256), (256, 64)):
+        for swap in (False, True):
+            config = Config(*tile, wgrad_sm90.max_stages(*tile), swap, 2)
+            yield small("plain", out_dtype=next(outputs)), dataclasses.replace(config, reduction="cluster")
+    for tile in ((64, 64), (64, 128), (128, 64)):
+        for swap in (False, True):
+            yield small("1x1"), Config(*tile, wgrad_sm90.max_stages(*tile, turns=True), swap, 2)
+
+
 COMPILATIONS = list(dict.fromkeys(compilations()))
 TAILS = list(tails())
+CLUSTERS = list(clusters())
 IDS = [
     f"{v.tile_m}x{v.tile_n}_{v.stages}{'_swap' if v.swap else ''}{'_pair' if v.cluster == 2 else ''}"
     f"_{p.dtype}_{p.out_dtype}{'_tiled' if p.taps == 1 else ''}{'_3d' if p.rank == 3 else ''}"
@@ -71,7 +84,7 @@ IDS = [
 def machine_code() -> dict[compiler.Source, compiler.Compiled]:
     """All of them, compiled in parallel."""
     assert compiler.unavailable() is None, compiler.unavailable()
-    sources = list(dict.fromkeys(wgrad_sm90.source(p, variant) for p, variant in (*COMPILATIONS, *TAILS)))
+    sources = list(dict.fromkeys(wgrad_sm90.source(p, variant) for p, variant in (*COMPILATIONS, *TAILS, *CLUSTERS)))
     start = time.perf_counter()
     compiled = compiler.compile_sources(sources)
     print(f"\n{len(sources)} compilations in {time.perf_counter() - start:.1f} s")
@@ -144,14 +157,33 @@ def test_tail_is_good_machine_code(
     assert found[reduce.kernel].opcodes[cubin.HGMMA] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "config"), CLUSTERS, ids=str)
+def test_other_splits_are_good_machine_code(
+    problem: ConvWgradProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
+) -> None:
+    plan = wgrad_sm90.make_plan(problem, config)
+    compiled = machine_code[plan.source]
+    assert not cubin.warnings(compiled.log, plan.source.file)
+    assert not compiled.serialized_wgmma
+    assert compiled.spill_bytes == 0
+    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+    main = plan.launches[0]
+    assert len(plan.launches) == 2 - config.in_cluster
+    assert {launch.kernel for launch in plan.launches} <= set(found)
+    assert reports[main.kernel].registers * main.block[0] * config.ctas_per_sm <= REGISTERS_PER_SM
+    assert (main.shared_bytes + found[main.kernel].shared_bytes) * config.ctas_per_sm <= SHARED_PER_SM
+
+
 def test_every_config_that_can_be_chosen_is_compiled() -> None:
-    compiled = {wgrad_sm90.source(p, variant) for p, variant in COMPILATIONS}
+    compiled = {wgrad_sm90.source(p, variant) for p, variant in (*COMPILATIONS, *CLUSTERS)}
     for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES):
         problem = dataclasses.replace(case, dtype="bfloat16").problem("float32")
         if wgrad_sm90.supports(problem) is None:
             for config in wgrad_sm90.candidates(problem, DEFAULT_CUDA):
-                plain = dataclasses.replace(config, whole_tiles=0)
-                assert wgrad_sm90.source(small("plain"), plain) in compiled, (case.name, config)
+                plain = dataclasses.replace(config, splits=1, reduction="workspace", whole_tiles=0)
+                of = small("1x1" if config.stages > wgrad_sm90.MAX_STAGES else "plain")
+                assert wgrad_sm90.source(of, plain) in compiled, (case.name, config)
 
 
 def test_choice_of_compilations_covers_dtypes_widths_and_orientations() -> None:

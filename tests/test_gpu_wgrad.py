@@ -34,10 +34,14 @@ SIXTEEN_BITS = [
 def device_code():
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
-    sources = {wgrad_sm90.source(image.problem("float32"), variant) for variant in wgrad_sm90.variants()}
+    sources = set()
+    for variant in wgrad_sm90.variants():
+        cluster = dataclasses.replace(variant, splits=2, reduction="cluster")
+        sources |= {wgrad_sm90.source(image.problem("float32"), c) for c in (variant, cluster)[: 3 - variant.cluster]}
     for variant in wgrad_sm90.variants():
         sources |= {wgrad_sm90.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
     sources |= {wgrad_sm90.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
+    sources |= {wgrad_sm90.source(p, config) for p in TURNS for config in turns(p)}
     sources |= {wgrad_sm90.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
     for tile, swap in ODD_TILES:
         config = wgrad_sm90.Config(*tile, wgrad_sm90.max_stages(*tile), swap, 1)
@@ -94,6 +98,28 @@ SPATIAL_CONFIGS = (
     wgrad_sm90.Config(64, 256, 5, False, 2, cluster=2),
     wgrad_sm90.Config(256, 128, 4, True, 1, cluster=2),
 )
+
+# Matrix products, whose splits take turns: the last block is of 11, 9, 62 and 2 pixels, and splits differ by a block.
+TURNS = (
+    spatial(1, (5003,), (1,), (64, 200)),
+    spatial(3, (17, 19), (1, 1), (136, 72), out_dtype="bfloat16"),
+    spatial(2, (33, 31), (1, 1), (192, 192), groups=3),
+    spatial(1, (2, 5, 13), (1, 1, 1), (24, 8), out_dtype="float16"),
+)
+TURNS_CONFIGS = (
+    wgrad_sm90.Config(64, 64, 13, True, 27),
+    wgrad_sm90.Config(64, 64, 13, False, 3),
+    wgrad_sm90.Config(64, 64, 6, False, 4),
+    wgrad_sm90.Config(128, 64, 9, False, 8),
+    wgrad_sm90.Config(64, 128, 9, True, 3, "cluster"),
+    wgrad_sm90.Config(256, 64, 5, True, 5),
+    wgrad_sm90.Config(64, 256, 5, False, 2, cluster=2),
+)
+
+
+def turns(problem):
+    configs = [with_splits(problem, given, given.splits, given.reduction) for given in TURNS_CONFIGS]
+    return [config for config in configs if wgrad_sm90.supports(problem, config) is None]
 
 
 def ours(case, out_dtype=None, **options):
@@ -189,6 +215,28 @@ def test_ranks_and_groups_are_exact(problem):
     legal = [config for config in configs if wgrad_sm90.supports(problem, config) is None]
     assert len(legal) >= 3
     gpu_wgrad.check_exact(wgrad_sm90, problem, legal)
+
+
+@pytest.mark.parametrize("problem", TURNS, ids=str)
+def test_splits_that_take_turns_are_exact(problem):
+    configs = turns(problem)
+    assert len(configs) >= 4
+    assert all(wgrad_sm90.takes_turns(problem, config) for config in configs)
+    gpu_wgrad.check_exact(wgrad_sm90, problem, configs)
+
+
+@pytest.mark.parametrize("config", turns(TURNS[0]), ids=str)
+def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(config):
+    problem = TURNS[0]
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(wgrad_sm90, problem, config), *normals(problem, seed=3))
+    lhs, g = integers(problem)
+    expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
+    lhs, g = lhs.at[0, 5002, 7].set(jnp.nan), g.at[0, 64, 197].set(jnp.inf)
+    out = poison.run(wgrad_sm90.make_plan(problem, config), problem, lhs, g)
+    bad = np.zeros(out.shape, bool)
+    bad[..., 7, :] = bad[..., 197] = True
+    assert not np.isfinite(out[bad]).any()
+    np.testing.assert_array_equal(out[~bad], expected[~bad])
 
 
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS, ids=str)

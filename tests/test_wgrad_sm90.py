@@ -470,7 +470,8 @@ DIVISORS = ("slots", "kernel_h", "kernel_w", "out_d", "out_h", "out_w", "columns
 ARGS = [
     *("channels", "out_channels", "taps", "pitch", "slots", "kernel_h", "kernel_w", "out_d", "out_h", "out_w"),
     *("stride_d", "stride_h", "stride_w", "pad_d", "pad_h", "pad_w", "dilation_d", "dilation_h", "dilation_w"),
-    *("columns", "k_tiles", "k_tiles_per_split", "step_n", "step_o", "step_p", "step_q"),
+    *("columns", "k_tiles", "k_tiles_per_split", "step", "step_n", "step_o", "step_p", "step_q"),
+    *("x_once", "dy_once"),
 ]
 
 
@@ -500,6 +501,63 @@ def test_divisors_divide_all_that_they_may_meet() -> None:
                     assert product >> shift == n // value, (n, value)
 
 
+def split_blocks(p: ConvWgradProblem, config: Config, split: int) -> tuple[int, int, int]:
+    """A split's first block of pixels, how many it has, and their distance: `work_of_block` in wgrad_sm90.cu."""
+    args = device_args(p, config)
+    each = args["k_tiles_per_split"]
+    if wgrad_sm90.is_matrix_product(p) and not config.whole_tiles:  # TURNS
+        more = args["k_tiles"] - each * config.splits
+        return split, each + (split < more), args["step"] // 64
+    assert args["step"] == 64
+    return split * each, min(each, args["k_tiles"] - split * each), 1
+
+
+@pytest.mark.parametrize("taps", [1, 2])
+def test_splits_share_the_blocks_of_pixels(taps: int) -> None:
+    """Each block is one split's, of a matrix product (splits take turns) and of others."""
+    with seeded(8) as rng:
+        for _ in range(300):
+            p = spatial((int(rng.integers(100, 20_000)),), (taps,), batch=1)
+            splits = wgrad_sm90.whole_splits(p, int(rng.integers(1, 300)))
+            config = Config(64, 64, 4, False, splits)
+            assert supports(p, config) is None
+            assert wgrad_sm90.takes_turns(p, config) == (taps == 1 and splits > 1)
+            seen: list[int] = []
+            for split in range(splits):
+                first, count, step = split_blocks(p, config, split)
+                assert 1 <= count <= math.ceil(wgrad_sm90.k_tiles(p) / splits)
+                assert step == (splits if taps == 1 else 1)
+                seen += range(first, first + count * step, step)
+            assert sorted(seen) == list(range(wgrad_sm90.k_tiles(p)))
+
+
+def test_blocks_of_splits_that_take_turns_start_within_32_bits() -> None:
+    most = 2**31 - 1
+    p = matrix(most - 64)
+    config = Config(64, 64, 4, False, wgrad_sm90.whole_splits(p, 60_000))
+    assert supports(p, config) is None
+    first, count, step = split_blocks(p, config, config.splits - 1)
+    assert 0 < (first + (count - 1) * step) * 64 < p.reduction_size < most
+
+
+def test_what_one_tile_reads_need_not_stay_in_the_cache() -> None:
+    """As (X, dY): X's tiles are those of other filter rows and channels, so that one tile of dY reads X once."""
+    p = matrix(64 * 100, 64, 256)
+    for config, expected in (
+        (Config(64, 64, 8, True, 33), (0, 1)),
+        (Config(64, 64, 8, False, 33), (0, 1)),
+        (Config(64, 256, 5, False, 33), (1, 1)),
+        (Config(64, 64, 8, False, 1), (0, 0)),
+        (Config(64, 64, 8, False, 4, whole_tiles=1), (0, 0)),
+    ):
+        args = device_args(p, config)
+        assert (args["x_once"], args["dy_once"]) == expected, config
+    args = device_args(matrix(64 * 100, 256, 64), Config(64, 64, 8, True, 33))
+    assert (args["x_once"], args["dy_once"]) == (1, 0)
+    args = device_args(spatial((64,), (3,), batch=100), Config(64, 64, 8, True, 33))
+    assert (args["x_once"], args["dy_once"]) == (0, 0)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_producers_walk_over_pixels_is_division(rank: int) -> None:
     """`advance` in wgrad_sm90.cu steps by 64 pixels with a carry for each digit; only the start is divided."""
@@ -512,12 +570,13 @@ def test_producers_walk_over_pixels_is_division(rank: int) -> None:
             if supports(p) is not None:
                 continue
             splits = wgrad_sm90.whole_splits(p, int(rng.integers(1, 9)))
-            args = device_args(p, Config(64, 64, 4, False, splits))
+            config = Config(64, 64, 4, False, splits)
+            args = device_args(p, config)
             sizes = (args["out_d"], args["out_h"], args["out_w"])
             assert sizes == (1,) * (3 - rank) + out
-            block = int(rng.integers(splits)) * args["k_tiles_per_split"]
+            block, count, _ = split_blocks(p, config, int(rng.integers(splits)))
             pixel, digits = block * 64, None
-            for _ in range(min(args["k_tiles"] - block, 60)):
+            for _ in range(min(count, 60)):
                 expected = [int(v) for v in np.unravel_index(pixel, (p.batch, *sizes))]
                 digits = digits or list(expected)
                 assert digits == expected, (p, pixel)
@@ -550,7 +609,8 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
         "out_d": 1, "out_h": out_h, "out_w": out_w, "stride_d": 1, "stride_h": 2, "stride_w": 3,
         "pad_d": 0, "pad_h": 4, "pad_w": 7, "dilation_d": 1, "dilation_h": 2, "dilation_w": 6, "columns": 2,
         "k_tiles": blocks, "k_tiles_per_split": math.ceil(blocks / config.splits),
-        "step_n": 64 // (out_h * out_w), "step_o": 0, "step_p": 64 % (out_h * out_w) // out_w, "step_q": 64 % out_w,
+        "step": 64, "step_n": 64 // (out_h * out_w), "step_o": 0,
+        "step_p": 64 % (out_h * out_w) // out_w, "step_q": 64 % out_w, "x_once": 0, "dy_once": 0,
     }  # fmt: skip
 
 
@@ -567,7 +627,8 @@ def test_args_and_map_of_three_dimensions_and_groups() -> None:
         "out_d": out_d, "out_h": out_h, "out_w": out_w, "stride_d": 1, "stride_h": 2, "stride_w": 3,
         "pad_d": 1, "pad_h": 4, "pad_w": 7, "dilation_d": 3, "dilation_h": 2, "dilation_w": 6, "columns": 10,
         "k_tiles": blocks, "k_tiles_per_split": math.ceil(blocks / 2),
-        "step_n": 0, "step_o": 64 // (out_h * out_w), "step_p": 64 % (out_h * out_w) // out_w, "step_q": 64 % out_w,
+        "step": 64, "step_n": 0, "step_o": 64 // (out_h * out_w),
+        "step_p": 64 % (out_h * out_w) // out_w, "step_q": 64 % out_w, "x_once": 0, "dy_once": 0,
     }  # fmt: skip
     device_plan = wgrad_sm90.make_plan(p, config)
     x_map = device_plan.maps[0]

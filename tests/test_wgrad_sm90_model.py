@@ -27,7 +27,8 @@ def test_candidates_are_legal_unique_and_of_known_code(case: cases.Case) -> None
     assert 300 >= len(set(configs)) == len(configs) >= len(variants)
     for config in configs:
         assert supports(p, config, DEFAULT_CUDA) is None, config
-    assert {dataclasses.replace(c, splits=1, reduction="workspace", whole_tiles=0) for c in configs} == set(variants)
+    plain = {dataclasses.replace(c, splits=1, reduction="workspace", whole_tiles=0) for c in configs}
+    assert {dataclasses.replace(c, stages=min(c.stages, wgrad_sm90.MAX_STAGES)) for c in plain} == set(variants)
     assert {config.splits for config in configs} >= {1}
     if 1 < wgrad_sm90.k_tiles(p) <= 2 * wgrad_sm90.MAX_CLUSTER_K_TILES:
         assert {config.reduction for config in configs} == {"workspace", "cluster"}
@@ -150,6 +151,35 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
             assert {("splits",), ("reduction",)} <= changed
         else:
             assert changed & {("splits",), ("cluster",), ("splits", "reduction")}
+
+
+@pytest.mark.parametrize(("name", "found"), [("c64k256_r1_56x56_b256", 6), ("c512k256_r1_28x28_b256", 0)])
+def test_a_memory_bound_matrix_product_is_tried_with_deep_rings(name: str, found: int) -> None:
+    p = next(case for case in cases.WGRAD_CASES if case.name == name).problem()
+    deep = [c for c in wgrad_sm90.candidates(p, DEFAULT_CUDA) if c.stages > wgrad_sm90.MAX_STAGES]
+    assert len(deep) == found
+    for config in deep:
+        plain = dataclasses.replace(config, stages=wgrad_sm90.MAX_STAGES)
+        seconds = [wgrad_sm90.estimate(p, c, DEFAULT_CUDA) for c in (config, plain)]
+        assert 0.98 < seconds[0] / seconds[1] < 0.99
+        assert config in wgrad_sm90.neighbours(p, plain, DEFAULT_CUDA)
+        assert plain in wgrad_sm90.neighbours(p, config, DEFAULT_CUDA)
+
+
+def test_only_splits_that_take_turns_have_deep_rings() -> None:
+    p = matrix(64 * 33 * 16, 64, 256)
+    image = next(case for case in cases.WGRAD_CASES if case.name == "c256k256_r3_14x14_b256").problem()
+    deep = Config(64, 64, 13, True, 33)
+    assert supports(p, deep) is None
+    for other, config in (
+        (p, dataclasses.replace(deep, splits=1)),
+        (p, dataclasses.replace(deep, whole_tiles=1)),
+        (image, dataclasses.replace(deep, splits=8)),
+    ):
+        assert supports(other, config) == "stages 13; accepted with this tile: 2 to 8"
+    assert all(c.stages <= 8 for c in wgrad_sm90.candidates(image, DEFAULT_CUDA))
+    near = wgrad_sm90.neighbours(p, dataclasses.replace(deep, splits=2), DEFAULT_CUDA)
+    assert {c.stages for c in near if c.splits == 1} == {8}
 
 
 def test_estimate_counts_clusters_that_fit() -> None:

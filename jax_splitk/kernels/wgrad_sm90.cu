@@ -11,7 +11,7 @@
 // others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one arrival per
 // consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0; the producers' first
-// pass over the ring waits on the opposite parity, which is already complete.
+// pass over the ring does not wait.
 // With CLUSTER 2 two thread blocks whose tiles need the same boxes of one side issue every other one of these for both
 // (multicast): each box completes at the `full` barrier of the block that it lands in, which expects the whole stage
 // whoever issues it, and `empty` has the arrivals of both blocks' consumers.
@@ -22,9 +22,11 @@
 // last cluster barrier keeps every block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers)
 // any more. Producers do not take part: the cluster's barrier waits for threads that have not exited.
 //
+// Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little of it.
+//
 // Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X is a
-// plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
-// (split_k.cuh).
+// plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split),
+// CLUSTER_SUMS (the splits of a tile are a cluster), OUT (split_k.cuh).
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -62,9 +64,11 @@ struct Args {
   Divisor kernel_h, kernel_w;        // R, S
   Divisor out_d, out_h, out_w;       // O, P, Q
   int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
-  Divisor columns;                     // tiles along N; pairs of them where pairs go along N
-  int k_tiles, k_tiles_per_split;      // blocks of BLOCK_K pixels
-  int step_n, step_o, step_p, step_q;  // BLOCK_K pixels as a mixed-radix number (n, o, p, q)
+  Divisor columns;                 // tiles along N; pairs of them where pairs go along N
+  int k_tiles, k_tiles_per_split;  // blocks of BLOCK_K pixels; under TURNS the fewest of a split
+  // Pixels from a split's block to its next, and that as a mixed-radix number (n, o, p, q).
+  int step, step_n, step_o, step_p, step_q;
+  int x_once, dy_once;  // under TURNS: whether a single tile reads any of the operand
 };
 
 // Under TAIL: tiles that are not split, those after them, and the splits of these.
@@ -72,6 +76,8 @@ struct TailArgs {
   int whole, rest, splits;
 };
 
+// A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring memory.
+constexpr bool TURNS = X_TILED && !TAIL;
 constexpr int BLOCK_K = 64;
 constexpr int SLOT = 64;                      // channels of a box
 constexpr int BOX_BYTES = BLOCK_K * SLOT * 2;
@@ -131,7 +137,7 @@ __device__ inline Pixel pixel_at(const Args& g, int index) {
 }
 
 __device__ inline void advance(const Args& g, Pixel& at) {
-  at.index += BLOCK_K;
+  at.index = int(at.index + (TURNS ? uint32_t(g.step) : BLOCK_K));  // may wrap, after the last block
   at.q += g.step_q;
   if (at.q >= g.out_w) { at.q -= g.out_w; ++at.p; }
   at.p += g.step_p;
@@ -145,9 +151,12 @@ __device__ inline void advance(const Args& g, Pixel& at) {
   at.n += g.step_n;
 }
 
+// `once`: a single tile reads it, so that it need not stay in L2.
 template <bool MULTICAST>
-__device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+__device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at,
+                                   bool once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  const uint64_t hint = uint64_t(TURNS && once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
   if constexpr (MULTICAST) {
     cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, BOTH, hint, to, c, at.index);
   } else {
@@ -159,7 +168,7 @@ template <bool MULTICAST>
 __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c, const Tap& tap,
                               const Pixel& at) {
 #if X_TILED
-  load_matrix<MULTICAST>(map, full, to, c, at);
+  load_matrix<MULTICAST>(map, full, to, c, at, g.x_once);
 #else
   const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
 #if RANK3
@@ -230,23 +239,31 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
   return loads;
 }
 
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
-                               uint64_t* full, uint64_t* empty, int warp, Loads& loads, int k_tiles) {
+// Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are loops of
+// their own right at the kernel's start: all that follows waits for them, and code that lies far off is slow to come.
+template <bool EMPTY>
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint32_t ring,
+                               uint32_t barriers, int warp, Loads& loads, int k_tiles) {
   int stage = 0;
   uint32_t phase = 0;
+  const auto shared = [](uint32_t address) { return static_cast<uint8_t*>(__cvta_shared_to_generic(address)); };
+  const bool lead = !EMPTY || cute::elect_one_sync();
 #pragma unroll 1  // short: all of it is fetched anew in each block
   for (int kt = 0; kt < k_tiles; ++kt) {
-    EmptyBarrier::wait(&empty[stage], phase ^ 1);
-    FullBarrier::arrive_and_expect_tx(&full[stage], loads.boxes * BOX_BYTES);
-    uint8_t* base = ring + stage * STAGE_BYTES;
+    uint64_t* full = reinterpret_cast<uint64_t*>(shared(barriers + stage * 8));
+    const uint32_t base = ring + stage * STAGE_BYTES;
+    if constexpr (!EMPTY) EmptyBarrier::wait(full + STAGES, phase);
+    if (lead) {
+      FullBarrier::arrive_and_expect_tx(full, loads.boxes * BOX_BYTES);
 #pragma unroll
-    for (int i = 0; i < BOXES_PER_WARP; ++i) {
-      if (!loads.issued[i]) continue;
-      uint8_t* to = base + loads.offset[i];
-      if (warp + i * PRODUCERS < X_BOXES) {
-        load_x<CLUSTER == 2 && SHARE_X>(x_map, g, &full[stage], to, loads.c0[i], loads.tap[i], loads.at);
-      } else {
-        load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, &full[stage], to, loads.c0[i], loads.at);
+      for (int i = 0; i < BOXES_PER_WARP; ++i) {
+        if (!loads.issued[i]) continue;
+        uint8_t* to = shared(base + loads.offset[i]);
+        if (warp + i * PRODUCERS < X_BOXES) {
+          load_x<CLUSTER == 2 && SHARE_X>(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
+        } else {
+          load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, full, to, loads.c0[i], loads.at, g.dy_once);
+        }
       }
     }
     advance(g, loads.at);
@@ -278,6 +295,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
   int stage = 0, previous = -1;
   uint32_t phase = 0;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+#pragma unroll 1
   for (int kt = 0; kt < k_tiles; ++kt) {
     FullBarrier::wait(&full[stage], phase);
     uint32_t m_side = ring + stage * STAGE_BYTES + warpgroup * BOX_BYTES;
@@ -308,6 +326,10 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 // ---- epilogue ------------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
+static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
+#if TAIL || CLUSTER_SUMS
+constexpr int CHUNKS = DY_TILE / 4;  // float4 of a row
+#endif
 
 // Where the 64 rows of a slot go.
 struct Rows {
@@ -336,6 +358,12 @@ struct Place {
 // A predicate, not a branch, for which the compiler computes all of the address anew.
 __device__ inline void store_if(bool inside, float* to, float x) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(x),
+               "r"(int(inside))
+               : "memory");
+}
+
+__device__ inline void store_if(bool inside, float* to, float x, float y) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to), "f"(x), "f"(y),
                "r"(int(inside))
                : "memory");
 }
@@ -370,12 +398,11 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = row0 + 8 * half;
-      if (first >= rows.count) continue;
+      const int columns = first < rows.count ? place.columns - place.column : 0;
       float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
-        if (place.column + 8 * j >= place.columns) continue;
-        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
+        store_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
       }
     }
 #endif
@@ -442,7 +469,10 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      if (row0 + pass * ROWS < end) *reinterpret_cast<uint4*>(to + pass * ROWS * place.pitch) = v[pass];
+      asm volatile("{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
+                       to + pass * ROWS * place.pitch),
+                   "r"(v[pass].x), "r"(v[pass].y), "r"(v[pass].z), "r"(v[pass].w), "r"(row0 + pass * ROWS), "r"(end)
+                   : "memory");
     }
   }
 }
@@ -450,10 +480,8 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
 
 // ---- epilogue: sums of a cluster ----
 
+#if CLUSTER_SUMS
 // The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels along it.
-constexpr int CHUNKS = DY_TILE / 4;
-static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
-
 // Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every other row, meet in a
 // write, nor where lanes read along a row. All accesses are volatile: they stay on their side of the barriers.
 __device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
@@ -553,18 +581,27 @@ __device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int
     }
   }
 }
+#endif
 
-// What a thread block computes.
+// ---- the kernels ---------------------------------------------------------------------------------------------------
+
+// What a thread block computes: a tile's sum over so many blocks of pixels from kt on.
 struct Work {
-  int tile, split, kt, kt_end;
+  int tile, split, kt, k_tiles;
 };
 
 // Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z over groups.
-// Split s covers pixel blocks [s, s+1) * k_tiles_per_split; the plan leaves no split empty. Partial sums of split s go
-// to partials + s * (output size); without PARTIAL the splits are a cluster.
+// Split s covers pixel blocks [s, s+1) * k_tiles_per_split, or s, s + splits, ... under TURNS; the plan leaves no
+// split empty. Partial sums of split s go to partials + s * (output size); without PARTIAL the splits are a cluster.
 __device__ inline Work work_of_block(const Args& g) {
-  const int kt = blockIdx.y * g.k_tiles_per_split;
-  return {int(blockIdx.x) / CLUSTER, int(blockIdx.y), kt, min(kt + g.k_tiles_per_split, g.k_tiles)};
+  const int tile = int(blockIdx.x) / CLUSTER, split = blockIdx.y;
+  if constexpr (TURNS) {
+    const int more = g.k_tiles - g.k_tiles_per_split * int(gridDim.y);  // splits that have one block more
+    return {tile, split, split, g.k_tiles_per_split + (split < more)};
+  } else {
+    const int kt = split * g.k_tiles_per_split;
+    return {tile, split, kt, min(g.k_tiles_per_split, g.k_tiles - kt)};
+  }
 }
 
 // Grid under TAIL: the tiles that are not split, then the splits of the others. These go to partials as tiles.
@@ -572,16 +609,17 @@ __device__ inline Work work_of_block(const Args& g, const TailArgs& tail) {
   const int index = int(blockIdx.x) - tail.whole;
   if (index < 0) return {int(blockIdx.x), 0, 0, g.k_tiles};
   const int split = index / tail.rest, kt = split * g.k_tiles_per_split;
-  return {tail.whole + index - split * tail.rest, split, kt, min(kt + g.k_tiles_per_split, g.k_tiles)};
+  return {tail.whole + index - split * tail.rest, split, kt, min(g.k_tiles_per_split, g.k_tiles - kt)};
 }
 
 template <bool PARTIAL>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
                              Output* out, float* partials, const TailArgs* tail) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ uint64_t full[2 * STAGES];
+  uint64_t* const empty = full + STAGES;
   __shared__ Rows slots[X_BOXES];
-  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  const uint32_t ring = (cute::cast_smem_ptr_to_uint(raw) + 1023) & ~1023u;
 
   const int rank = blockIdx.x % CLUSTER;
   const int row = work.tile / g.columns, column = work.tile - row * g.columns;
@@ -611,43 +649,47 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     cute::cluster_wait();
   }
 
+  const uint32_t barriers = cute::cast_smem_ptr_to_uint(full);
+  // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
+  if (warp < PRODUCERS) produce<true>(x_map, dy_map, g, ring, barriers, warp, loads, min(work.k_tiles, STAGES));
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, warp, loads, work.kt_end - work.kt);
+      produce<false>(x_map, dy_map, g, ring, barriers, warp, loads, work.k_tiles - STAGES);
     }
   } else {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
-    const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
-    Accumulator acc;
-    consume(ring_address, full, empty, warpgroup, work.kt_end - work.kt, acc);
-    if constexpr (PARTIAL) launch_dependent_grids();
-    const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
     const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
+    Accumulator acc;
+    const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
+#if CLUSTER_SUMS
+    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
+    sync_consumers();
+    stage_tile(ring, warpgroup, acc);
+    cute::cluster_sync();
+    store_cluster_sums(place, ring, blockIdx.y, gridDim.y, out);
+    cute::cluster_sync();
+#else
+    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
+    if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;
       store_sums(place, warpgroup, acc, partials + size_t(part) * (TILE_M * TILE_N));
     } else if (PARTIAL && tail == nullptr) {
-      const size_t size = size_t(g.taps) * g.channels * g.pitch;
-      store_sums(place, warpgroup, acc, partials + work.split * size);
-    } else if (PARTIAL || gridDim.y == 1) {
+      store_sums(place, warpgroup, acc, partials + work.split * (size_t(g.taps) * g.channels * g.pitch));
+    } else {
 #if OUT == 0
       store_sums(place, warpgroup, acc, out);
 #else
       sync_consumers();
-      stage_packed(ring_address, warpgroup, acc);
+      stage_packed(ring, warpgroup, acc);
       sync_consumers();
-      store_packed(place, ring_address, warpgroup, out);
+      store_packed(place, ring, warpgroup, out);
 #endif
-    } else {
-      sync_consumers();
-      stage_tile(ring_address, warpgroup, acc);
-      cute::cluster_sync();
-      store_cluster_sums(place, ring_address, blockIdx.y, gridDim.y, out);
-      cute::cluster_sync();
     }
+#endif
     if constexpr (CLUSTER == 2) cute::cluster_sync();
   }
 }
@@ -696,11 +738,13 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   }
 }
 #else
+#if !CLUSTER_SUMS
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                   const __grid_constant__ Args g, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,

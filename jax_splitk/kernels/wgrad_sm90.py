@@ -1,9 +1,10 @@
 """Kernel family: convolution weight gradients on Hopper by TMA im2col and WGMMA (device code: wgrad_sm90.cu).
 
 The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
-block computes one tile of one split. With more than one split the fp32 partial sums meet in one of two ways, both in a
-fixed order, so that the result is deterministic, bit for bit: in the workspace, where a second kernel, launched with
-programmatic dependent launch, adds them; or in the shared memory of a cluster, whose thread blocks are a tile's splits.
+block computes one tile of one split. A split is a range of pixels, or takes turns with the others at blocks of them
+(see `takes_turns`). With more than one split the fp32 partial sums meet in one of two ways, both in a fixed order, so
+that the result is deterministic, bit for bit: in the workspace, where a second kernel, launched with programmatic
+dependent launch, adds them; or in the shared memory of a cluster, whose thread blocks are a tile's splits.
 
 The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
 padding) are folded into the dimension before them: see `folded`.
@@ -33,6 +34,7 @@ BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
 MAX_STAGES = 8
+MAX_STAGES_OF_TURNS = 13  # without turns that many were 5% slower than 8 (measured)
 # Blocks of pixels of a float32 result's split: see split_k.least_splits. The error is 2.8e-5 relative over 380 of them
 # (measured).
 MAX_FLOAT32_CHAIN = 128
@@ -120,10 +122,11 @@ class Config:
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
-def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
-    """The deepest ring that fits in shared memory."""
+def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1, turns: bool = False) -> int:
+    """The deepest ring that fits in shared memory and is of use; `turns`: of splits that take turns."""
     stage_bytes = (tile_m + tile_n) // SLOT * BOX_BYTES
-    return min(MAX_STAGES, (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes)
+    room = (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes
+    return min(MAX_STAGES_OF_TURNS if turns else MAX_STAGES, room)
 
 
 def min_stages(tile_m: int, tile_n: int) -> int:
@@ -139,6 +142,15 @@ def k_tiles(problem: ConvWgradProblem) -> int:
 def whole_splits(problem: ConvWgradProblem, splits: int) -> int:
     """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
     return split_k.whole_splits(k_tiles(problem), splits)
+
+
+def takes_turns(problem: ConvWgradProblem, config: Config) -> bool:
+    """Whether splits take turns at the blocks of pixels, so that all thread blocks read neighbouring memory at a time.
+
+    Those of matrix products do, for which memory is the limit. What only one tile reads is then loaded with the hint
+    that the L2 need not keep it.
+    """
+    return is_matrix_product(problem) and config.splits > 1 and not config.whole_tiles
 
 
 def least_splits(problem: ConvWgradProblem) -> int:
@@ -245,7 +257,8 @@ def _tma_limit(p: ConvWgradProblem) -> str | None:
 def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
     if (config.tile_m, config.tile_n) not in TILES:
         return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-    least, most = min_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n)
+    least = min_stages(config.tile_m, config.tile_n)
+    most = max_stages(config.tile_m, config.tile_n, turns=takes_turns(problem, config))
     if not least <= config.stages <= most:
         return f"stages {config.stages}; accepted with this tile: {least} to {most}"
     if not isinstance(config.swap, bool):
@@ -317,13 +330,23 @@ def variants() -> Iterator[Config]:
 
 
 def _with_splits(config: Config, splits: int, reduction: str) -> Config:
-    return dataclasses.replace(config, splits=splits, reduction=reduction if splits > 1 else "workspace")
+    if splits == 1:
+        stages = min(config.stages, MAX_STAGES)
+        return dataclasses.replace(config, stages=stages, splits=1, reduction="workspace")
+    return dataclasses.replace(config, splits=splits, reduction=reduction)
+
+
+def _deepest(problem: ConvWgradProblem, config: Config) -> Config:
+    """The config with the deepest ring that splits which take turns may have; others as they are."""
+    if not takes_turns(problem, config):
+        return config
+    return dataclasses.replace(config, stages=max_stages(config.tile_m, config.tile_n, turns=True))
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
     """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
     counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
-    cluster."""
+    cluster; of these the best with the deepest ring too, where the model says that it helps."""
     least = least_splits(problem)
     clusters = {
         whole_splits(problem, s)
@@ -341,7 +364,9 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
             configs = [_with_splits(variant, s, reduction) for s in sorted(wanted) if s >= least]
             legal = [c for c in configs if _config_limit(problem, c) is None]
             best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
-            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
+            deepest = [_deepest(problem, config) for config in best[:1] if config.ctas_per_sm == 1]
+            deepest = [c for c in deepest if estimate(problem, c, target) < estimate(problem, best[0], target)]
+            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best + deepest)
         if blocks > slots and least == 1:
             tails = [
                 dataclasses.replace(variant, splits=whole_splits(problem, s), whole_tiles=blocks // slots * slots)
@@ -353,8 +378,8 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
 
 
 def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """The other orientation, reduction and pairing, one stage less, and split counts nearby, in between waves, doubled
-    and halved."""
+    """The other orientation, reduction and pairing, a shallower ring and the deepest, and split counts nearby, in
+    between waves, doubled and halved."""
     blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count
     wave = target.cores * config.ctas_per_sm / blocks
     blocks_each = -(-k_tiles(problem) // config.splits)
@@ -365,8 +390,9 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     found = [_with_splits(config, s, config.reduction) for s in sorted(splits - {config.splits})]
     found.append(dataclasses.replace(config, swap=not config.swap))
     found.append(dataclasses.replace(config, cluster=3 - config.cluster))
-    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
+    found += [dataclasses.replace(config, stages=min(config.stages - 1, MAX_STAGES))] * (config.stages > 2)
     if config.splits > 1:
+        found += [c for c in [_deepest(problem, config)] if c != config]
         found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
     return found
 
@@ -383,6 +409,7 @@ _SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden
 _SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
 _SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
+_DEEP = 0.985  # of memory's time, where a ring of more than `MAX_STAGES` is filled several times
 _PARTIAL_BYTES = 6.5e12  # partial sums stay in L2 for the most part
 _WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
 _LAUNCH_SECONDS = 3.0e-6
@@ -432,7 +459,8 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
         waves += -(-config.whole_tiles // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
     crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
+    deep = _DEEP if MAX_STAGES < config.stages <= k_tiles(problem) // config.splits // 4 else 1.0
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd * deep) + _LAUNCH_SECONDS
     if config.in_cluster:
         seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
     elif config.splits > 1:
@@ -441,7 +469,7 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes and tile, not on sizes or splits."""
+    """The device code's specialisation: it depends on dtypes, tile and the way sums meet, not on sizes."""
     return compiler.Source(
         "wgrad_sm90.cu",
         (
@@ -456,6 +484,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("CLUSTER", config.cluster),
             ("RANK3", int(folded(problem).rank == 3)),
             ("TAIL", int(config.whole_tiles > 0)),
+            ("CLUSTER_SUMS", int(config.in_cluster)),
         ),
     )
 
@@ -477,12 +506,16 @@ def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     flat = 3 - p.rank  # leading dimensions that are missing
     ones, zeros = (1,) * flat, (0,) * flat
     out = (*ones, *p.output_spatial)
-    rest, steps = BLOCK_K, []
+    turns = takes_turns(problem, config)
+    step = BLOCK_K * (config.splits if turns else 1)
+    rest, steps = step, []
     for size in reversed(out):
         rest, digit = divmod(rest, size)
         steps.insert(0, digit)
     blocks, channels = k_tiles(problem), group_channels(problem)
     columns = _columns_and_blocks(problem, config)[0]
+    tiles_m, tiles_n = tile_counts(problem, config)
+    x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
     values = (
         *(*channels, problem.taps, problem.out_channels),
         *_divisor(-(-channels[0] // SLOT)),
@@ -491,8 +524,9 @@ def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
         *(*zeros, *(low for low, _ in p.padding)),
         *(*ones, *p.rhs_dilation),
         *_divisor(columns),
-        *(blocks, -(-blocks // config.splits)),
-        *(rest, *steps),
+        *(blocks, blocks // config.splits if turns else -(-blocks // config.splits)),
+        *(step, rest, *steps),
+        *(int(turns and dy_tiles == 1), int(turns and x_tiles == 1)),
     )
     return plan.Int32Struct(values)
 
