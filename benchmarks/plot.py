@@ -1,5 +1,6 @@
 """Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
-XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight.
+XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight; or, in a file whose name ends in
+.md, the same figures as a Markdown table.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """
@@ -16,20 +17,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.quantized_cases import crossover
+from benchmarks.quantized_cases import FASTEST, crossover
 
 OURS, XLA = "#1f5fa8", "#b9bec6"
-# Of a quantized report: the line's label and color, and the contestants whose fastest it shows.
-LINES = {
-    "jax_splitk": (OURS, ("ours",)),
-    "fp8 x fp8": ("#c2571a", ("xla_fp8", "torch_fp8")),
-    "bf16": ("#4d8f57", ("xla_16bit", "torch_bf16")),
-    "XLA, quantized": (XLA, ("xla_quantized",)),
-}
+# Of a quantized report: the color of each line of FASTEST.
+COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, quantized": XLA}
 
 
 def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first report with the cases of all; of a case that several have, the last one's figures.
+
+    A result's `kernels` counts from 0 how many other versions of the kernels the reports before its own are of.
 
     Raises:
       ValueError: they are of different devices or benchmarks, or of different types.
@@ -41,9 +39,13 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ):
         if len(values) > 1:
             raise ValueError(f"reports of different {name}: {', '.join(map(str, sorted(values)))}; accepted: one")
-    results = {
-        result["case"].get("name") or result["name"]: result for report in reports for result in report["results"]
-    }
+    versions: list[Any] = []
+    results = {}
+    for report in reports:
+        version = report["environment"].get("kernel_sources")
+        versions += [] if version in versions else [version]
+        for result in report["results"]:
+            results[result["case"].get("name") or result["name"]] = result | {"kernels": versions.index(version)}
     return reports[0] | {"results": list(results.values())}
 
 
@@ -95,12 +97,30 @@ def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]
         raise ValueError("no results; accepted: reports with some")
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for result in sorted(report["results"], key=lambda r: r["case"]["rows"]):
-        of_weight = found.setdefault(result["weight"], {label: [] for label in LINES})
-        for label, (_, names) in LINES.items():
+        of_weight = found.setdefault(result["weight"], {label: [] for label in FASTEST})
+        for label, names in FASTEST.items():
             times = [result["times"][name]["us"] for name in names if name in result["times"]]
             if times:
                 of_weight[label].append((result["case"]["rows"], min(times)))
     return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures of the chart in Markdown; stars mark what was measured with other kernels than the first report."""
+    versions = {(result["weight"], result["case"]["rows"]): result.get("kernels", 0) for result in report["results"]}
+    found = {
+        weight: {label: dict(points) for label, points in lines.items()} for weight, lines in curves(report).items()
+    }
+    lines = [f"| weight | n | {' | '.join(FASTEST)} |", "|---|---" + "|---" * len(FASTEST) + "|"]
+    for weight, times in found.items():
+        for rows in times["jax_splitk"]:
+            cells = [_microseconds(times[label].get(rows)) for label in FASTEST]
+            lines.append(f"| {weight} | {rows}{'*' * versions[weight, rows]} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _microseconds(us: float | None) -> str:
+    return "" if us is None else f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
 
 
 def crossing(lines: dict[str, list[tuple[int, float]]], other: str) -> float | None:
@@ -129,9 +149,7 @@ def quantized_chart(report: dict[str, Any]) -> Figure:
 def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float]]]) -> None:
     for label, points in lines.items():
         if points:
-            axes.loglog(
-                *zip(*points, strict=True), "o-", color=LINES[label][0], label=label, markersize=3, linewidth=1.4
-            )
+            axes.loglog(*zip(*points, strict=True), "o-", color=COLORS[label], label=label, markersize=3, linewidth=1.4)
     rows = [n for n, _ in lines["jax_splitk"]]
     axes.set_xticks(rows, [str(n) for n in rows], fontsize=7)
     axes.minorticks_off()
@@ -143,7 +161,7 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
     for other in ("fp8 x fp8", "bf16"):
         n = crossing(lines, other)
         if n is not None:
-            axes.axvline(n, color=LINES[other][0], linewidth=0.8, linestyle="--")
+            axes.axvline(n, color=COLORS[other], linewidth=0.8, linestyle="--")
         if lines[other]:
             said.append(f"{other} is faster from n = {n:.0f}" if n is not None else f"{other} is never faster")
     axes.set_title("\n".join([f"weight {weight}", *said]), fontsize=8)
@@ -156,10 +174,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "reports", type=pathlib.Path, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
     )
-    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file")
+    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table, of benchmarks.quantized only")
     options = parser.parse_args(argv)
     try:
         report = combined([json.loads(path.read_text()) for path in options.reports])
+        if options.out.suffix == ".md":
+            if "crossovers" not in report:
+                raise ValueError("a table of a report of benchmarks.wgrad; accepted: of benchmarks.quantized")
+            options.out.write_text(table(report))
+            return 0
         figure = quantized_chart(report) if "crossovers" in report else chart(report)
     except ValueError as error:
         print(f"{', '.join(map(str, options.reports))}: {error}", file=sys.stderr)

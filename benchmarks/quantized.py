@@ -290,7 +290,8 @@ def tuning_entry(case: Case) -> Entry | None:
 
 
 def floor_us(case: Case) -> float | None:
-    """No product on 16-bit tensor cores can be faster than this on an H200; None on other devices."""
+    """What the problem takes on an H200 at the rates that large 16-bit products and copies reach there; None on other
+    devices."""
     if "H200" not in jax.devices()[0].device_kind:
         return None
     problem = case.problem()
@@ -393,9 +394,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.quantized",
         description="Products with a quantized weight: jax_splitk against XLA and PyTorch.",
     )
-    names = [family.name for family in kernels.families("quantized_matmul")]
+    families, platform = kernels.families("quantized_matmul"), local_platform()
+    names = [family.name for family in families if family.platform == platform]
     parser.add_argument("--cases", nargs="*", default=[], metavar="FEATURESxK", help="weights; three large ones")
-    parser.add_argument("--n", nargs="*", type=int, default=[], metavar="ROWS", help="numbers of activation rows")
+    parser.add_argument("--n", nargs="*", type=at_least_one, default=[], metavar="ROWS", help="numbers of rows of x")
     parser.add_argument("--x-dtype", choices=X_DTYPES, default="bfloat16", help="of our activation; bfloat16")
     parser.add_argument("--qtype", choices=tuple(FORMATS), default="int4", help="of the weight; int4")
     parser.add_argument(
@@ -405,10 +407,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--against", nargs="*", choices=tuple(TITLES), default=tuple(TITLES), help="whom to compare with; all"
     )
     parser.add_argument(
-        "--configs", nargs="*", choices=names, default=[], metavar="FAMILY", help=f"time all candidates of {names}"
+        "--configs",
+        nargs="*",
+        choices=[family.name for family in families],
+        default=[],
+        metavar="FAMILY",
+        help=f"time all candidates of these, here {', '.join(names)}",
     )
-    parser.add_argument("--most", type=int, help="with --configs: at most so many a case, the most promising")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant; 3")
+    parser.add_argument("--most", type=at_least_one, help="with --configs: at most so many a case, the most promising")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="turns of each contestant; 3")
     parser.add_argument(
         "--quick",
         action=argparse.BooleanOptionalAction,
@@ -416,7 +423,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"16 times smaller sides and at most {QUICK_ROWS} rows; the default on the CPU",
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if elsewhere := [name for name in options.configs if name not in names]:
+        parser.error(f"--configs {' '.join(elsewhere)}; accepted on {platform}: {', '.join(names)}")
+    return options
+
+
+def at_least_one(text: str) -> int:
+    """The argparse type of a count."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer of at least 1")
+    return value
 
 
 def selected(options: argparse.Namespace) -> list[Case]:

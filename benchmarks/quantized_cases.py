@@ -14,6 +14,13 @@ WEIGHTS = ((28672, 8192), (8192, 8192), (3584, 8192))
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 QUICK_ROWS = 64
 QUICK_DIVISOR = 16
+# Whom charts and tables compare with, and the contestants whose fastest each is.
+FASTEST = {
+    "jax_splitk": ("ours",),
+    "fp8 x fp8": ("xla_fp8", "torch_fp8"),
+    "bf16": ("xla_16bit", "torch_bf16"),
+    "XLA, quantized": ("xla_quantized",),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from jax_splitk import registration as registration
 from jax_splitk.conv import conv_general_dilated as conv_general_dilated
 from jax_splitk.conv import conv_wgrad as conv_wgrad
 from jax_splitk.explain import explain as explain
+from jax_splitk.exporting import EXPORT_CHECKS as EXPORT_CHECKS
 from jax_splitk.quantized import PackedWeight as PackedWeight
 from jax_splitk.quantized import QuantizedArray as QuantizedArray
 from jax_splitk.quantized import dequantize as dequantize

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 from jax_splitk import doctor
@@ -12,7 +13,7 @@ from jax_splitk.cli.usage import UsageError
 def _doctor(arguments: argparse.Namespace) -> int:
     report = doctor.examine()
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
-    return 0
+    return 1 if report.problems else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,9 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        print(end="", flush=True)  # here, not at exit, where nobody could catch what it raises
     except UsageError as error:
         chosen.error(str(error))
+    except BrokenPipeError:  # whoever read our output (`| head`) has enough; what is left goes nowhere
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ class Compiled:
     Attributes:
       deflated: the ELF cubin in raw DEFLATE.
       size: bytes of the cubin.
-      log: the compiler's.
+      log: the compiler's. What is read from it (registers, spill_bytes, serialized_wgmma) is for people and tests,
+        which hold every kernel to it; nothing is decided by it.
     """
 
     deflated: bytes
@@ -107,6 +108,7 @@ class Compiled:
 
     @property
     def spill_bytes(self) -> int:
+        """Bytes of spilled registers that are stored and loaded, over all kernels."""
         return sum(int(n) for n in re.findall(r"(\d+) bytes spill", self.log))
 
     @property

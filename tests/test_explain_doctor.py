@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -218,15 +219,16 @@ def test_nothing_runs_and_keyword_arguments_pass() -> None:
 # ---- doctor --------------------------------------------------------------------------------------------------------
 
 
-def run_doctor(*arguments: str, **environment: str) -> str:
+def run_doctor(*arguments: str, code: int = 0, **environment: str) -> str:
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-m", "jax_splitk", "doctor", *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     return done.stdout
 
 
@@ -258,6 +260,60 @@ def test_doctors_text_has_every_finding() -> None:
     assert f"jax {jax.__version__}" in text
     assert "implementation host: can run" in text
     assert "implementation xla: can run" in text
+
+
+@on_cpu
+def test_doctor_without_a_backend_says_so() -> None:
+    report = json.loads(run_doctor("--json", code=1, JAX_PLATFORMS="cuda"))
+    (why,) = report["problems"]
+    assert why.startswith("jax starts no backend with JAX_PLATFORMS=cuda (")
+    assert (report["backend"], report["devices"]) == (None, [])
+    implementations = report["implementations"]
+    assert (implementations["host"], implementations["xla"]) == (why, why)
+    assert implementations["cutlass"].startswith("compiles, but ")
+    text = run_doctor(code=1, JAX_PLATFORMS="cuda").splitlines()
+    assert f"problem: {why}" in text
+    assert "backend none: " in text
+
+
+def test_doctor_shows_and_checks_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    def set_to(**values: str) -> None:
+        for name in ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
+            monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
+        for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
+            monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
+
+    set_to()
+    report = doctor.examine()
+    assert report.problems == ()
+    assert report.settings == {
+        "JAX_SPLITK_CACHE_MODE": "update",
+        "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
+        "JAX_SPLITK_TUNE_BUDGET_S": "10.0",
+        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60.0",
+        "JAX_SPLITK_CACHE_PATH": "",
+    }
+    assert __main__.main(["doctor"]) == 0
+    assert "JAX_SPLITK_CACHE_MODE=update" in capsys.readouterr().out.splitlines()
+    file = tmp_path / "file"
+    file.touch()
+    for name, value, part in (
+        ("CACHE_MODE", "junk", "JAX_SPLITK_CACHE_MODE='junk'; accepted: 'off', 'read', 'update', 'frozen'"),
+        ("AUTOTUNE", "junk", "JAX_SPLITK_AUTOTUNE='junk'; accepted: 'off', 'on_miss'"),
+        ("TUNE_BUDGET_S", "0", "JAX_SPLITK_TUNE_BUDGET_S='0'; accepted: a number of seconds above 0"),
+        ("AGREEMENT_TIMEOUT_S", "x", "JAX_SPLITK_AGREEMENT_TIMEOUT_S='x'; accepted: a number of seconds above 0"),
+        ("CACHE_PATH", f"{tmp_path}:/no/such", "JAX_SPLITK_CACHE_PATH: /no/such is not a folder"),
+        ("CACHE_DIR", str(file / "cache"), f"the cache {file}/cache cannot be written"),
+    ):
+        set_to(**{name: value})
+        (problem,) = doctor.examine().problems
+        assert problem.startswith(part)
+        assert __main__.main(["doctor"]) == 1
+        assert f"problem: {problem}" in capsys.readouterr().out.splitlines()
+    set_to(CACHE_DIR=str(file / "cache"), CACHE_MODE="read")
+    assert doctor.examine().problems == ()
 
 
 def test_doctor_without_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -115,6 +115,24 @@ def test_a_contestant_that_fails_does_not_cost_the_others(
     assert "failed: 64x128_n2 xla_fp8" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--n 0", "argument --n: '0'; accepted: an integer of at least 1"),
+        ("--n 8 -1", "argument --n: '-1'; accepted: an integer of at least 1"),
+        ("--n 1.5", "argument --n: '1.5'; accepted: an integer of at least 1"),
+        ("--most -1", "argument --most: '-1'; accepted: an integer of at least 1"),
+        ("--rounds 0", "argument --rounds: '0'; accepted: an integer of at least 1"),
+        ("--configs mixed_host mixed_stream", "--configs mixed_stream; accepted on cpu: mixed_host"),
+    ],
+)
+def test_arguments_that_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        quantized.arguments(words.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_case_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert quantized.main(["--cases", "wide"]) == 2
     assert "case 'wide'; accepted" in capsys.readouterr().err
@@ -179,13 +197,55 @@ def test_chart(report_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert [n for n, _ in lines["jax_splitk"]] == [1, 9]
     assert lines["fp8 x fp8"][0] == (1, report["results"][0]["times"]["xla_fp8"]["us"])
     (axes,) = plot.quantized_chart(report).axes
-    shown = [line.get_label() for line in axes.get_lines() if line.get_label() in plot.LINES]
-    assert shown == [label for label in plot.LINES if label != "bf16"]
+    shown = [line.get_label() for line in axes.get_lines() if line.get_label() in plot.FASTEST]
+    assert shown == [label for label in plot.FASTEST if label != "bf16"]
     files = [tmp_path / f"{name}.svg" for name in ("first", "second")]
     for file in files:
         assert plot.main([str(report_file), str(file)]) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
     assert xml.etree.ElementTree.parse(files[0]).getroot().tag.endswith("svg")
+
+
+def test_table_and_chart_show_the_faster_of_two(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot  # noqa: PLC0415
+
+    def report(kernels: str, times: dict[int, dict[str, float]]) -> dict[str, Any]:
+        results = [
+            {
+                "name": f"64x64_n{rows}",
+                "weight": "64x64",
+                "case": {"rows": rows, "x_dtype": "bfloat16", "qtype": "int4", "group_size": 64},
+                "times": {name: {"us": us} for name, us in of_rows.items()},
+            }
+            for rows, of_rows in times.items()
+        ]
+        environment = {"device_kind": "H200", "kernel_sources": {"mixed.cu": kernels}}
+        return {"environment": environment, "crossovers": {}, "results": results}
+
+    both = {"xla_fp8": 11.4, "torch_fp8": 11.94, "xla_16bit": 21.0, "torch_bf16": 20.0}
+    reports = [
+        report("a", {8: {"ours": 7.6, **both}, 1: {"ours": 7.5, "torch_fp8": 12.0}}),
+        report("b", {64: {"ours": 1002.5, "xla_quantized": 38.8}}),
+        report("a", {16: {"ours": 8.0}}),
+    ]
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    for file, found in zip(files, reports, strict=True):
+        file.write_text(json.dumps(found))
+    out = tmp_path / "table.md"
+    assert plot.main([*map(str, files), str(out)]) == 0
+    assert out.read_text().splitlines() == [
+        "| weight | n | jax_splitk | fp8 x fp8 | bf16 | XLA, quantized |",
+        "|---|---|---|---|---|---|",
+        "| 64x64 | 1 | 7.5 | 12.0 |  |  |",
+        "| 64x64 | 8 | 7.6 | 11.4 | 20.0 |  |",
+        "| 64x64 | 16 | 8.0 |  |  |  |",
+        "| 64x64 | 64* | 1002 |  |  | 38.8 |",
+    ]
+    assert plot.curves(plot.combined(reports))["64x64"]["fp8 x fp8"] == [(1, 12.0), (8, 11.4)]
+    wgrad = pathlib.Path(plot.__file__).parent / "results" / "wgrad_h200.json"
+    assert plot.main([str(wgrad), str(out)]) == 2
+    assert "accepted: of benchmarks.quantized" in capsys.readouterr().err
 
 
 def test_chart_marks_where_others_become_faster() -> None:

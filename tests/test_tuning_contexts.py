@@ -1,12 +1,15 @@
 """Decisions as values and contexts, and the order in which layers, modes and variables decide."""
 
+import copy
 import dataclasses
+import fractions
 import functools
 import itertools
 import json
 import logging
 import os
 import pathlib
+import pickle
 import pwd
 import re
 import threading
@@ -89,6 +92,53 @@ def test_or_has_both_and_the_right_one_where_they_meet() -> None:
     assert left | TuningResult() == left == TuningResult() | left
     assert left.get(key_for(CASE.problem("bfloat16"), CPU, Options())) is None
     assert list(left) == list(left.entries)
+
+
+def test_a_result_can_be_copied_and_sent() -> None:
+    held = result_of(ONE) | result_of(TWO, dataclasses.replace(CASE, batch=5))
+    read = TuningResult.loads(held.dumps())
+    for result in (TuningResult(), held, read):
+        with result:
+            again = [pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)]
+        for other in again:
+            assert (other, hash(other), other.dumps()) == (result, hash(result), result.dumps())
+            assert other.entries == result.entries
+    with pickle.loads(pickle.dumps(read)) as sent:
+        assert current().tuning is sent
+        assert lowered_config(wgrad, *operands(generator(6))[:2]) == ONE
+    assert held != result_of(ONE)
+    assert held != held.entries
+    # What differs in a measurement alone differs.
+    ((key, entry),) = result_of(ONE)
+    slower = dataclasses.replace(entry, measurements=(*entry.measurements, Measurement(Candidate(XLA), 1e6)))
+    assert TuningResult(((key, slower),)) != result_of(ONE)
+
+
+def test_a_block_that_was_not_entered_does_not_end() -> None:
+    result = result_of(ONE)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a thread that has not entered it"):
+            result.__exit__(None, None, None)
+        with result, result:
+            pass
+
+
+def test_calls_inside_a_block_do_not_compare_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context is part of jit's key, of every function."""
+    text = result_of(ONE).dumps()
+    add = jax.jit(lambda x: x + 1)
+    looked = []
+    same, dumped = Entry.__eq__, Entry.dumps
+    monkeypatch.setattr(Entry, "__eq__", lambda a, b: looked.append("==") or same(a, b))
+    monkeypatch.setattr(Entry, "dumps", lambda entry: looked.append("dumps") or dumped(entry))
+    first, second = TuningResult.loads(text), TuningResult.loads(text)
+    for _ in range(20):
+        with first:
+            add(1)
+        with second:
+            add(1)
+    assert looked.count("==") == 0
+    assert looked.count("dumps") <= 2
 
 
 def test_a_result_rules_inside_its_block() -> None:
@@ -405,12 +455,28 @@ def test_a_wrong_variable_is_an_error_that_says_what_is_accepted(name: str, monk
         assert all(word in str(caught.value) for word in accepted)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10"])
+@pytest.mark.parametrize(
+    "seconds", [0, -1, float("nan"), float("inf"), "10", True, np.True_, 1j, pytest.param(10**400, id="huge")]
+)
 def test_a_wrong_budget_is_refused(seconds: Any) -> None:
     with pytest.raises(ValueError, match=r"seconds=.*; accepted: None or a number above 0"):
         jax_splitk.tune_problems([CASE.problem()], seconds=seconds)
     with pytest.raises(ValueError, match=r"seconds=.*; accepted: None or a number above 0"):
         jax_splitk.tune(lambda: None, seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", [np.float32(0.25), np.float64(0.25), fractions.Fraction(1, 4), 1, np.int32(1)])
+def test_any_real_number_is_a_budget(seconds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def tune(key: Any, target: Any, old: Any, budget: Any) -> Entry:
+        budgets.append(budget)
+        return entry_of(key, ONE)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    jax_splitk.tune_problems([CASE.problem()], seconds=seconds)
+    assert budgets == [float(seconds)]
+    assert type(budgets[0]) is float
 
 
 def test_wrong_problems_are_refused_before_anything_is_tuned(cache: pathlib.Path) -> None:

@@ -58,7 +58,8 @@ def command(arguments: argparse.Namespace) -> int:
             failures.append((f"{key.problem}: tuning failed, see the log", as_dict(key.problem)))
         if key in watched.measured and store.lookup(key) is None:
             failures.append((f"{key.problem}: measured, but not stored", as_dict(key.problem)))
-    _show(watched, undecided, failures, arguments.json)
+    nothing = "nothing was tuned" if isinstance(what, list) else "no jax_splitk operations were lowered"
+    _show(watched, undecided, failures, nothing, arguments.json)
     for message, _ in failures:
         output.note(message)
     return 1 if failures else 0
@@ -94,6 +95,7 @@ def _show(
     watched: Watched,
     undecided: list[tuple[Problem, str]],
     failures: list[tuple[str, dict[str, Any] | None]],
+    nothing: str,
     as_json: bool,
 ) -> None:
     decided = {key: entry for key, entry in watched.entries.items() if entry is not None}
@@ -110,7 +112,7 @@ def _show(
     ]
     lines = [output.table([*stored.HEADER, "how"], rows)] if rows else []
     lines += [output.printable(f"not tuned: {problem}: {why}") for problem, why in undecided]
-    output.emit(value, "\n".join(lines) or "no jax_splitk operations were lowered", as_json=as_json)
+    output.emit(value, "\n".join(lines) or nothing, as_json=as_json)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Tuning ahead of time: the problems of a function's trace, or problems given one by one."""
 
+import contextlib
 import logging
 import math
+import numbers
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,8 +80,7 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
 
 
 def _tune_all(wanted: list[tuple[Problem, Options]], seconds: float | None, again: bool) -> TuningResult:
-    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-        raise ValueError(f"seconds={seconds!r}; accepted: None or a number above 0")
+    budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
     pairs: list[tuple[Key, Entry]] = []
     for i, (problem, options) in enumerate(wanted):
@@ -88,11 +89,22 @@ def _tune_all(wanted: list[tuple[Problem, Options]], seconds: float | None, agai
             continue  # only XLA can compute it: nothing to decide
         if sys.stderr.isatty() and len(wanted) > 1:
             print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
-        _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, seconds, again))
+        _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, budget, again))
         watch.decided(key, entry)
         if entry is not None:
             pairs.append((key, entry))
     return TuningResult(tuple(pairs))
+
+
+def _seconds(value: Any) -> float:
+    """A number of seconds of any kind, NumPy's among them."""
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer that no float holds
+            number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"seconds={value!r}; accepted: None or a number above 0")
+    return number
 
 
 def _one(key: Key, target: Target, seconds: float | None, again: bool) -> Entry:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,16 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Environment, Key
 
 
+class _Blocks(threading.local):
+    """The `with` blocks that are open in this thread, by their result's id."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[contextlib.ExitStack]] = {}
+
+
+_blocks = _Blocks()
+
+
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
     """Entries by key. `a | b` has both, b's where they meet. As a context manager its decisions come before any
@@ -23,14 +35,24 @@ class TuningResult:
 
     entries: tuple[tuple[Key, Entry], ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_contexts", threading.local())  # a block belongs to its thread
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Stands for all entries: inside a block jit compares results at every call of every function."""
+        found = hashlib.sha256()
+        for key, entry in self.entries:
+            found.update(f"{key.digest} {entry.dumps()}".encode())
+        return found.hexdigest()
 
     def __hash__(self) -> int:
-        return hash(tuple((key, entry.choice) for key, entry in self.entries))
+        return hash(self._digest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TuningResult) and self.entries == other.entries
+        return self is other or (isinstance(other, TuningResult) and self._digest == other._digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a file's measurements are made by cannot be pickled: the measurements themselves are."""
+        plain = ((key, dataclasses.replace(e, measurements=tuple(e.measurements))) for key, e in self.entries)
+        return TuningResult, (tuple(plain),)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -47,14 +69,19 @@ class TuningResult:
     def __enter__(self) -> "TuningResult":
         context = contextlib.ExitStack()
         context.enter_context(options.using(self))
-        stacks = self._contexts.__dict__.setdefault("stacks", [])  # pyright: ignore[reportAttributeAccessIssue]
-        stacks.append(context)
+        _blocks.open.setdefault(id(self), []).append(context)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._contexts.stacks.pop().close()  # pyright: ignore[reportAttributeAccessIssue]
+        contexts = _blocks.open.get(id(self))
+        if contexts is None:
+            raise RuntimeError("the end of a TuningResult's block in a thread that has not entered it")
+        context = contexts.pop()
+        if not contexts:
+            del _blocks.open[id(self)]
+        context.close()
 
     def __str__(self) -> str:
         lines = []
