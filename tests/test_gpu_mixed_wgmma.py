@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.n
     return product(mixed_wgmma, case, config, packed)(x)
 
 
-def plain(case: Case) -> list[Config]:
-    """A small tile with each scaling that is legal, its k blocks in a few ranges, each in its own, and in clusters."""
+def plain(case: Case, sizes: Iterable[int] = (2, 3, 8)) -> list[Config]:
+    """A small tile with each scaling that is legal, its k blocks in a few ranges, each in its own, and in clusters of
+    these sizes where there are so many."""
     p, found = case.problem, []
     for scaling in mixed_wgmma.scalings(p):
         config = Config(128, 32 if p.rows <= 32 else 64, 2, scaling, 1, 0)
@@ -50,16 +52,37 @@ def plain(case: Case) -> list[Config]:
         for blocks in sorted({min(7, units), units}):
             found.append(mixed_wgmma.whole_blocks(p, dataclasses.replace(config, blocks=blocks)))
         tiles = units // ranges.k_blocks(p)
-        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in (2, 3, 8)} - {1}:
+        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in sizes} - {1}:
             found.append(dataclasses.replace(config, blocks=tiles * size, cluster=size))
+        found += in_parts(case, scaling)[:2]
     return list(dict.fromkeys(found))
+
+
+def in_parts(case: Case, scaling: str) -> list[Config]:
+    """Clusters whose warpgroups share features, where the case has enough k for them; of some tiles two thread
+    blocks have a multiprocessor."""
+    p, found = case.problem, []
+    for tile_m, tile_n, stages in ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3)):
+        config = Config(tile_m, tile_n, stages, scaling, 1, 0, parts=2)
+        tiles = math.prod(mixed_wgmma.tile_counts(p, config))
+        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in (2, 3)} - {1}:
+            other = dataclasses.replace(config, blocks=tiles * size, cluster=size)
+            if mixed_wgmma.supports(p, other) is None:
+                found.append(other)
+    return found
+
+
+def in_each_part(case: Case) -> list[Config]:
+    found = [config for scaling in mixed_wgmma.scalings(case.problem) for config in in_parts(case, scaling)]
+    assert found
+    return found
 
 
 def configs(case: Case, count: int) -> list[Config]:
     """Plain ones, and `count` candidates of different tiles."""
     kinds: dict[Any, Config] = {}
     for config in mixed_wgmma.candidates(case.problem, target_for("cuda")):
-        kinds.setdefault((config.tile_m, config.tile_n, config.stages), config)
+        kinds.setdefault((config.tile_m, config.tile_n, config.stages, config.parts), config)
     return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
 
 
@@ -103,7 +126,8 @@ NAN_WEIGHTS = [
 def device_code() -> set[compiler.Source]:
     wanted = [(case, config) for case in CASES for config in configs(case, 2)]
     wanted += [(case, config) for case in (*FLOAT16_CASES, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
-    wanted += [(case, config) for case in DECODED for config in plain(case)]
+    wanted += [(case, config) for case in DECODED for config in plain(case, [3])]
+    wanted += [(case, config) for case in (*PARTED, *DECODED_IN_PARTS) for config in in_each_part(case)]
     return {mixed_wgmma.source(case.problem, config) for case, config in wanted}
 
 
@@ -121,9 +145,39 @@ def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     check_exact(mixed_wgmma, case, found, 1, 2, np.float32)
 
 
+PARTED = [
+    Case(64, 2048, 200),
+    Case(33, 1100, 130, "int8", 1100, out_dtype="float32"),
+    Case(100, 1280, 70, "uint4", 64, "bfloat16"),
+    Case(64, 896, 136, "nf4", 128, None, "float16", "float16", "float16"),
+]
+
+
+DECODED_IN_PARTS = [
+    Case(512, 512, 200),
+    Case(600, 600, 77, "int8", 600),
+    Case(512, 512, 136, "uint4", 32, "bfloat16", out_dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", PARTED, ids=str)
+def test_warpgroups_that_share_features_are_exact(case: Case) -> None:
+    check_exact(mixed_wgmma, case, in_each_part(case), 2)
+
+
+@pytest.mark.parametrize("case", PARTED[:2], ids=str)
+def test_warpgroups_that_share_features_give_the_same_bits(case: Case) -> None:
+    check_repeats(mixed_wgmma, case, in_each_part(case))
+
+
+@pytest.mark.parametrize("case", DECODED_IN_PARTS, ids=str)
+def test_warpgroups_that_share_features_decode_every_weight(case: Case) -> None:
+    check_decoding(mixed_wgmma, case, in_each_part(case))
+
+
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    check_decoding(mixed_wgmma, case, plain(case))
+    check_decoding(mixed_wgmma, case, plain(case, [3]))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])

@@ -1,6 +1,7 @@
 """The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -89,6 +90,7 @@ def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulPr
 
 
 WEIGHT_DTYPES = "accepted: bfloat16 for x, result and scale"
+PARTED: dict[str, Any] = {"tile_m": 64, "stages": 10, "blocks": 32, "waves": 0, "cluster": 2, "parts": 2}
 CONFIG_EDGES = [
     ({}, {"tile_m": 192}, "tile 192x64; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
     ({}, {"tile_n": 48}, "tile 128x48; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
@@ -105,6 +107,27 @@ CONFIG_EDGES = [
         "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128",
     ),
     ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
+    (PARTED, {**PARTED, "stages": 11}, "stages 11; accepted with this tile: 3 to 10"),
+    ({**PARTED, "stages": 3}, {**PARTED, "stages": 2}, "stages 2; accepted with this tile: 3 to 10"),
+    (
+        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16},
+        {**PARTED, "tile_m": 128, "stages": 8, "blocks": 16},
+        "stages 8; accepted with this tile: 3 to 7",
+    ),
+    (PARTED, {**PARTED, "parts": 3}, "parts 3; accepted: 1, 2"),
+    (PARTED, {**PARTED, "cluster": 1, "blocks": 16}, "parts 2 without clusters; accepted: 1"),
+    (PARTED, {**PARTED, "tile_m": 256}, "parts 2 of tile 256x64; accepted: 64, 128 by 32, 64"),
+    (PARTED, {**PARTED, "tile_n": 96}, "parts 2 of tile 64x96; accepted: 64, 128 by 32, 64"),
+    (
+        {**PARTED, "cluster": 4, "blocks": 64},
+        {**PARTED, "cluster": 8, "blocks": 128},
+        "parts 2 of ranges down to 1 k blocks; accepted: 1",
+    ),
+    (
+        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16},
+        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16, "scaling": "sum"},
+        "tile_n 64 with tile_m 128, 2 parts and scaling 'sum'; at most 16",
+    ),
     ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
     ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),
     ({"blocks": 64, "waves": 0}, {"blocks": 65, "waves": 0}, "blocks 65; accepted for 8 tiles of 8 k blocks: 1 to 64"),
@@ -213,6 +236,70 @@ def test_the_model_prefers_full_machines() -> None:
     assert best.cluster > 1 or mixed_wgmma.is_cut(p, best)
 
 
+def in_cluster(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, cluster: int, parts: int = 1) -> Config:
+    config = Config(*tile, stages, mixed_wgmma.scalings(p)[0], 1, 0, cluster, parts)
+    return dataclasses.replace(config, blocks=math.prod(mixed_wgmma.tile_counts(p, config)) * cluster)
+
+
+@pytest.mark.parametrize(
+    ("p", "tile", "stages", "cluster", "together"),
+    [
+        (product(64, 8192, 3584), (64, 64), 10, 2, 1),
+        (product(64, 8192, 3584), (128, 64), 7, 4, 1),
+        (product(64, 8192, 8192), (128, 64), 7, 2, 1),
+        (product(32, 8192, 3584), (64, 32), 7, 4, 2),
+        (product(64, 8192, 3584, qtype="int8"), (64, 64), 8, 2, 1),
+    ],
+    ids=str,
+)
+def test_parts_are_tried_beside_none(
+    p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, cluster: int, together: int
+) -> None:
+    config = in_cluster(p, tile, stages, cluster, 2)
+    assert mixed_wgmma.ctas_per_sm(p, config) == together
+    found = mixed_wgmma.candidates(p, DEFAULT_CUDA)
+    assert config in found
+    assert any((c.tile_m, c.tile_n, c.parts) == (*tile, 1) and c.cluster > 1 for c in found)
+    threads = 128 * (2 * tile[0] // 64 + 1)
+    assert mixed_wgmma.make_plan(p, config).launches[0].block == (threads, 1, 1)
+
+
+def test_the_model_ranks_what_was_measured() -> None:
+    """On an H200, microseconds: the notes' figures within a tenth, clusters before their absence."""
+    measured = [
+        (64, 3584, (128, 64), 8, 4, 1, 11.0),
+        (64, 3584, (64, 64), 5, 4, 1, 11.06),
+        (64, 3584, (64, 64), 10, 2, 2, 10.93),
+        (64, 3584, (128, 64), 7, 4, 2, 10.89),
+        (64, 8192, (128, 64), 7, 2, 2, 17.2),
+        (32, 3584, (64, 32), 7, 4, 2, 9.01),
+    ]
+    for rows, features, tile, stages, cluster, parts, us in measured:
+        p = product(rows, 8192, features)
+        config = in_cluster(p, tile, stages, cluster, parts)
+        assert mixed_wgmma.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.1), config
+    for features in (3584, 8192):
+        assert mixed_wgmma.candidates(product(64, 8192, features), DEFAULT_CUDA)[0].parts == 2
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_every_legal_config_fits_into_shared_memory(p: QuantizedMatmulProblem) -> None:
+    for tile, stages, parts in itertools.product(((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)):
+        config = in_cluster(p, tile, stages, 2, parts)
+        if supports(p, config) is None:
+            together = mixed_wgmma.ctas_per_sm(p, config)
+            assert together * (mixed_wgmma.shared_bytes(p, config) + 1024) <= SHARED_PER_SM
+
+
+def test_device_code_depends_on_the_cluster_and_on_few_tiles_along_the_rows() -> None:
+    def defines(rows: int, tile_n: int, cluster: int) -> dict[str, int | str]:
+        p = product(rows, 1024, 1024)
+        return dict(mixed_wgmma.source(p, in_cluster(p, (128, tile_n), 4, cluster)).defines)
+
+    found = [defines(*each) for each in ((64, 64, 2), (100, 64, 3), (256, 64, 1), (257, 64, 1), (4096, 128, 1))]
+    assert [(each["SPLITS"], each["N_TILES"]) for each in found] == [(2, 1), (3, 2), (1, 4), (1, 0), (1, 0)]
+
+
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,9 +313,9 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     return [config for config in found if supports(p, config) is None]
 
 
-def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[mixed.Piece]:
+def pieces(splits: int, args: plan.Int32Struct, block: int, blocks: int) -> list[mixed.Piece]:
     """(tile, first k block, end, slot) of a thread block: `Work` of the device code."""
-    k_blocks, tiles_m, tiles_n, waves, length, splits = args.values[5:11]
+    k_blocks, tiles_m, tiles_n, waves, length = args.values[5:10]
     if splits > 1:
         tile, split = divmod(block, splits)
         return [(tile, split * length, min((split + 1) * length, k_blocks), -1)]
@@ -248,7 +335,7 @@ def pieces(args: plan.Int32Struct, block: int, blocks: int) -> list[mixed.Piece]
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
     assert schedules(p)
     for config in schedules(p):
-        mixed.check_schedule(mixed_wgmma, p, config, pieces)
+        mixed.check_schedule(mixed_wgmma, p, config, functools.partial(pieces, config.cluster))
 
 
 def test_plan_of_a_plain_problem() -> None:
@@ -274,6 +361,74 @@ def test_what_a_cluster_sends_to_a_block_fits_into_the_ring(p: QuantizedMatmulPr
             chunks = config.tile_m // 64 * config.tile_n // 16
             slots = max(len(range(rank, chunks, cluster)) for rank in range(cluster))
             assert slots * cluster * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
+
+
+@pytest.mark.parametrize(("consumers", "tile_n", "parts"), [(1, 64, 2), (1, 32, 2), (2, 32, 2), (2, 64, 2), (2, 64, 1)])
+@pytest.mark.parametrize("splits", range(2, 9))
+def test_sums_of_a_cluster_meet_at_their_owner(consumers: int, tile_n: int, parts: int, splits: int) -> None:
+    """`add_parts` and `store_together` of the device code: who has which chunk, where it goes, who reads it there."""
+    each = tile_n // 16 // parts
+    landed: dict[tuple[int, int], tuple[int, int, int]] = {}  # (owner, place) -> (warpgroup, chunk, sender)
+    for rank, warpgroup, part in itertools.product(range(splits), range(consumers), range(parts)):
+        number = (warpgroup * parts + part) * each
+        slot, owner = divmod(number, splits)
+        place = slot * splits + rank
+        for chunk in range(part * each, (part + 1) * each):
+            assert landed.setdefault((owner, place), (warpgroup, chunk, rank)) == (warpgroup, chunk, rank)
+            owner += 1
+            if owner == splits:
+                owner, place = 0, place + splits
+    chunks = consumers * tile_n // 16
+    assert len(landed) == chunks * splits
+    stored = set()
+    for rank, warpgroup in itertools.product(range(splits), range(consumers * parts)):
+        for slot in range(warpgroup, chunks, consumers * parts):
+            number = slot * splits + rank
+            if number < chunks:
+                of, chunk = divmod(number, tile_n // 16)
+                assert [landed[rank, slot * splits + sender] for sender in range(splits)] == [
+                    (of, chunk, sender) for sender in range(splits)
+                ]
+                stored.add((of, chunk))
+    assert len(stored) == chunks
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(10, 2), (7, 2), (4, 2), (3, 2), (3, 1), (2, 1)])
+def test_parts_take_turns_in_the_ring(stages: int, parts: int) -> None:
+    """`Reader::advance` of the device code: block after block of the producer's."""
+    for part in range(parts):
+        stage, phase = part, 0
+        for block in range(part, 50, parts):
+            assert (stage, phase) == (block % stages, block // stages % 2)
+            stage += parts
+            if stage >= stages:
+                stage, phase = stage - stages, phase ^ 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_smallest_ring_does_not_stop(parts: int) -> None:
+    """A warpgroup waits for its next block before it gives back the stage of the one it has, as `consume` does."""
+    blocks = 20
+
+    def finished(stages: int) -> bool:
+        filled, having, released = 0, [-1] * parts, set[int]()
+        while True:
+            before = (filled, tuple(having), len(released))
+            if filled < blocks and (filled < stages or filled - stages in released):
+                filled += 1
+            for part in range(parts):
+                wanted = part if having[part] < 0 else having[part] + parts
+                if wanted < min(filled, blocks):
+                    released |= {having[part]}
+                    having[part] = wanted
+                elif wanted >= blocks:
+                    released |= {having[part]}
+            if (filled, tuple(having), len(released)) == before:
+                return released >= set(range(blocks))
+
+    least = mixed_wgmma.MIN_STAGES[parts]
+    assert finished(least)
+    assert not finished(least - 1)
 
 
 def test_plan_with_everything() -> None:
@@ -410,6 +565,45 @@ def test_variant_is_good_machine_code(
         assert len(roles) == 2, roles
         assert 128 * (roles[0] + config.consumers * roles[1]) <= report.registers * threads
         assert roles[1] > config.tile_n // 2 * (2 if scaling == "sum" else 1) + 32
+
+
+SUITE = (product(64, 8192, 3584), product(32, 8192, 3584), product(256, 8192, 3584))
+ZEROS = product(64, 8192, 3584, qtype="uint4", zero_dtype="bfloat16")
+CLUSTERED = [
+    (SUITE[0], in_cluster(SUITE[0], (64, 64), 10, 2, 2)),
+    (SUITE[0], in_cluster(SUITE[0], (64, 64), 5, 4)),
+    (SUITE[0], in_cluster(SUITE[0], (128, 64), 8, 4)),
+    (SUITE[0], in_cluster(SUITE[0], (128, 64), 7, 4, 2)),
+    (SUITE[0], in_cluster(SUITE[0], (128, 64), 7, 2, 2)),  # as for 8192 features
+    (SUITE[1], in_cluster(SUITE[1], (64, 32), 7, 4, 2)),
+    (SUITE[2], in_cluster(SUITE[2], (128, 128), 5, 2)),
+    (SUITE[2], in_cluster(SUITE[2], (128, 256), 3, 2)),  # as for 8192 features
+    (ZEROS, in_cluster(ZEROS, (64, 64), 8, 2, 2)),
+]
+CLUSTERED += [
+    (p, in_cluster(p, (128, 64), mixed_wgmma.max_stages(p, 128, 64, parts=2), 3, 2))
+    for qtype, group_size in (("int8", 32), ("int8", 8192), ("nf4", 64), ("float8_e4m3fn", 64))
+    for p in (product(64, 8192, 3584, qtype=qtype, group_size=group_size),)
+]
+
+
+@pytest.mark.slow
+def test_clusters_are_good_machine_code() -> None:
+    made = [mixed_wgmma.make_plan(p, config) for p, config in CLUSTERED]
+    sources = [plan_.source for plan_ in made]
+    for (p, config), plan_, compiled in zip(CLUSTERED, made, compiler.compile_sources(sources), strict=True):
+        assert supports(p, config) is None
+        assert not cubin.warnings(compiled.log, plan_.source.file)
+        assert not compiled.serialized_wgmma, compiled.log
+        assert compiled.spill_bytes == 0, compiled.log
+        launch, together = plan_.launches[-1], mixed_wgmma.ctas_per_sm(p, config)
+        kernel, report = cubin.kernels(compiled.image)[launch.kernel], cubin.reports(compiled.log)[launch.kernel]
+        assert report.stack_bytes == 0
+        assert report.registers * launch.block[0] * together <= REGISTERS_PER_SM
+        assert (launch.shared_bytes + kernel.shared_bytes) * together <= SHARED_PER_SM
+        assert kernel.opcodes[HGMMA] == 8
+        # What runs once counts at these sizes.
+        assert len(kernel.instructions) <= 1800, (config, len(kernel.instructions))
 
 
 def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:

@@ -19,19 +19,24 @@
 // its time.
 //
 // Work: as in ranges.cuh; a worker is a thread block.
-// With `splits` above 1 each tile is cut into that many ranges, whose thread blocks form a cluster, and its
-// sums meet in shared memory (cluster_sums.cuh).
+// With SPLITS above 1 each tile is cut into that many ranges, whose thread blocks form a cluster, and its
+// sums meet in shared memory (cluster_sums.cuh). There PARTS warpgroups can share 64 features: each takes
+// every PARTS-th block of the range, and their sums meet first.
+//
+// What runs once counts: cold code takes some 4 ns an instruction, and the whole of a small product 10 us. So
+// the cluster's size is known at compile time, and the tiles along n where they are few.
 //
 // Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA and bulk copies; it leaves
 // its registers to the others), the other warpgroups are consumers of 64 features each. The ring goes on from
 // one piece of work to the next.
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its copies) and `empty` (one
-// arrival per consumer warp, once it has read its words and the WGMMAs that read x have retired). Both start
-// in phase 0; the producer's first pass waits on the opposite parity, which is complete. One more stands for
-// the stage before a piece's first one.
+// arrival per warp that takes the stage, once it has read its words and the WGMMAs that read x have retired).
+// Both start in phase 0; the producer's first pass waits on the opposite parity, which is complete. One more
+// stands for the stage before a piece's first one.
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
-// SCALE_TYPE, ZERO_TYPE, GROUP (scales.cuh), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, TILE_N, STAGES,
+// SCALE_TYPE, ZERO_TYPE, GROUP (scales.cuh), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, PARTS, SPLITS
+// (blocks of a cluster), N_TILES (tiles along n, not more than a band has; 0 for any number), TILE_N, STAGES,
 // CTAS_PER_SM.
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -47,9 +52,11 @@ constexpr int CLUSTER = 1;  // that have neighbouring tiles
 
 // Must match `_args` in mixed_wgmma.py.
 struct Args : Schedule {
-  int splits;
   int once;  // every word is read by one thread block only
 };
+
+constexpr bool IN_CLUSTERS = SPLITS > 1;
+static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
 
 #if HALF
 using Element = __half;
@@ -63,11 +70,12 @@ constexpr int BOX_BYTES = TILE_N * 128;          // 64 k of x
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
 constexpr int STAGE_BYTES = 2 * BOX_BYTES + CONSUMERS * 2 * TILE_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int THREADS = 128 + 128 * CONSUMERS;
+constexpr int WARPGROUPS = CONSUMERS * PARTS;  // of consumers
+constexpr int THREADS = 128 + 128 * WARPGROUPS;
 // The register file, shared out by role (setmaxnreg wants multiples of 8).
-constexpr bool CROWDED = CONSUMERS == 2 && CTAS_PER_SM == 2;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 64 : CROWDED ? 48 : 56;
-constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 224;
+constexpr bool CROWDED = WARPGROUPS == 2 && CTAS_PER_SM == 2;
+constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : 56;
+constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 224;
 
 // A stage's scales, zero points and sums of x, after the ring.
 constexpr int ZERO_ITEM = item_bytes(ZERO_TYPE);
@@ -77,9 +85,22 @@ constexpr int SUMS = SUM_ROWS * TILE_N * 4;
 constexpr int ZEROS_AT = CONSUMERS * SCALES, SUMS_AT = ZEROS_AT + CONSUMERS * ZEROS;
 constexpr int EXTRAS_AT = RING_BYTES, EXTRA_BYTES = SUMS_AT + SUMS;
 
+// Staging of results, and what the warpgroups that share features give to each other.
+constexpr int STAGING_AT = EXTRAS_AT + STAGES * EXTRA_BYTES;
+constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
+
 static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
 
 #include "cluster_sums.cuh"
+
+__device__ inline Place locate(const Args& g, int tile) {
+  if constexpr (N_TILES > 0) {
+    static_assert(N_TILES <= BAND);
+    return {tile / N_TILES, tile % N_TILES};
+  } else {
+    return place_of(g, tile);
+  }
+}
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -88,10 +109,9 @@ struct Work {
   int wave = 0, unit, end;
 
   __device__ explicit Work(const Args& g) {
-    if (g.splits > 1) {
-      const int first = int(cute::cluster_id_in_grid().x) * g.k_blocks,
-                rank = int(cute::block_rank_in_cluster());
-      unit = first + rank * g.range;
+    if constexpr (IN_CLUSTERS) {
+      const int rank = int(cute::block_rank_in_cluster());
+      unit = rank * g.range;
       end = unit + blocks_of(g, rank);
     } else {
       const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
@@ -101,19 +121,26 @@ struct Work {
   }
 
   __device__ bool next(const Args& g, Piece& piece) {
-    if (wave < g.waves) {
-      piece = {int(blockIdx.x) + wave++ * int(gridDim.x), 0, g.k_blocks, -1};
+    if constexpr (IN_CLUSTERS) {  // without divisions, which the first loads wait for
+      if (unit >= end) return false;
+      piece = {int(cute::cluster_id_in_grid().x), unit, end, -1};
+      unit = end;
+      return true;
+    } else {
+      if (wave < g.waves) {
+        piece = {int(blockIdx.x) + wave++ * int(gridDim.x), 0, g.k_blocks, -1};
+        return true;
+      }
+      if (unit >= end) return false;
+      const int tile = unit / g.k_blocks, begin = unit - tile * g.k_blocks,
+                stop = min(g.k_blocks, begin + end - unit);
+      const int first = int(blockIdx.x) * g.range;
+      const bool whole = begin == 0 && stop == g.k_blocks;
+      piece = {g.waves * int(gridDim.x) + tile, begin, stop,
+               whole ? -1 : 2 * int(blockIdx.x) + (unit != first)};
+      unit += stop - begin;
       return true;
     }
-    if (unit >= end) return false;
-    const int tile = unit / g.k_blocks, begin = unit - tile * g.k_blocks,
-              stop = min(g.k_blocks, begin + end - unit);
-    const int first = int(blockIdx.x) * g.range;
-    const bool whole = begin == 0 && stop == g.k_blocks;
-    piece = {g.waves * int(gridDim.x) + tile, begin, stop,
-             whole ? -1 : 2 * int(blockIdx.x) + (unit != first)};
-    unit += stop - begin;
-    return true;
   }
 };
 
@@ -139,7 +166,7 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
   uint32_t phase = 0;
   Work work(g);
   for (Piece piece; work.next(g, piece);) {
-    const Place at = place_of(g, piece.tile);
+    const Place at = locate(g, piece.tile);
     const int tile = min(at.m * CONSUMERS + warp, g.feature_tiles - 1);
     const uint8_t* words = weight.words + (size_t(tile) * g.k_tiles + 2 * piece.begin) * TILE_BYTES;
     const size_t row = (size_t(tile) * g.groups + piece.begin * GROUPS) * ROW;
@@ -147,6 +174,7 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
     [[maybe_unused]] const uint8_t* zero = weight.zero + row * ZERO_ITEM;
     [[maybe_unused]] const float* sums =
         weight.sums + (size_t(piece.begin * SUM_ROWS) * g.tiles_n + at.n) * TILE_N;
+#pragma unroll 1  // all but the first turn find their code
     for (int block = piece.begin; block < piece.end; ++block) {
       EmptyBarrier::wait(&empty[stage], phase ^ 1);
       FullBarrier::arrive_and_expect_tx(&full[stage], bytes);
@@ -200,18 +228,19 @@ __device__ inline void load_tile(uint32_t address, Words& words) {
   }
 }
 
-// The ring as a consumer goes through it.
+// The ring as a consumer goes through it: every PARTS-th stage.
 struct Reader {
   uint32_t ring, full;
   uint32_t words;     // the lane's in the first stage
   uint32_t pairs;     // its two rows, which are neighbours, among a stage's scales
   uint32_t released;  // barrier of the stage before this one, or the one that nobody waits for
   bool leads;         // its warp
-  int stage = 0;
+  int stage;
   uint32_t phase = 0;
 
-  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp) {
-    const int lane = threadIdx.x % 32, warpgroup = warp / 4;
+  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp, int warpgroup, int part)
+      : stage(part) {
+    const int lane = threadIdx.x % 32;
     ring = ring_address;
     full = keep(cute::cast_smem_ptr_to_uint(barriers));
     words = keep(ring + 2 * BOX_BYTES + warpgroup * 2 * TILE_BYTES + warp % 4 * (TILE_BYTES / 4) + lane * 16);
@@ -229,13 +258,17 @@ struct Reader {
     return __shfl_sync(~0u, (ring + stage * STAGE_BYTES) >> 4 | 1 << 16, 0);
   }
 
-  // Once for every stage.
-  __device__ void release() const { arrive_if(leads, released); }
+  // Once for every stage, which all lanes have read.
+  __device__ void release() const {
+    __syncwarp();
+    arrive_if(leads, released);
+  }
 
   __device__ void advance() {
     released = full + (STAGES + stage) * 8;
-    if (++stage == STAGES) {
-      stage = 0;
+    stage += PARTS;
+    if (stage >= STAGES) {
+      stage = PARTS == 1 ? 0 : stage - STAGES;
       phase ^= 1;
     }
   }
@@ -297,7 +330,7 @@ __device__ inline void dequantize_scaled(const uint32_t (&words)[WORDS], const F
 // Steps of 16 k that are multiplied at a time, and batches of them that may be under way while the next one's
 // fragments are made. A stage is released with the batch PENDING - 1 of the next.
 constexpr int BATCH = FOLDED ? 2 : 4, BATCHES = 8 / BATCH;
-constexpr int PENDING = FOLDED && TILE_N < 192 && CONSUMERS < 4 ? 3 : 1;
+constexpr int PENDING = FOLDED && TILE_N < 192 ? 3 : 1;
 
 // What a lane reads of a stage in advance.
 struct Block {
@@ -463,6 +496,35 @@ __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
          threadIdx.x % 128;
 }
 
+// Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
+__device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, const Accumulator& acc,
+                                 PartSums& sums) {
+  static_assert(PARTS == 1 || STORE_CHUNKS % 2 == 0, "whole chunks");
+  constexpr int HALF_BYTES = PART_CHUNKS * CHUNK_BYTES;
+  const uint32_t at = shared_sums + warpgroup * 2 * HALF_BYTES + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* from = acc + 8 * PART_CHUNKS * half;
+    if (half == part) {
+#pragma unroll
+      for (int i = 0; i < 8 * PART_CHUNKS; ++i) sums[i] = from[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * PART_CHUNKS; ++i) {
+        store_floats(at + half * HALF_BYTES + i * (CHUNK_BYTES / 2), from + 4 * i);
+      }
+    }
+  }
+  cutlass::arch::NamedBarrier::sync(256, warpgroup);
+#pragma unroll
+  for (int i = 0; i < PART_CHUNKS; ++i) {
+    const uint32_t from = at + part * HALF_BYTES + i * CHUNK_BYTES;
+    const uint4 low = load_words(from), high = load_words(from + CHUNK_BYTES / 2);
+    add(reinterpret_cast<float (&)[8]>(sums[8 * i]), reinterpret_cast<const float4&>(low),
+        reinterpret_cast<const float4&>(high));
+  }
+}
+
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
@@ -470,30 +532,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                 const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
   // full, empty, one for a consumer without a stage to release, room, arrived
-  __shared__ uint64_t barriers[2 * STAGES + 3];
+  constexpr int BARRIERS = 2 * STAGES + 3;
+  __shared__ uint64_t barriers[BARRIERS];
   uint64_t *full = barriers, *empty = barriers + STAGES, *room = barriers + 2 * STAGES + 1,
            *arrived = room + 1;
   const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], PRODUCERS);
-      EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
+  if (cute::elect_one_sync()) {
+#pragma unroll 1  // for all of them in a row are slower: code that is new
+    for (int i = threadIdx.x / 32; i < BARRIERS; i += THREADS / 32) {
+      const int arrivals = i < STAGES            ? PRODUCERS
+                           : i <= 2 * STAGES     ? 4 * CONSUMERS
+                           : i == 2 * STAGES + 1 ? SPLITS
+                                                 : 4 * WARPGROUPS + 1;
+      EmptyBarrier::init(&barriers[i], arrivals);
     }
-    EmptyBarrier::init(&barriers[2 * STAGES], 4 * CONSUMERS);
-    EmptyBarrier::init(room, g.splits);
-    FullBarrier::init(arrived, 4 * CONSUMERS + 1);
     cutlass::arch::fence_barrier_init();
-  }
-  if (threadIdx.x == 32 * X_WARP) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    if (threadIdx.x / 32 == X_WARP) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    }
   }
   __syncthreads();
-  const bool together = g.splits > 1;
-  if (together) cute::cluster_arrive_relaxed();
+  if constexpr (IN_CLUSTERS) cute::cluster_arrive_relaxed();
 
   // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - PRODUCERS;
-  if (warp < 0) {
+  if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (cute::elect_one_sync()) {
       wait_on_dependent_grids();  // for prepare_x
@@ -501,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       produce(x_map, g, {words, scale, zero, sums}, ring, full, empty, warp + PRODUCERS);
     }
     __syncwarp();
-    if (together) {
+    if constexpr (IN_CLUSTERS) {
       cute::cluster_wait();  // for the other blocks' barriers
       if (warp == -1 && cute::elect_one_sync()) {
         offer_room(g, int(cute::block_rank_in_cluster()), empty, room, arrived);
@@ -511,15 +574,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   }
 
   cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
-  if (together) cute::cluster_wait();
-  const int warpgroup = warp / 4;
-  const uint32_t staging = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES + warp * STAGING_BYTES;
-  Reader in(ring_address, barriers, warp);
+  if constexpr (IN_CLUSTERS) cute::cluster_wait();
+  const int part = warp / 4 / CONSUMERS, warpgroup = warp / 4 - part * CONSUMERS;
+  const uint32_t staging = ring_address + STAGING_AT + warp * STAGING_BYTES;
+  Reader in(ring_address, barriers, warp, warpgroup, part);
   Work work(g);
   for (Piece piece; work.next(g, piece);) {
     Accumulator acc;
     Period channel = {};
-    const Place at = place_of(g, piece.tile);
+    const Place at = locate(g, piece.tile);
     if constexpr (GROUP == 0) {
       const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + warp % 4 * 16 +
                          threadIdx.x % 32 / 4 * 2;
@@ -529,19 +592,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         channel.zero = make_float2(channel.zero.x / FACTOR, channel.zero.y / FACTOR);
       }
     }
+    const int blocks = (piece.end - piece.begin + PARTS - 1 - part) / PARTS;
     if constexpr (SCALING == SUM) {
-      consume(in, piece.end - piece.begin, channel, acc);
+      consume(in, blocks, channel, acc);
     } else {
-      consume(in, piece.end - piece.begin, acc);
+      consume(in, blocks, acc);
     }
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) {
       if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
-      acc[i] *= FACTOR;
+      if constexpr (!IN_CLUSTERS) acc[i] *= FACTOR;
     }
-    if (together) {
-      store_together(g, out, ring_address, cute::cast_smem_ptr_to_uint(room),
-                     cute::cast_smem_ptr_to_uint(arrived), staging, at, warpgroup, acc);
+    if constexpr (IN_CLUSTERS) {
+      const uint32_t address = cute::cast_smem_ptr_to_uint(room);
+      if constexpr (PARTS > 1) {
+        PartSums sums;
+        add_parts(ring_address + SHARED_SUMS_AT, warpgroup, part, acc, sums);
+        store_together(g, out, ring_address, address, staging, at, warpgroup * PARTS + part, sums);
+      } else {
+        store_together(g, out, ring_address, address, staging, at, warpgroup, acc);
+      }
     } else if (piece.slot >= 0) {
       store_slot(slot_of(partials, piece.slot, warpgroup), acc);
     } else {
@@ -576,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const float4* from = slot_of(partials, slot, warpgroup) + chunk * 2 * SLOT_CHUNK;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }
-  const Place at = place_of(g, tiles_before + tile);
+  const Place at = locate(g, tiles_before + tile);
   const int warp = threadIdx.x / 32;
   store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
         at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);

@@ -5,14 +5,15 @@ comes by TMA. The scale of a group goes either into the weight, which is then ro
 the fp32 sum of the group. The k blocks of the output's tiles can be cut into ranges of equal length, one for each
 thread block, wherever tiles begin or end ("stream-k", Osama et al., arXiv:2301.03598); a second kernel, launched with
 programmatic dependent launch, adds the sums of tiles that were cut. Or each tile is cut into the same number of ranges,
-whose thread blocks form a cluster and add their sums through distributed shared memory. Both add in a fixed order: the
-result is deterministic, bit for bit.
+whose thread blocks form a cluster and add their sums through distributed shared memory; there two warpgroups can share
+features and take turns with the k blocks. All add in a fixed order: the result is deterministic, bit for bit.
 
 Mixed-input products with the weight in registers: FRPC and Marlin (Frantar et al., arXiv:2408.11743) for SM80, and
 CUTLASS's mixed-input collective for SM90.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -28,16 +29,17 @@ from jax_splitk.target import Target, hopper_limit, resident_blocks
 name = "mixed_wgmma"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 1
+ABI = 2
 
 SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 BARRIER_BYTES = 256  # static shared memory
-MAX_STAGES = 8
-MIN_STAGES = 2
+MAX_STAGES = {1: 8, 2: 10}  # by parts, which hold two stages each
+MIN_STAGES = {1: 2, 2: 3}  # by parts: a warpgroup waits for its next stage before it gives back the one it has
 MAX_CLUSTER = 8
 STAGING_BYTES = 16 * 48  # of a warp, for 16-bit results
 CHUNK_ROWS = 16  # of x, of the sums that a block of a cluster sends to another at a time
+CHUNK_BYTES = SLOT * CHUNK_ROWS * 4
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
 
@@ -45,6 +47,9 @@ X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 SCALINGS = ("weight", "sum", "channel")
 TILES_M = (64, 128, 256)
 TILES_N = (16, 32, 64, 96, 128, 192, 256)
+PARTS_TILES_M, PARTS_TILES_N = (64, 128), (32, 64)
+CLUSTERS = (2, 3, 4, 5, 6, 8)  # that are tried
+MAX_N_TILES = 4  # tiles along the rows, known at compile time up to so many
 # The widest tile_n whose accumulators leave room for the rest, by consumer warpgroups: one set of them, or two ("sum").
 MAX_TILE_N = {1: 256, 2: 256, 4: 64}
 MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
@@ -65,6 +70,7 @@ class Config:
       waves: whole tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
         for each thread block.
       cluster: thread blocks of a cluster, which are the ranges of a tile; 1 if ranges meet in the workspace.
+      parts: warpgroups that share 64 features of a cluster's tile, and take turns with the k blocks of a range; 1 or 2.
     """
 
     tile_m: int
@@ -74,15 +80,17 @@ class Config:
     blocks: int
     waves: int
     cluster: int = 1
+    parts: int = 1
 
     @property
     def consumers(self) -> int:
-        """Consumer warpgroups (CONSUMERS in the device code)."""
+        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
         return self.tile_m // SLOT
 
     @property
-    def threads(self) -> int:
-        return 128 * (self.consumers + 1)
+    def warpgroups(self) -> int:
+        """Those that multiply (WARPGROUPS in the device code)."""
+        return self.consumers * self.parts
 
 
 def period(problem: QuantizedMatmulProblem) -> int:
@@ -96,35 +104,48 @@ def _stage_bytes(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int) -> i
     return BLOCK_K * 2 * tile_n + dequantize.weight_bytes(problem, tile_m, BLOCK_K) + sums
 
 
+def _least_range(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """k blocks of the last thread block of a cluster, which has the fewest."""
+    given = schedule(problem, config)
+    return given.k_blocks - (config.cluster - 1) * given.range_blocks
+
+
+def _after_ring(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, parts: int) -> int:
+    """Shared memory for results on their way to memory, and for sums on their way from one part to the other."""
+    warpgroups = tile_m // SLOT * parts
+    staging = 0 if problem.out_dtype == "float32" else 4 * warpgroups * STAGING_BYTES
+    return staging + warpgroups * (parts - 1) * (tile_n // CHUNK_ROWS // parts) * CHUNK_BYTES
+
+
 def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Shared memory of a thread block."""
-    staging = 0 if problem.out_dtype == "float32" else 4 * config.consumers * STAGING_BYTES
-    return (
-        config.stages * _stage_bytes(problem, config.tile_m, config.tile_n) + staging + ALIGNMENT_BYTES + BARRIER_BYTES
-    )
+    ring = config.stages * _stage_bytes(problem, config.tile_m, config.tile_n)
+    after = _after_ring(problem, config.tile_m, config.tile_n, config.parts)
+    return ring + after + ALIGNMENT_BYTES + BARRIER_BYTES
 
 
 def _cluster_stages(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Stages that hold the sums which the blocks of a cluster send to one of them."""
     chunks = config.consumers * config.tile_n // CHUNK_ROWS
-    received = -(-chunks // config.cluster) * config.cluster * SLOT * CHUNK_ROWS * 4
+    received = -(-chunks // config.cluster) * config.cluster * CHUNK_BYTES
     return -(-received // (BLOCK_K * 2 * config.tile_n + config.tile_m * BLOCK_K * problem.bits // 8))
 
 
-def max_stages(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
+def max_stages(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, ctas_per_sm: int = 1, parts: int = 1) -> int:
     """The deepest ring that fits in shared memory."""
-    staging = 0 if problem.out_dtype == "float32" else tile_m // SLOT * 4 * STAGING_BYTES
     # A KiB of each thread block is the system's.
-    room = (SHARED_BYTES + 1024) // ctas_per_sm - 1024 - staging - ALIGNMENT_BYTES - BARRIER_BYTES
-    return min(MAX_STAGES, room // _stage_bytes(problem, tile_m, tile_n))
+    room = (SHARED_BYTES + 1024) // ctas_per_sm - 1024 - ALIGNMENT_BYTES - BARRIER_BYTES
+    room -= _after_ring(problem, tile_m, tile_n, parts)
+    return min(MAX_STAGES[parts], room // _stage_bytes(problem, tile_m, tile_n))
 
 
 def ctas_per_sm(problem: QuantizedMatmulProblem, config: Config) -> int:
     """2 where shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
     crowded = config.scaling == "sum" and (problem.bits == 8 or period(problem) == 128)
     widest = 16 if crowded else 32
-    small = config.consumers <= 2 and config.tile_n <= (64 if config.consumers == 1 else widest)
-    return 2 if small and config.stages <= max_stages(problem, config.tile_m, config.tile_n, 2) else 1
+    small = config.warpgroups <= 2 and config.tile_n <= (64 if config.warpgroups == 1 else widest)
+    most = max_stages(problem, config.tile_m, config.tile_n, 2, config.parts)
+    return 2 if small and config.stages <= most else 1
 
 
 def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, int]:
@@ -243,11 +264,11 @@ def scaling_limit(p: QuantizedMatmulProblem, scaling: str) -> str | None:
     return None
 
 
-def max_tile_n(p: QuantizedMatmulProblem, scaling: str, consumers: int) -> int:
+def max_tile_n(p: QuantizedMatmulProblem, scaling: str, warpgroups: int) -> int:
     """The widest tile whose accumulators fit in registers."""
     if scaling != "sum":
-        return MAX_TILE_N[consumers]
-    widest = MAX_TILE_N_SUM[consumers]
+        return MAX_TILE_N[warpgroups]
+    widest = MAX_TILE_N_SUM[warpgroups]
     return min(widest, MAX_TILE_N_SUM_32) if period(p) == 32 else widest
 
 
@@ -258,12 +279,20 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     reason = scaling_limit(p, config.scaling)
     if reason is not None:
         return reason
-    widest = max_tile_n(p, config.scaling, config.consumers)
+    reason = _parts_limit(p, config)
+    if reason is not None:
+        return reason
+    widest = max_tile_n(p, config.scaling, config.warpgroups)
     if config.tile_n > widest:
-        return f"tile_n {config.tile_n} with tile_m {config.tile_m} and scaling {config.scaling!r}; at most {widest}"
-    most = max_stages(p, config.tile_m, config.tile_n)
-    if not MIN_STAGES <= config.stages <= most:
-        return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
+        shared = "" if config.parts == 1 else f", {config.parts} parts"
+        return (
+            f"tile_n {config.tile_n} with tile_m {config.tile_m}{shared} and scaling {config.scaling!r}; "
+            f"at most {widest}"
+        )
+    most = max_stages(p, config.tile_m, config.tile_n, parts=config.parts)
+    least = MIN_STAGES[config.parts]
+    if not least <= config.stages <= most:
+        return f"stages {config.stages}; accepted with this tile: {least} to {most}"
     given = schedule(p, config)
     reason = given.units_limit()
     if reason is not None:
@@ -279,13 +308,30 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
             return (
                 f"blocks {config.blocks} and {config.waves} waves with clusters of {config.cluster}; accepted: {each}"
             )
-        least = _cluster_stages(p, config)
+        least = max(least, _cluster_stages(p, config))
         if config.stages < least:
             return (
                 f"stages {config.stages} with clusters of {config.cluster}; accepted with this tile: {least} to {most}"
             )
+        if config.parts > 1 and _least_range(p, config) < config.parts:
+            return f"parts {config.parts} of ranges down to {_least_range(p, config)} k blocks; accepted: 1"
         return None
     return given.limit(config.blocks, 1, f"1 to {given.units}", "blocks")
+
+
+def _parts_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
+    if config.parts == 1:
+        return None
+    if config.parts != 2:
+        return f"parts {config.parts}; accepted: 1, 2"
+    if config.cluster == 1:
+        return f"parts {config.parts} without clusters; accepted: 1"
+    if config.tile_m not in PARTS_TILES_M or config.tile_n not in PARTS_TILES_N:
+        tiles = f"{', '.join(map(str, PARTS_TILES_M))} by {', '.join(map(str, PARTS_TILES_N))}"
+        return f"parts {config.parts} of tile {config.tile_m}x{config.tile_n}; accepted: {tiles}"
+    if max_stages(p, config.tile_m, config.tile_n, parts=config.parts) < MIN_STAGES[config.parts]:
+        return f"parts {config.parts} of tile {config.tile_m}x{config.tile_n}; accepted with this weight: 1"
+    return None
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -297,8 +343,8 @@ def scalings(problem: QuantizedMatmulProblem) -> list[str]:
     return [scaling for scaling in order if scaling_limit(problem, scaling) is None]
 
 
-def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
-    """Tiles and depths that `candidates` may use, with one thread block for each tile: what has to compile."""
+def _tiles(problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    """Tiles, depths and parts that `candidates` may use, with a thread block for each tile."""
     scaling = scalings(problem)[0]
     fitting = [n for n in TILES_N if n >= problem.rows]
     # The narrowest tile that holds all rows, and for more rows the widest ones.
@@ -312,13 +358,24 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
         for tile_n in widths:
             if tile_n > max_tile_n(problem, scaling, tile_m // SLOT):
                 continue
-            depths = {max_stages(problem, tile_m, tile_n)}
-            shared = Config(tile_m, tile_n, max_stages(problem, tile_m, tile_n, 2), scaling, 1, 0)
-            if shared.stages >= MIN_STAGES and ctas_per_sm(problem, shared) == 2:
-                depths.add(shared.stages)
-            for stages in sorted(depths):
-                config = Config(tile_m, tile_n, stages, scaling, 1, 0)
-                yield dataclasses.replace(config, blocks=math.prod(tile_counts(problem, config)), waves=1)
+            for parts, together in itertools.product((1, 2), (2, 1)):
+                stages = max_stages(problem, tile_m, tile_n, together, parts)
+                config = Config(tile_m, tile_n, stages, scaling, 1, 1, parts=parts)
+                if stages >= MIN_STAGES[parts] and ctas_per_sm(problem, config) == together:
+                    yield dataclasses.replace(config, blocks=math.prod(tile_counts(problem, config)))
+
+
+def _clusters(problem: QuantizedMatmulProblem, tile: Config) -> Iterator[Config]:
+    for size in CLUSTERS:
+        yield dataclasses.replace(tile, blocks=math.prod(tile_counts(problem, tile)) * size, waves=0, cluster=size)
+
+
+def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    """One of each kind that is other device code: what has to compile."""
+    for tile in _tiles(problem):
+        for config in (tile, *_clusters(problem, tile)):
+            if _config_limit(problem, config) is None:
+                yield config
 
 
 def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
@@ -326,24 +383,24 @@ def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
     return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers)
 
 
-def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target) -> list[Config]:
-    """Ways to give the tiles of a variant to thread blocks."""
-    tiles = variant.blocks
-    resident = target.cores * ctas_per_sm(problem, variant)
-    found = [variant]
+def _schedules(problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
+    """Ways to give the tiles to thread blocks."""
+    tiles = math.prod(tile_counts(problem, tile))
+    resident = target.cores * ctas_per_sm(problem, tile)
+    found = [tile]
     for other in ranges.schedules(tiles, k_blocks(problem), resident):
-        found.append(dataclasses.replace(variant, blocks=other.workers, waves=other.waves))
-    for splits in (2, 3, 4, 5, 6, 8):
-        if tiles * splits <= resident_blocks(target, splits, resident // target.cores):
-            found.append(dataclasses.replace(variant, blocks=tiles * splits, waves=0, cluster=splits))
+        found.append(dataclasses.replace(tile, blocks=other.workers, waves=other.waves))
+    for config in _clusters(problem, tile):
+        if config.blocks <= resident_blocks(target, config.cluster, resident // target.cores):
+            found.append(config)
     return [config for config in dict.fromkeys(found) if _config_limit(problem, config) is None]
 
 
 def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-    """Of every variant the few schedules that the model puts first; the most promising first."""
+    """Of every tile, depth and parts the few schedules that the model puts first; the most promising first."""
     return ranges.candidates(
-        variants(problem),
-        lambda variant: _schedules(problem, variant, target),
+        _tiles(problem),
+        lambda tile: _schedules(problem, tile, target),
         lambda config: estimate(problem, config, target),
         3,
     )
@@ -351,19 +408,22 @@ def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
     """Other schedules of the tile, one stage less, and the next tiles."""
-    tiles = math.prod(tile_counts(problem, config))
-    found = _schedules(problem, dataclasses.replace(config, blocks=tiles, waves=1, cluster=1), target)
+    found = _schedules(problem, _whole_tiles(problem, config), target)
     found.append(dataclasses.replace(config, stages=config.stages - 1))
     width, height = TILES_N.index(config.tile_n), TILES_M.index(config.tile_m)
     others = [(config.tile_m, n) for n in TILES_N[max(0, width - 1) : width + 2]]
     others += [(m, config.tile_n) for m in TILES_M[max(0, height - 1) : height + 2]]
     for tile_m, tile_n in others:
         if (tile_m, tile_n) != (config.tile_m, config.tile_n):
-            stages = max_stages(problem, tile_m, tile_n)
-            other = dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n, stages=stages, cluster=1)
-            tiles = math.prod(tile_counts(problem, other))
-            found += _schedules(problem, dataclasses.replace(other, blocks=tiles, waves=1), target)[:2]
+            stages = max_stages(problem, tile_m, tile_n, parts=config.parts)
+            other = dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n, stages=stages)
+            found += _schedules(problem, _whole_tiles(problem, other), target)[:2]
     return [other for other in dict.fromkeys(found) if other != config]
+
+
+def _whole_tiles(problem: QuantizedMatmulProblem, config: Config) -> Config:
+    tiles = math.prod(tile_counts(problem, config))
+    return dataclasses.replace(config, blocks=tiles, waves=1, cluster=1)
 
 
 # Fitted to an H200, int4 weights and 64 to 4096 rows. Long runs take up to a tenth longer: the clock falls.
@@ -375,29 +435,31 @@ _ISSUE = {"int4": 56, "uint4": 56, "int8": 80, "float8_e4m3fn": 120, "float4_e2m
 _ISSUE_SCALE = 20  # "weight"
 _ISSUE_FOLDED = 8  # the same for integers
 _ISSUE_LOOP = 32
-_FEW_WARPS = {1: 1.6, 2: 1.05}  # longer, where so few warps of a scheduler hide each other's waits
+_FEW_WARPS = {1: 1.6, 2: 1.1}  # longer, where so few warps of a scheduler hide each other's waits
 # The part of the shorter of tensor cores' and issue time that the longer does not hide, by which one is the longer:
 # of issue time the less, the shorter it is.
 _BEHIND_MMA = 0.7
 _BEHIND_ISSUE = 0.68
-_L2_BYTES_PER_CLOCK = 46
+_L2_BYTES_PER_CLOCK = 54
 _HBM_BYTES = 4.0e12
 _PARTIAL_BYTES = 6.7e12  # partial sums stay in L2 for the most part
-_LAUNCH_SECONDS = 3.6e-6  # the first stage's load comes on top
+_LAUNCH_SECONDS = 3.1e-6  # the first stage's load comes on top
 _PIECE_SECONDS = 0.2e-6  # of a piece of work: its last sums are waited for, and stored
 _STORE_BYTES_PER_SM = 66e9  # of fp32 sums
 _REDUCE_SECONDS = 1.5e-6
 _PREPARE_SECONDS = 2.0e-6
-_CLUSTER_SECONDS = 0.4e-6  # a larger launch, and waiting for the last of its blocks
-_CLUSTER_BYTES_PER_SM = 69e9  # distributed shared memory
+_CLUSTER_SECONDS = 0.1e-6  # a larger launch, and waiting for the last: of each block but the first
+_PARTS_SECONDS = 0.25e-6  # adding up two warpgroups' sums
+_CLUSTER_BYTES_PER_SM = 55e9  # distributed shared memory
 
 
 def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
     """Predicted seconds: the busiest SM's blocks at the time of tensor cores and instruction issue, which hide each
-    other in part, or at that of L2, at least the time of device memory, plus launch, second kernel and preparation."""
+    other in part, or at that of L2, at least the time of device memory, plus launch, second kernel and preparation.
+    """
     resident = ctas_per_sm(problem, config)
     together = min(resident, -(-config.blocks // target.cores))
-    warpgroups = config.consumers * together
+    warpgroups = config.warpgroups * together
     mma = 8 * warpgroups * max(config.tile_n * _MMA_PER_COLUMN, _MMA_LEAST)
     issue = _ISSUE[problem.qtype] + _ISSUE_LOOP
     if config.scaling == "weight":
@@ -409,17 +471,20 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
     if config.scaling == "sum":
         busy = max(busy, max(mma, issue) + min(mma, issue) / warpgroups)
+    busy /= config.parts  # each has a block of its own
     load = together * _stage_bytes(problem, config.tile_m, config.tile_n) / _L2_BYTES_PER_CLOCK
     step = max(busy, load) / _CLOCK
 
     # Rounds of thread blocks, where not all fit.
     rounds = -(-config.blocks // resident_blocks(target, config.cluster, resident))
     given = schedule(problem, config)
-    piece = _PIECE_SECONDS + config.tile_m * config.tile_n * 4 / _STORE_BYTES_PER_SM
+    sums = config.tile_m * config.tile_n * 4 // config.cluster  # bytes that a thread block stores, or adds up
+    piece = _PIECE_SECONDS + sums / _STORE_BYTES_PER_SM
     seconds = rounds * (load / _CLOCK + given.blocks_each * step + given.pieces * piece)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
     if config.cluster > 1:
-        seconds += _CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM
+        seconds += (config.cluster - 1) * (_CLUSTER_SECONDS + sums / _CLUSTER_BYTES_PER_SM)
+        seconds += _PARTS_SECONDS * (config.parts - 1)
     elif is_cut(problem, config):
         slots = config.blocks + given.rest
         seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
@@ -432,7 +497,9 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
 
 def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, groups and tile, not on sizes or the schedule."""
+    """The device code's specialisation: it depends on dtypes, groups, tile and cluster, and of the sizes on whether
+    there are a few tiles along the rows, and how many."""
+    n_tiles = tile_counts(problem, config)[1]
     return compiler.Source(
         "mixed_wgmma.cu",
         (
@@ -446,6 +513,9 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("SCALING", SCALINGS.index(config.scaling)),
             ("PERIOD", period(problem)),
             ("CONSUMERS", config.consumers),
+            ("PARTS", config.parts),
+            ("SPLITS", config.cluster),
+            ("N_TILES", n_tiles if n_tiles <= MAX_N_TILES else 0),
             ("TILE_N", config.tile_n),
             ("STAGES", config.stages),
             ("CTAS_PER_SM", ctas_per_sm(problem, config)),
@@ -456,7 +526,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
 def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
     tiles = tile_counts(problem, config)
-    return ranges.args(problem, tiles, schedule(problem, config), config.cluster, int(tiles[1] == 1))
+    return ranges.args(problem, tiles, schedule(problem, config), int(tiles[1] == 1))
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
@@ -490,7 +560,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         plan.Launch(
             kernel="mixed_wgmma",
             grid=(config.blocks, 1, 1),
-            block=(config.threads, 1, 1),
+            block=(128 * (config.warpgroups + 1), 1, 1),
             params=(plan.MapParam(0), args, *pointers),
             shared_bytes=shared_bytes(problem, config) - BARRIER_BYTES,
             cluster=(config.cluster, 1, 1),
