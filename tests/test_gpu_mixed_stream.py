@@ -71,6 +71,8 @@ ODD = [
     Case(33, 576, 330),
     Case(64, 1001, 70, "uint4", 1001, "bfloat16"),
     Case(50, 768, 257, "float8_e4m3fn", 32),
+    Case(12, 2048, 330),
+    Case(6, 1024, 68, "uint4", 32, "own"),
 ]
 # Each with three kinds of types, among which its configs are divided.
 CASES = [

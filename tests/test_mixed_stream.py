@@ -15,6 +15,7 @@ from jax_splitk.target import DEFAULT_CUDA
 from tests import cubin, mixed
 
 HGMMA, QGMMA = 0xDF0, 0xDF3  # a warpgroup's matrix product with A in registers, of 16-bit types or of e4m3
+UBLKCP = 0x3BA  # a bulk copy into shared memory
 REGISTERS_PER_SM = 65536
 SHARED_BYTES = 227 * 1024  # that a thread block may have
 LARGEST = 2**31 - 1
@@ -277,16 +278,29 @@ def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, 
         return
     (x,) = made.maps
     assert isinstance(x, plan.TiledMap)
-    if x_dtype == "float8_e4m3fn":  # pairs
-        assert (x.buffer, x.dtype, x.dims, x.strides) == (0, "bfloat16", (k // 2, 5), (k,))
-        assert (x.box[0] * 2, x.swizzle) == (64, 2), "the width of the swizzle"
-    else:
-        assert (x.buffer, x.dtype, x.dims, x.strides) == (0, x_dtype, (k, 5), (2 * k,))
-        assert (x.box[0] * 2, x.swizzle) == (128, plan.SWIZZLE_128B), "the width of the swizzle"
-    assert x.box[1] <= config.tile_n
+    pairs = x_dtype == "float8_e4m3fn"
+    itemsize = 1 if pairs else 2
+    assert (x.buffer, x.dtype) == (0, "bfloat16" if pairs else x_dtype)
+    assert x.box[0] * 2 == 64 * itemsize, "the width of the swizzle"
+    assert x.swizzle == (2 if pairs else plan.SWIZZLE_128B)
+    assert x.box[1] == config.tile_n
+    if k % (64 * mixed_stream.stage_tiles(config)):  # a tile of 64 k
+        assert (x.dims, x.strides, x.box[2:]) == ((k * itemsize // 2, 5), (k * itemsize,), ())
+    else:  # a stage's tiles
+        assert (x.dims, x.strides) == ((32 * itemsize, 5, k // 64), (k * itemsize, 64 * itemsize))
+        assert x.box[2:] == (mixed_stream.stage_tiles(config),)
 
 
-def test_code_depends_on_types_and_config_alone() -> None:
+@pytest.mark.parametrize(("k", "features", "whole", "fours"), [
+    (4096, 640, 1, 1), (4096, 642, 1, 0), (4160, 640, 0, 1), (4095, 641, 0, 0),
+])  # fmt: skip
+def test_code_without_what_sizes_do_not_need(k: int, features: int, whole: int, fours: int) -> None:
+    p = product(5, k, features, group_size=64 if k % 64 == 0 else k)
+    macros = dict(mixed_stream.source(p, PLAIN).defines)
+    assert (macros["WHOLE"], macros["FOURS"]) == (whole, fours)
+
+
+def test_code_depends_on_types_config_and_divisors_alone() -> None:
     p = product()
     config = best(p)
     other = dataclasses.replace(p, rows=3, k=8192, features=500)
@@ -296,7 +310,8 @@ def test_code_depends_on_types_and_config_alone() -> None:
     )
     types = [
         *({"x_dtype": "float16"}, {"x_dtype": "float8_e4m3fn"}, {"out_dtype": "float32"}, {"scale_dtype": "float32"}),
-        *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}, {"k": 1004}),
+        *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}),
+        *({"features": 4094}, {"k": 4160}, {"k": 1004}),
     ]
     changed = [dataclasses.replace(p, **change) for change in types]
     changed[-1] = dataclasses.replace(changed[-1], group_size=1004)
@@ -319,7 +334,9 @@ COMPILED = [
     (product(16, **E4M3), Config(16, 2, 4, 6, 2, 64)),
     (product(32, **E4M3), Config(32, 4, 4, 3, 4, 1)),
     (product(64, **E4M3), Config(64, 2, 4, 3, 8, 1)),
-    (product(64, 1024, **E4M3), Config(64, 2, 4, 2, 2, 1)),
+    (product(64, 1088, **E4M3), Config(64, 2, 4, 2, 2, 1)),
+    (product(16, 8192, 3584), Config(16, 4, 4, 3, 4, 28)),
+    (product(10, 8256, 3583), Config(16, 4, 4, 2, 4, 14)),
     (product(32, qtype="uint4", group_size=32, **E4M3), Config(32, 4, 4, 2, 4, 1)),
     (product(40, 1000, qtype="float4_e2m1fn", group_size=1000, **E4M3), Config(64, 2, 2, 2, 2, 1)),
     (product(8, qtype="nf4", **E4M3), Config(8, 2, 4, 3, 2, 1)),
@@ -355,6 +372,9 @@ def test_variant_is_good_machine_code(
     e4m3 = mixed_stream.products(p) == "float8_e4m3fn"
     assert kernel.opcodes[QGMMA] == config.tiles * (2 if e4m3 else 0)
     assert kernel.opcodes[HGMMA] == config.tiles * (0 if e4m3 else 4 if p.zero_dtype == "none" else 8)
+    # The way to the first copy is short: instructions come from the L2 when they first run.
+    opcodes = [int.from_bytes(i[:2], "little") & 0xFFF for i in kernel.instructions]
+    assert opcodes.index(UBLKCP) < 200
     # Without the KiB that the system takes.
     assert launch.shared_bytes + kernel.shared_bytes - 1024 <= SHARED_BYTES
 
@@ -374,6 +394,10 @@ def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
     assert {config.tiles for config in configs} == {1, 2, 4}
     assert {config.cluster for config in configs} == {1, 2, 4, 8}
     # The code takes its types and the group from the problem, whose k decides how x comes.
+    macros = [dict(mixed_stream.source(p, config).defines) for p, config in COMPILED]
+    assert {(m["X_TMA"], m["WHOLE"]) for m in macros} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(m["E4M3_PRODUCTS"], m["WHOLE"]) for m in macros if m["X_TMA"]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(m["FOURS"], m["CLUSTER"] != 1) for m in macros} >= {(0, True), (1, True), (1, False)}
     assert {p.k % 8 == 0 for p in problems if p.x_dtype == "float16"} == {False, True}
     assert {p.k % 16 == 0 for p in problems if mixed_stream.products(p) == "float8_e4m3fn"} == {False, True}
     assert {p.qtype for p in problems if mixed_stream.products(p) == "float8_e4m3fn"} == {*mixed_stream.E4M3_FORMATS}

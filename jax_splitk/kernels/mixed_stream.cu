@@ -19,18 +19,23 @@
 // and the blocks' in the cluster: each block owns TILE_N / CLUSTER rows of the result, receives the others'
 // sums in its slots, and adds them, always in the same order, a row tile later.
 //
-// Roles: consumer warps, then the producer's, then the epilogue's.
+// Roles: consumer warps, then the epilogue's, then the producer's.
 // Barriers. Per stage: `full` (one arrival, with the bytes) and `empty` (one arrival per consumer warp).
 // `written`, one arrival per consumer warp: its sums are there; `read`, one per warp of the epilogue. Per
 // slot: `arrived` (one arrival of the own block, with the bytes that the cluster's blocks send) and `free`
 // (one arrival of each finishing warp of each block: that block has read its slot; counted where the sender
-// waits). All start in phase 0; the first passes of those who wait for room do not wait. Named barriers: 1
-// for all consumers, when they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles
-// of X.
+// waits). All start in phase 0; the first passes of those who wait for room do not wait. Named barriers:
+// READY for the block, when these are ready, on which the producer does not wait; 1 for all consumers, when
+// they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles of X.
+//
+// An instruction is fetched from the L2 when it first runs in a launch, which costs a small product several
+// percent of its time. So the code on the way to the first copies is short and straight, and the end of the
+// last row tile runs the code of those before it.
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
-// else by the consumers' loads), GROUP (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1
-// bfloat16, 2 float16; ZERO_TYPE also -1: none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
+// else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
+// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1 bfloat16, 2 float16; ZERO_TYPE also -1:
+// none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include <cutlass/arch/barrier.h>
 
@@ -47,6 +52,7 @@ struct Args {
   int feature_tiles;
   int k_tiles;  // of 64
   int groups;   // of a row tile's scales
+  int stages;   // of the whole k
 };
 
 template <int TYPE>
@@ -72,6 +78,8 @@ static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
 
+constexpr int READY = 6;  // a named barrier: the others are ready to use
+
 constexpr int STAGE_TILES = WARPGROUPS * TILES;
 constexpr int WORDS_BYTES = WORDS * 2048;  // of a tile of 64 by 64
 constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1,
@@ -96,7 +104,29 @@ constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // byt
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
 struct Barriers {
-  uint64_t full[STAGES], empty[STAGES], written, read, arrived[SLOTS + 1], free[SLOTS + 1];
+  uint64_t full[STAGES], empty[STAGES];
+  uint64_t written, read, arrived[SLOTS + 1], free[SLOTS + 1];
+
+  __device__ inline void init_ring() {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], 1);
+      EmptyBarrier::init(&empty[i], CONSUMERS / 32);
+    }
+    cutlass::arch::fence_barrier_init();
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  __device__ inline void init_sums() {
+    EmptyBarrier::init(&written, CONSUMERS / 32);
+    EmptyBarrier::init(&read, EPILOGUE_WARPS);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      FullBarrier::init(&arrived[i], 1);
+      EmptyBarrier::init(&free[i], CLUSTER * FINISHERS);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
 };
 static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
 
@@ -118,48 +148,60 @@ struct Slice {
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// A stage's rows (tiles, or groups of scales) from `first` on, of which the weight has `count`; the last one
-// stands in for those that are missing.
+// A stage's rows (tiles, or groups of scales) of a row tile, from its row `first` on. The row tile has
+// `count`; the last one stands in for those that are missing.
 template <int ROWS, int BYTES>
-__device__ inline void copy_rows(const uint8_t* from, int first, int count, uint64_t* full, uint8_t* to) {
-  const int rows = min(ROWS, count - first);
-  cute::SM90_BULK_COPY_G2S::copy(from + int64_t(first) * BYTES, full, to, rows * BYTES);
+__device__ inline void copy_rows(const void* all, int tile, int first, int count, uint64_t* full,
+                                 uint8_t* to) {
+  // 32 bits number all rows that fit in any memory.
+  const auto row = [&](int i) {
+    return static_cast<const uint8_t*>(all) +
+           uint64_t(uint32_t(tile) * uint32_t(count) + uint32_t(i)) * BYTES;
+  };
+  const int rows = WHOLE ? ROWS : min(ROWS, count - first);
+  cute::SM90_BULK_COPY_G2S::copy(row(first), full, to, rows * BYTES);
+#pragma unroll 1
   for (int i = rows; i < ROWS; ++i) {
-    cute::SM90_BULK_COPY_G2S::copy(from + int64_t(count - 1) * BYTES, full, to + i * BYTES, BYTES);
+    cute::SM90_BULK_COPY_G2S::copy(row(count - 1), full, to + i * BYTES, BYTES);
   }
 }
 
-// All lanes of the producer's warp. X comes with the stages of the first row tile, so that the products need
-// not wait for all of it.
+// The producer's warp, of which one lane is the leader. X comes with the stages of the first row tile, so
+// that the products need not wait for all of it: as one box, or where k ends within a stage in boxes of a
+// tile.
 __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint8_t* words,
                                const Scale* scale, const Zero* zero, uint8_t* smem, Barriers& barriers,
-                               Slice slice, int tile, int clusters) {
-  const int lane = threadIdx.x % 32;
+                               Slice slice, int tile, int clusters, bool leader) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+  if (WHOLE && !leader) return;
   Ring ring;
+#pragma unroll 1
   for (bool first = X_TMA; tile < g.feature_tiles; tile += clusters, first = false) {
-    const uint8_t* tiles = words + int64_t(tile) * g.k_tiles * WORDS_BYTES;
-    const uint8_t* scales = reinterpret_cast<const uint8_t*>(scale) + int64_t(tile) * g.groups * SCALE_ROW;
-    const uint8_t* zeros = reinterpret_cast<const uint8_t*>(zero) + int64_t(tile) * g.groups * ZERO_ROW;
+#pragma unroll 1
     for (int s = slice.first; s < slice.last; ++s, ring.advance()) {
       uint64_t* full = &barriers.full[ring.stage];
-      if (lane == 0) {
+      [[maybe_unused]] uint8_t* x = smem + X_AT + (s - slice.first) * STAGE_TILES * X_TILE;
+      if (WHOLE || leader) {
         uint8_t* stage = smem + ring.stage * STAGE_BYTES;
         EmptyBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
         FullBarrier::arrive_and_expect_tx(full, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
-        copy_rows<STAGE_TILES, WORDS_BYTES>(tiles, s * STAGE_TILES, g.k_tiles, full, stage);
+        copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
         if constexpr (GROUP != 0) {
-          copy_rows<STAGE_GROUPS, SCALE_ROW>(scales, s * STAGE_GROUPS, g.groups, full, stage + SCALES_OFFSET);
+          copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
+                                             stage + SCALES_OFFSET);
           if constexpr (ZERO_TYPE >= 0) {
-            copy_rows<STAGE_GROUPS, ZERO_ROW>(zeros, s * STAGE_GROUPS, g.groups, full, stage + ZEROS_OFFSET);
+            copy_rows<STAGE_GROUPS, ZERO_ROW>(zero, tile, s * STAGE_GROUPS, g.groups, full,
+                                              stage + ZEROS_OFFSET);
           }
         }
+        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, hint, x, 0, 0, s * STAGE_TILES);
       }
-      if (first) {
+      if (!WHOLE && first) {
         __syncwarp();
-        constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
-        uint8_t* to = smem + X_AT + ((s - slice.first) * STAGE_TILES + lane) * X_TILE;
+        const int lane = threadIdx.x % 32;
         if (lane < STAGE_TILES) {
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, to, (s * STAGE_TILES + lane) * X_BOX, 0);
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, x + lane * X_TILE, (s * STAGE_TILES + lane) * X_BOX,
+                                       0);
         }
       }
     }
@@ -380,18 +422,22 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return cute::cast_smem_ptr_to_uint(pointer);
 }
 
+__device__ inline void add(float4& sum, const float4& more) {
+  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+}
+
 // Four features of one row of the result.
 __device__ inline void store(const Args& g, Out* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
   constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
   const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
-  Out* to = out + int64_t(n) * g.features + feature;
+  Out* to = out + uint32_t(n * g.features + feature);
   struct alignas(4 * sizeof(Out)) Four {
     Out v[4];
   } four;
 #pragma unroll
   for (int i = 0; i < 4; ++i) four.v[i] = Out(values[i]);
-  if (g.features % 4 == 0) {
+  if constexpr (FOURS) {
     if (feature < g.features) *reinterpret_cast<Four*>(to) = four;
   } else {
 #pragma unroll
@@ -408,72 +454,87 @@ __device__ inline void finish(const Args& g, Out* out, const uint8_t* slots, Bar
   const int slot = count % 2;
   if (thread >= 32 * FINISHERS) return;
   FullBarrier::wait(&barriers.arrived[slot], count / 2 & 1);
-  for (int item = thread; item < PART_ITEMS; item += EPILOGUE) {
+#pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
+  for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
+    const int item = i + thread;
+    if (i + 32 * FINISHERS > PART_ITEMS && item >= PART_ITEMS) break;
     const float4* from = reinterpret_cast<const float4*>(slots + slot * SLOT_BYTES) + item;
     float4 sum = from[0];
 #pragma unroll
-    for (int s = 1; s < CLUSTER; ++s) {
-      const float4 more = from[s * PART_ITEMS];
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
+    for (int s = 1; s < CLUSTER; ++s) add(sum, from[s * PART_ITEMS]);
     store(g, out, rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
   }
   __syncwarp();
   if (again && thread % 32 < CLUSTER) EmptyBarrier::arrive(&barriers.free[slot], thread % 32, 1);
 }
 
-// The sums of all warps, to the result or to the blocks that own them.
+// The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
+// tiles: the last one's sums are finished by code that has run before.
 __device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers& barriers, int tile,
                                 int clusters, int rank) {
-  const int thread = threadIdx.x - CONSUMERS - 32;
-  const float* sums = reinterpret_cast<const float*>(smem + SUMS_AT);
+  constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
+  constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
+  const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
+  const float* sums = reinterpret_cast<const float*>(smem + SUMS_AT) + column;
   uint8_t* slots = smem + SLOTS_AT;
-  int count = 0, previous = 0;
-  for (; tile < g.feature_tiles; previous = tile, tile += clusters, ++count) {
-    [[maybe_unused]] const int slot = count % 2;
-    if constexpr (CLUSTER > 1) {
-      if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[slot], SLOT_BYTES);
-      if (count >= 2) EmptyBarrier::wait(&barriers.free[slot], (count / 2 - 1) & 1);
-    }
-    FullBarrier::wait(&barriers.written, count & 1);
-    for (int item = thread; item < TILE_N * 16; item += EPILOGUE) {
-      const int n = item / 16;
-      const float* from = sums + n * SUMS_PITCH + item % 16 * 4;
-      float4 sum = *reinterpret_cast<const float4*>(from);
+#pragma unroll 1
+  for (int count = 0;; ++count, tile += clusters) {
+    const bool more = tile < g.feature_tiles;
+    if (more) {
+      [[maybe_unused]] const int slot = count % 2;
+      if constexpr (CLUSTER > 1) {
+        if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[slot], SLOT_BYTES);
+        if (count >= 2) EmptyBarrier::wait(&barriers.free[slot], (count / 2 - 1) & 1);
+      }
+      FullBarrier::wait(&barriers.written, count & 1);
+#pragma unroll 1
+      for (unsigned first = 0; first < TILE_N; first += TURNS * ROWS) {
+        float4 sum[TURNS];
 #pragma unroll
-      for (int w = 1; w < WARPGROUPS; ++w) {
-        const float4 more = *reinterpret_cast<const float4*>(from + w * TILE_N * SUMS_PITCH);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        for (unsigned turn = 0; turn < TURNS; ++turn) {
+          const unsigned n = min(first + turn * ROWS + thread / 16, TILE_N - 1);
+          const float* from = sums + n * SUMS_PITCH;
+          sum[turn] = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+          for (int w = 1; w < WARPGROUPS; ++w) {
+            add(sum[turn], *reinterpret_cast<const float4*>(from + w * TILE_N * SUMS_PITCH));
+          }
+        }
+#pragma unroll
+        for (unsigned turn = 0; turn < TURNS; ++turn) {
+          const unsigned n = first + turn * ROWS + thread / 16;
+          if (n >= TILE_N) continue;
+          if constexpr (CLUSTER == 1) {
+            store(g, out, n, tile * 64 + column, sum[turn]);
+          } else {
+            const unsigned owner = n / PART_ROWS, row = rank * PART_ROWS + n % PART_ROWS;
+            const uint32_t to = shared_address(slots + slot * SLOT_BYTES) + (row * 64 + column) * 4;
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
+                "[%1];" ::"r"(cute::set_block_rank(to, owner)),
+                "r"(cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner)),
+                "r"(__float_as_uint(sum[turn].x)), "r"(__float_as_uint(sum[turn].y)),
+                "r"(__float_as_uint(sum[turn].z)), "r"(__float_as_uint(sum[turn].w))
+                : "memory");
+          }
+        }
       }
-      if constexpr (CLUSTER == 1) {
-        store(g, out, n, tile * 64 + item % 16 * 4, sum);
-      } else {
-        const int owner = n / PART_ROWS;
-        const uint32_t to =
-            shared_address(slots + slot * SLOT_BYTES) + (rank * PART_ITEMS + item % PART_ITEMS) * 16;
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::
-                "r"(cute::set_block_rank(to, owner)),
-            "r"(cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner)),
-            "r"(__float_as_uint(sum.x)), "r"(__float_as_uint(sum.y)), "r"(__float_as_uint(sum.z)),
-            "r"(__float_as_uint(sum.w))
-            : "memory");
-      }
+      __syncwarp();
+      if (thread % 32 == 0) EmptyBarrier::arrive(&barriers.read);
     }
-    __syncwarp();
-    if (thread % 32 == 0) EmptyBarrier::arrive(&barriers.read);
     if (CLUSTER > 1 && count) {
+      const int previous = tile - clusters;
       const bool again = previous + SLOTS * clusters < g.feature_tiles;
       finish(g, out, slots, barriers, thread, count - 1, previous, rank, again);
     }
+    if (!more) return;
   }
-  if (CLUSTER > 1 && count) finish(g, out, slots, barriers, thread, count - 1, previous, rank, false);
 }
 
 // ---- roles -----------------------------------------------------------------------------------------------
 
 __device__ inline void consume(const Args& g, const Scale* scales, const Zero* zeros, uint8_t* smem,
-                               Barriers& barriers, Slice slice, int tile, int clusters) {
+                               Barriers& barriers, Slice slice, int cluster, int clusters) {
   // The compiler shall see that descriptors of X are the same in all lanes.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, id = threadIdx.x % 32;
@@ -495,7 +556,7 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
   [[maybe_unused]] Accumulator x_sums;
   float2 scale[IN_FLIGHT], zero{};
   Words words;
-  for (bool first = true; tile < g.feature_tiles; tile += clusters, phase ^= 1, first = false) {
+  for (int tile = cluster; tile < g.feature_tiles; tile += clusters) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
     if constexpr (GROUP == 0) {
@@ -507,7 +568,7 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
     const auto begin_stage = [&](int s) {
       stage = ring_address + ring.stage * STAGE_BYTES;
       FullBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      if (E4M3_PRODUCTS && X_TMA && first) {
+      if (E4M3_PRODUCTS && X_TMA && tile == cluster) {
         reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
       }
@@ -587,6 +648,7 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
       finish(LAST_UNIT);
     }
     EmptyBarrier::wait(&barriers.read, phase);
+    phase ^= 1;
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
     __syncwarp();
@@ -609,36 +671,35 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void mixed_stream(const __gr
   Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
   const int rank = CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0;
   const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-  const int stages = (g.k_tiles + STAGE_TILES - 1) / STAGE_TILES;  // of the whole k
-  const Slice slice{stages * rank / CLUSTER, stages * (rank + 1) / CLUSTER};
+  const Slice slice{g.stages * rank / CLUSTER, g.stages * (rank + 1) / CLUSTER};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
-  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    if (warp == 0 && cute::elect_one_sync()) asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
 #endif
-  if (threadIdx.x == CONSUMERS) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&barriers.full[i], 1);
-      EmptyBarrier::init(&barriers.empty[i], CONSUMERS / 32);
+    if (warp == CONSUMERS / 32) {
+      if (cute::elect_one_sync()) barriers.init_sums();
+      __syncwarp();
     }
-    EmptyBarrier::init(&barriers.written, CONSUMERS / 32);
-    EmptyBarrier::init(&barriers.read, EPILOGUE_WARPS);
-    for (int i = 0; i < SLOTS; ++i) {
-      FullBarrier::init(&barriers.arrived[i], 1);
-      EmptyBarrier::init(&barriers.free[i], CLUSTER * FINISHERS);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
-  if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
-  if (threadIdx.x < CONSUMERS) {
+    if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
+    cutlass::arch::NamedBarrier::sync(THREADS, READY);
+    if (warp < CONSUMERS / 32) {
 #if !X_TMA
-    load_x(g, x, smem + X_AT, slice);
+      load_x(g, x, smem + X_AT, slice);
 #endif
-    consume(g, scale, zero, smem, barriers, slice, cluster, clusters);
-  } else if (threadIdx.x < CONSUMERS + 32) {
-    produce(g, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, smem, barriers,
-            slice, cluster, clusters);
-  } else {
-    if constexpr (CLUSTER > 1) cute::cluster_wait();  // for the other blocks' barriers
-    epilogue(g, out, smem, barriers, cluster, clusters, rank);
+      consume(g, scale, zero, smem, barriers, slice, cluster, clusters);
+    } else {
+      if constexpr (CLUSTER > 1) cute::cluster_wait();  // for the other blocks' barriers
+      epilogue(g, out, smem, barriers, cluster, clusters, rank);
+    }
+    return;
   }
+  // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
+  const bool leader = cute::elect_one_sync();
+  if (leader) barriers.init_ring();
+  __syncwarp();
+  cutlass::arch::NamedBarrier::arrive(THREADS, READY);
+  if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
+  produce(g, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, smem, barriers,
+          slice, cluster, clusters, leader);
 }

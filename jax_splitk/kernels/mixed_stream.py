@@ -211,7 +211,7 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
     """Other depths of the ring and numbers of clusters."""
     del target
-    found = [dataclasses.replace(config, stages=config.stages + step) for step in (-2, 2)]
+    found = [dataclasses.replace(config, stages=config.stages + step) for step in (-2, -1, 1, 2)]
     found += [dataclasses.replace(config, clusters=config.clusters + step) for step in (-2, -1, 1, 2)]
     wider = [tile for tile in TILES_N if tile > config.tile_n][:1]
     return found + [dataclasses.replace(config, tile_n=tile) for tile in wider]
@@ -270,7 +270,7 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
 
 def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on types, groups and the config, not on the sizes."""
+    """The device code's specialisation: it depends on types, groups, the config, and on what divides k and features."""
     return compiler.Source(
         "mixed_stream.cu",
         (
@@ -279,6 +279,8 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
             ("E4M3_PRODUCTS", int(products(problem) == "float8_e4m3fn")),
             ("X_TMA", int(_by_tma(problem))),
+            ("WHOLE", int(_whole_stages(problem, config))),
+            ("FOURS", int(problem.features % 4 == 0)),
             ("GROUP", dequantize.group_code(problem)),
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
             ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
@@ -297,18 +299,25 @@ def _by_tma(p: QuantizedMatmulProblem) -> bool:
     return products(p) == p.x_dtype and p.k * jnp.dtype(p.x_dtype).itemsize % 16 == 0
 
 
+def _whole_stages(p: QuantizedMatmulProblem, config: Config) -> bool:
+    """Whether k is a multiple of a stage's: nothing stands in for missing tiles."""
+    return p.k % (stage_tiles(config) * TILE) == 0
+
+
 def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
-    """Boxes of 64 k of all rows. Tensor maps have no e4m3: pairs of them."""
-    if p.x_dtype == "float8_e4m3fn":
-        dims, box, dtype, swizzle = (p.k // 2, p.rows), (TILE // 2, config.tile_n), "bfloat16", _SWIZZLE_64B
-    else:
-        dims, box, dtype, swizzle = (p.k, p.rows), (TILE, config.tile_n), p.x_dtype, plan.SWIZZLE_128B
-    return plan.TiledMap(0, dtype, dims, plan.tensor_map_strides(dims, 2), box, swizzle)
+    """Boxes of 64 k of all rows: a stage's at once where stages are whole. Tensor maps have no e4m3: pairs of them."""
+    pairs = p.x_dtype == "float8_e4m3fn"
+    dtype, swizzle = ("bfloat16", _SWIZZLE_64B) if pairs else (p.x_dtype, plan.SWIZZLE_128B)
+    k, width = (p.k // 2, TILE // 2) if pairs else (p.k, TILE)
+    if not _whole_stages(p, config):
+        return plan.TiledMap(0, dtype, (k, p.rows), (2 * k,), (width, config.tile_n), swizzle)
+    dims, box = (width, p.rows, p.k_tiles), (width, config.tile_n, stage_tiles(config))
+    return plan.TiledMap(0, dtype, dims, (2 * k, 2 * width), box, swizzle)
 
 
-def _args(p: QuantizedMatmulProblem) -> plan.Int32Struct:
+def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    return plan.Int32Struct((p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups))
+    return plan.Int32Struct((p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups, k_stages(p, config)))
 
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
@@ -324,7 +333,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         grid=(config.clusters * config.cluster, 1, 1),
         block=(threads(config), 1, 1),
         # Without zero points the kernel does not read their address.
-        params=(x, *(plan.Pointer(i) for i in (1, 2, out - 1, out)), _args(problem)),
+        params=(x, *(plan.Pointer(i) for i in (1, 2, out - 1, out)), _args(problem, config)),
         shared_bytes=shared_bytes(problem, config),
         cluster=(config.cluster, 1, 1),
     )
