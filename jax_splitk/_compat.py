@@ -61,9 +61,14 @@ def is_automatically_partitioned(ctx: Any) -> bool:
     return False
 
 
+def is_known(*sizes: Any) -> bool:
+    """Whether none is a symbolic dimension of jax.export."""
+    return all(isinstance(size, int | np.integer) for size in sizes)
+
+
 def static_or_symbolic(size: Any) -> Any:
     """A plain int, or a symbolic dimension as it is."""
-    return int(size) if isinstance(size, int | np.integer) else size
+    return int(size) if is_known(size) else size
 
 
 def is_export(ctx: Any) -> bool:

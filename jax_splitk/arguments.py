@@ -4,8 +4,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.typing import DTypeLike
 
 
 def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np.dtype:
@@ -18,6 +20,12 @@ def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np
         names = "a floating dtype" if accepted is None else ", ".join(accepted)
         raise TypeError(f"{name}={value!r}; accepted: {names}")
     return dtype
+
+
+def wider(one: DTypeLike, other: DTypeLike) -> np.dtype:
+    """The dtype that holds both, also where the user has JAX refuse implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(one, other)
 
 
 def integer(value: Any) -> int | None:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jax_splitk import _compat
 from jax_splitk.arguments import dtype_of, integer
 from jax_splitk.primitive import conv_wgrad_p
-from jax_splitk.problem import DTYPES, Pairs, conv_output_spatial
+from jax_splitk.problem import DTYPES, Pairs, conv_output_spatial, dilated
 from jax_splitk.reference import lax_precision, precision_name
 from jax_splitk.tuning.options import Options, check_options, merged
 
@@ -33,8 +33,8 @@ def _integers(name: str, value: Sequence[int] | None, count: int, least: int = 1
     return values
 
 
-def _per_dimension(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """Strides or dilations; None for ones."""
+def _dilation(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """An integer for each dimension; None for ones."""
     return (1,) * rank if value is None else _integers(name, value, rank)
 
 
@@ -53,8 +53,9 @@ def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]
 
 def _float_dtype(name: str, value: DTypeLike) -> np.dtype:
     """A dtype of `DTYPES`. As everywhere in JAX, float64 is float32, with a warning, unless jax_enable_x64 is set."""
-    dtype_of(name, value, DTYPES)
-    return jnp.dtype(jnp.result_type(value))
+    dtype = dtype_of(name, value, DTYPES)
+    # Python's float names no size, so JAX does not warn.
+    return jnp.dtype(jnp.result_type(float if value is float else dtype))
 
 
 def _padding(padding: Padding, rank: int) -> str | Pairs:
@@ -85,9 +86,36 @@ def _padding_pairs(
         return padding
     if any(d != 1 for d in lhs_dilation):
         raise ValueError(f"padding={padding!r} with lhs_dilation={lhs_dilation}; accepted: explicit pairs")
-    window = [(k - 1) * d + 1 for k, d in zip(kernel_spatial, rhs_dilation, strict=True)]
+    window = dilated(kernel_spatial, rhs_dilation)
     pairs = lax.padtype_to_pads(input_spatial, window, window_strides, padding)
+    if not _compat.is_known(*(side for pair in pairs for side in pair)):
+        raise ValueError(
+            f"padding={padding!r} of an input of symbolic sizes {input_spatial} at strides {window_strides} is not "
+            "known; accepted: explicit pairs, or sizes that are multiples of the strides, as 2*h is of 2"
+        )
     return tuple((int(low), int(high)) for low, high in pairs)
+
+
+def _output_spatial(
+    input_spatial: tuple[Any, ...],
+    kernel_spatial: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    padding: Pairs,
+    lhs_dilation: tuple[int, ...],
+    rhs_dilation: tuple[int, ...],
+) -> tuple[Any, ...]:
+    """`conv_output_spatial`, where the input's sizes may be symbolic."""
+    if _compat.is_known(*input_spatial):
+        return conv_output_spatial(input_spatial, kernel_spatial, window_strides, padding, lhs_dilation, rhs_dilation)
+    lhs, rhs = (jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32) for sizes in (input_spatial, kernel_spatial))
+    forward = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+    )
+    return jax.eval_shape(forward, lhs, rhs).shape[2:]
 
 
 def conv_wgrad(
@@ -185,18 +213,20 @@ def _conv_wgrad(
     rhs_shape = _integers("rhs_shape", rhs_shape, lhs.ndim, least=0)
     specs = lax.conv_dimension_numbers(lhs.shape, rhs_shape, dimension_numbers)
     rank = lhs.ndim - 2
-    window_strides = _per_dimension("window_strides", window_strides, rank)
-    lhs_dilation = _per_dimension("lhs_dilation", lhs_dilation, rank)
-    rhs_dilation = _per_dimension("rhs_dilation", rhs_dilation, rank)
+    window_strides = _integers("window_strides", window_strides, rank)
+    lhs_dilation = _dilation("lhs_dilation", lhs_dilation, rank)
+    rhs_dilation = _dilation("rhs_dilation", rhs_dilation, rank)
     batch, in_channels, *input_spatial = (lhs.shape[i] for i in specs.lhs_spec)
     out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)
     if min(kernel_spatial, default=1) < 1:
         raise ValueError(f"rhs_shape={rhs_shape} with a kernel of {kernel_spatial}; accepted: sizes of at least 1")
     feature_group_count, batch_group_count = _groups(feature_group_count, batch_group_count)
     if group_channels * feature_group_count != in_channels:
+        whole = in_channels % feature_group_count == 0
+        accepted = in_channels // feature_group_count if whole else f"groups that divide the {in_channels}"
         raise ValueError(
             f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs.shape} has {in_channels} "
-            f"in feature_group_count={feature_group_count} groups; accepted: a product that agrees"
+            f"in feature_group_count={feature_group_count} groups; accepted: {accepted}"
         )
     groups = feature_group_count * batch_group_count
     if out_channels % groups or batch % batch_group_count:
@@ -204,7 +234,7 @@ def _conv_wgrad(
     pairs = _padding_pairs(
         _padding(padding, rank), tuple(input_spatial), tuple(kernel_spatial), window_strides, lhs_dilation, rhs_dilation
     )
-    output_spatial = conv_output_spatial(
+    output_spatial = _output_spatial(
         tuple(input_spatial), tuple(kernel_spatial), window_strides, pairs, lhs_dilation, rhs_dilation
     )
     # By dictionary, not by array: a batch may be symbolic (jax.export).
@@ -285,10 +315,10 @@ def conv_general_dilated(
     feature_group_count, batch_group_count = _groups(feature_group_count, batch_group_count)
     specs = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     forward = _Forward(
-        window_strides=_per_dimension("window_strides", window_strides, lhs.ndim - 2),
+        window_strides=_integers("window_strides", window_strides, lhs.ndim - 2),
         padding=_padding(padding, lhs.ndim - 2),
-        lhs_dilation=_per_dimension("lhs_dilation", lhs_dilation, lhs.ndim - 2),
-        rhs_dilation=_per_dimension("rhs_dilation", rhs_dilation, lhs.ndim - 2),
+        lhs_dilation=_dilation("lhs_dilation", lhs_dilation, lhs.ndim - 2),
+        rhs_dilation=_dilation("rhs_dilation", rhs_dilation, lhs.ndim - 2),
         dimension_numbers=specs,
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,

@@ -47,7 +47,12 @@ def define(
         custom call; None where its operands and result are the primitive's as they are.
     """
     PROBLEMS[primitive] = problem_of
-    primitive.def_impl(lambda *operands, **params: jitted(primitive, **params)(*operands))
+
+    @primitive.def_impl
+    def outside_jit(*operands: jax.Array, **params: Any) -> jax.Array:
+        with jax.disable_jit(False):  # else jit would call this again, for ever
+            return jitted(primitive, **params)(*operands)
+
     for platform in (*PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 
 from jax_splitk import _compat, execute, lowering, reference
+from jax_splitk.arguments import wider
 from jax_splitk.plan import CustomCall
 from jax_splitk.problem import ConvWgradProblem
 
@@ -78,14 +79,21 @@ def _forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Arra
 
 
 def _transpose_lhs(ct: jax.Array, lhs: Any, g: jax.Array, **params: Any) -> jax.Array:
-    wide = jnp.promote_types(ct.dtype, g.dtype)
+    wide = wider(ct.dtype, g.dtype)
     transpose = jax.linear_transpose(lambda x: _forward(x, ct.astype(wide), params), lhs.aval.update(dtype=wide))
     return transpose(g.astype(wide))[0].astype(lhs.aval.dtype)
 
 
 def _transpose_g(ct: jax.Array, lhs: jax.Array, g: Any, **params: Any) -> jax.Array:
-    wide = jnp.promote_types(ct.dtype, lhs.dtype)
+    wide = wider(ct.dtype, lhs.dtype)
     return _forward(lhs.astype(wide), ct.astype(wide), params).astype(g.aval.dtype)
+
+
+def _transpose_rhs(lhs: jax.Array, g: jax.Array, out: Any, params: dict[str, Any]) -> jax.Array:
+    """The primitive's value by lax's own rule, which knows symbolic sizes."""
+    wide = wider(lhs.dtype, out.dtype)
+    transpose = jax.linear_transpose(lambda rhs: _forward(lhs.astype(wide), rhs, params), out.update(dtype=wide))
+    return transpose(g.astype(wide))[0].astype(out.dtype)
 
 
 ad.defbilinear(conv_wgrad_p, _transpose_lhs, _transpose_g)
@@ -103,9 +111,8 @@ def _fold_into(x: jax.Array, axis: int, into: int, groups: int) -> jax.Array:
     return grouped.reshape(*x.shape[:into], size * channels, *x.shape[into + 2 :])
 
 
-def _unfold_from(x: jax.Array, dim: int, size: int, groups: int) -> jax.Array:
-    """Inverse of `_fold_into`; the batch comes out in front."""
-    channels = x.shape[dim] // size
+def _unfold_from(x: jax.Array, dim: int, size: int, channels: int, groups: int) -> jax.Array:
+    """Inverse of `_fold_into` of `channels`; the batch, which may be empty, comes out in front."""
     split = x.reshape(*x.shape[:dim], groups, size, channels // groups, *x.shape[dim + 1 :])
     split = jnp.moveaxis(split, dim + 1, 0)
     return split.reshape(size, *x.shape[:dim], channels, *x.shape[dim + 1 :])
@@ -121,12 +128,14 @@ def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any)
         size, out_dim = g.shape[g_dim], specs.rhs_spec[0]
         folded = _fold_into(g, g_dim, specs.out_spec[1], groups)
         params["rhs_shape"] = tuple(n * size if i == out_dim else n for i, n in enumerate(rhs_shape))
-        return _unfold_from(conv_wgrad_p.bind(lhs, folded, **params), out_dim, size, groups), 0
+        out = conv_wgrad_p.bind(lhs, folded, **params)
+        return _unfold_from(out, out_dim, size, rhs_shape[out_dim], groups), 0
     if one_sided and g_dim is None and lhs_dim is not None:
         size, in_dim = lhs.shape[lhs_dim], specs.rhs_spec[1]
         folded = _fold_into(lhs, lhs_dim, specs.lhs_spec[1], groups)
         params["rhs_shape"] = tuple(n * size if i == in_dim else n for i, n in enumerate(rhs_shape))
-        return _unfold_from(conv_wgrad_p.bind(folded, g, **params), in_dim, size, 1), 0
+        out = conv_wgrad_p.bind(folded, g, **params)
+        return _unfold_from(out, in_dim, size, rhs_shape[in_dim], 1), 0
     size = lhs.shape[lhs_dim] if lhs_dim is not None else g.shape[g_dim or 0]
     lhs = batching.bdim_at_front(lhs, lhs_dim, size)
     g = batching.bdim_at_front(g, g_dim, size)
@@ -165,6 +174,8 @@ def _is_canonical(specs: lax.ConvDimensionNumbers) -> bool:
 
 
 def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
+    if not _compat.is_known(*problem.input_spatial):
+        return lambda lhs, g: _transpose_rhs(lhs, g, out, params)
     specs, sharding = params["dimension_numbers"], _compat.explicit_sharding(out)
     return lambda lhs, g: reference.conv_wgrad(lhs, g, problem, specs, sharding)
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-import numpy as np
 from jax import numpy as jnp
 
 Pairs = tuple[tuple[int, int], ...]
@@ -11,13 +11,15 @@ Pairs = tuple[tuple[int, int], ...]
 # Of a convolution's operands and of its weight gradient.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+PRECISIONS = ("default", "high", "highest")
+
 
 @dataclasses.dataclass(frozen=True)
 class ConvWgradProblem:
     """The weight gradient of a convolution, in canonical layouts.
 
     `lhs` is [batch, *input_spatial, in_channels] (NHWC), `g`, the cotangent of the convolution's output, is
-    [batch, *output_spatial, out_channels], and the result is
+    [batch / batch_group_count, *output_spatial, out_channels], and the result is
     [*kernel_spatial, in_channels / feature_group_count, out_channels] (HWIO). Argument names and meanings are
     those of `jax.lax.conv_general_dilated` (the forward convolution's).
 
@@ -72,10 +74,19 @@ class ConvWgradProblem:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in DTYPES:
                 raise ValueError(f"{name}={value!r}; accepted: {', '.join(map(repr, DTYPES))}")
-        if not isinstance(self.precision, str):
-            raise ValueError(f"precision={self.precision!r}; accepted: a name")
+        parts = self.precision.split(",") if isinstance(self.precision, str) else []
+        if len(parts) not in (1, 2) or len(set(parts)) != len(parts) or not set(parts) <= set(PRECISIONS):
+            accepted = f"{', '.join(map(repr, PRECISIONS))} or two different ones, 'lhs,rhs'"
+            raise ValueError(f"precision={self.precision!r}; accepted: {accepted}")
+        if min(self.feature_group_count, self.batch_group_count) > 1:
+            both = f"feature_group_count={self.feature_group_count}, batch_group_count={self.batch_group_count}"
+            raise ValueError(f"{both}; accepted: only one of them above 1")
         if self.in_channels % self.feature_group_count or self.out_channels % self.feature_group_count:
             raise ValueError(f"feature_group_count={self.feature_group_count}; accepted: a divisor of the channels")
+        if self.batch % self.batch_group_count or self.out_channels % self.batch_group_count:
+            raise ValueError(
+                f"batch_group_count={self.batch_group_count}; accepted: a divisor of the batch and of out_channels"
+            )
         expected = conv_output_spatial(
             self.input_spatial,
             self.kernel_spatial,
@@ -98,7 +109,7 @@ class ConvWgradProblem:
 
     @property
     def g_shape(self) -> tuple[int, ...]:
-        return (self.batch, *self.output_spatial, self.out_channels)
+        return (self.batch // self.batch_group_count, *self.output_spatial, self.out_channels)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ class ConvWgradProblem:
     @property
     def reduction_size(self) -> int:
         """Length of the reduction, N*P*Q."""
-        return self.batch * math.prod(self.output_spatial)
+        return math.prod(self.g_shape[:-1])
 
     @property
     def gemm_shape(self) -> tuple[int, int, int]:
@@ -171,9 +182,11 @@ def conv_output_spatial(
     rhs_dilation: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Spatial shape of the forward convolution's output (as lax computes it)."""
-    size = np.array(input_spatial)
-    base = np.where(size > 0, (size - 1) * np.array(lhs_dilation) + 1, 0)
-    window = (np.array(kernel_spatial) - 1) * np.array(rhs_dilation) + 1
-    padded = base + np.array([lo + hi for lo, hi in padding], dtype=np.int64)
-    out = np.maximum((padded - window) // np.array(window_strides) + 1, 0)
-    return tuple(int(x) for x in out)
+    base, window = dilated(input_spatial, lhs_dilation), dilated(kernel_spatial, rhs_dilation)
+    padded = [n + int(low) + int(high) for n, (low, high) in zip(base, padding, strict=True)]
+    return tuple(max((n - w) // int(s) + 1, 0) for n, w, s in zip(padded, window, window_strides, strict=True))
+
+
+def dilated(sizes: Sequence[int], dilations: Sequence[int]) -> tuple[int, ...]:
+    """The sizes with dilation - 1 elements put between each two; 0 stays 0."""
+    return tuple(max((int(n) - 1) * int(d) + 1, 0) for n, d in zip(sizes, dilations, strict=True))

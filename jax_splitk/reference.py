@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import cast
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk import _compat
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.arguments import wider
+from jax_splitk.problem import ConvWgradProblem, dilated
 
 NHWC_SPECS = {
     rank: lax.ConvDimensionNumbers(
@@ -21,23 +21,18 @@ NHWC_SPECS = {
 }
 
 
-def _dilate(size: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
-    return (np.array(size, dtype=np.int64) - 1) * np.array(dilation, dtype=np.int64) + 1
-
-
 def _swap_first_two(spec: Sequence[int]) -> tuple[int, ...]:
     return (spec[1], spec[0], *spec[2:])
 
 
 def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
     """Padding of the convolution of lhs with g whose result is the weight gradient."""
-    low = np.array([lo for lo, _ in problem.padding], dtype=np.int64)
-    lhs = _dilate(problem.input_spatial, problem.lhs_dilation)
-    g = _dilate(problem.output_spatial, problem.window_strides)
-    kernel = _dilate(problem.kernel_spatial, problem.rhs_dilation)
+    lhs = dilated(problem.input_spatial, problem.lhs_dilation)
+    g = dilated(problem.output_spatial, problem.window_strides)
+    kernel = dilated(problem.kernel_spatial, problem.rhs_dilation)
     # What the result's size must be decides the high side; it also drops input that no window reaches.
-    high = kernel + g - lhs - low - 1
-    return [(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+    sizes = zip(problem.padding, lhs, g, kernel, strict=True)
+    return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
 
 
 def conv_wgrad(
@@ -72,7 +67,7 @@ def conv_wgrad(
         feature_group_count=feature_groups,
         batch_group_count=batch_groups,
         precision=lax_precision(problem.precision),
-        preferred_element_type=jnp.promote_types(problem.dtype, problem.out_dtype),
+        preferred_element_type=wider(problem.dtype, problem.out_dtype),
         out_sharding=out_sharding,
     )
     return out.astype(problem.out_dtype)
@@ -94,12 +89,14 @@ def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precisi
 def precision_name(precision: lax.PrecisionLike) -> str:
     """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs".
 
-    None means jax's `jax_default_matmul_precision`, as in lax. Raises ValueError for what no convolution accepts.
+    None means jax's `jax_default_matmul_precision`, as in lax. The algorithms that only matrix products have are
+    "default", as in lax's convolutions. Raises ValueError for what no convolution accepts.
     """
     if precision is None:
-        # Also "default" for the algorithms that only matrix products have.
         return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")
-    if isinstance(precision, tuple | list) and len(precision) == 2:
+    if _is_algorithm(precision):
+        return "default"
+    if isinstance(precision, tuple | list) and len(precision) == 2 and not any(map(_is_algorithm, precision)):
         lhs, rhs = (precision_name(side) for side in cast(tuple[lax.PrecisionLike, ...], precision))
         return lhs if lhs == rhs else f"{lhs},{rhs}"
     if isinstance(precision, str):
@@ -109,6 +106,12 @@ def precision_name(precision: lax.PrecisionLike) -> str:
     if not isinstance(precision, lax.Precision):
         raise ValueError(f"precision={precision!r}; accepted: None, a jax.lax.Precision, its name, or a pair of them")
     return precision.name.lower()
+
+
+def _is_algorithm(precision: object) -> bool:
+    if isinstance(precision, str):
+        return precision in lax.DotAlgorithmPreset.__members__
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
 # lax's names and their aliases.

@@ -118,5 +118,6 @@ GEOMETRIES = {
     "one_tap": Conv(kernel=(1, 1)),
     "one_pixel": Conv((3, 2), (3, 2), padding="VALID"),
     "empty_batch": Conv(batch=0),
+    "empty_image": Conv((0, 8), padding=((2, 2), (1, 1)), lhs_dilation=(2, 1)),
 }
 EMPTY_OUTPUT = Conv((2, 2), (3, 3), padding="VALID")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import _ffi, lowering
+from jax_splitk import _ffi, lowering, trace
 from jax_splitk.kernels import wgrad_host
 from jax_splitk.kernels.wgrad_host import TARGET as HOST
 from jax_splitk.plan import LAUNCH_TARGET
@@ -43,6 +44,22 @@ def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None
         out = jax.jit(functools.partial(conv.wgrad, implementation=implementation))(lhs, g)
         assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
         np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_problem_has_the_operands_shapes(name: str) -> None:
+    conv = GEOMETRIES[name]
+    jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
+    (eqn,) = trace.operations(jaxpr.jaxpr)
+    problem, specs = trace.problem_of(eqn), eqn.params["dimension_numbers"]
+    problem.validate()
+    for shape, given, (n, c, *spatial) in (
+        (problem.lhs_shape, conv.lhs_shape, specs.lhs_spec),
+        (problem.g_shape, conv.g_shape, specs.out_spec),
+    ):
+        assert shape == tuple(given[axis] for axis in (n, *spatial, c))
+    inputs = conv.channels[0] // conv.groups
+    assert problem.flops == 2 * math.prod(conv.g_shape) * math.prod(conv.kernel) * inputs
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -111,6 +128,42 @@ def test_works_without_jit() -> None:
     np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g))
 
 
+def test_works_with_jit_disabled() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(4))
+    with jax.disable_jit():
+        out = PLAIN.wgrad(lhs, g)
+        many = jax.vmap(PLAIN.wgrad)(lhs[None], g[None])
+        d_rhs = jax.grad(lambda w: (PLAIN.ours(lhs, w) * g).sum())(rhs)
+    expected = PLAIN.lax_wgrad(lhs, g)
+    for result in (out, many[0], d_rhs):
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_works_without_implicit_promotion(implementation: str | None) -> None:
+    lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
+    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32", implementation=implementation)
+    wide = [x.astype(jnp.float32) for x in (lhs, g)]
+    expected, lax_vjp = jax.vjp(PLAIN.lax_wgrad, *wide)
+    with jax.numpy_dtype_promotion("strict"):
+        out, vjp = jax.vjp(wgrad, lhs, g)
+        np.testing.assert_array_equal(out, expected)
+        gradients = vjp(out)
+    for ours, theirs in zip(gradients, lax_vjp(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
+
+
+def test_problems_are_tuned_without_implicit_promotion() -> None:
+    lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
+    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")  # for the tuner's thread too
+    try:
+        result = jax_splitk.tune(wgrad, lhs, g, seconds=0.2)
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+    assert "conv_wgrad bfloat16->float32" in str(result)
+
+
 def test_dimension_numbers_object() -> None:
     lhs, _, g = PLAIN.integers(generator(5))
     numbers = lax.conv_dimension_numbers(PLAIN.lhs_shape, PLAIN.rhs_shape, NHWC)
@@ -148,6 +201,8 @@ def test_float64_is_xlas() -> None:
 
 @pytest.mark.parametrize("call", [
     lambda lhs, rhs, g: PLAIN.wgrad(lhs, g, preferred_element_type="float64"),
+    lambda lhs, rhs, g: PLAIN.wgrad(lhs, g, preferred_element_type=jnp.float64),
+    lambda lhs, rhs, g: PLAIN.ours(lhs, rhs, compute_dtype=np.float64),
     lambda lhs, rhs, g: PLAIN.ours(lhs, rhs, preferred_element_type="float64"),
     lambda lhs, rhs, g: jax.vjp(functools.partial(PLAIN.ours, compute_dtype="float64"), lhs, rhs)[1](g)[1],
 ])  # fmt: skip
@@ -316,6 +371,15 @@ def test_nested_vmap() -> None:
         np.testing.assert_array_equal(out, jnp.array(expected))
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "batch_groups"])
+def test_vmap_over_nothing(name: str, axes: tuple[int | None, int | None]) -> None:
+    conv = GEOMETRIES[name]
+    shapes = (conv.lhs_shape, conv.g_shape)
+    lhs, g = (jnp.ones(shape if axis is None else (0, *shape)) for shape, axis in zip(shapes, axes, strict=True))
+    assert jax.vmap(conv.wgrad, axes)(lhs, g).shape == (0, *conv.rhs_shape)
+
+
 def test_per_example_gradients() -> None:
     lhs, rhs, g = PLAIN.integers(generator(24))
 
@@ -441,6 +505,17 @@ def test_precision_is_passed_on(precision: Any) -> None:
     assert [*re.findall(r"precision (\w+)", text)][:2] == list(names)
 
 
+@pytest.mark.parametrize("precision", [
+    "BF16_BF16_F32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+])  # fmt: skip
+def test_algorithms_of_matrix_products_are_the_default_as_in_lax(precision: Any) -> None:
+    lhs, rhs, g = PLAIN.integers(generator(33))
+    conv = functools.partial(PLAIN.ours, precision=precision, implementation="xla")
+    text = jax.jit(lambda x, w, g: jax.vjp(conv, x, w)[1](g)).lower(lhs, rhs, g).as_text()
+    assert {*re.findall(r"precision (\w+)", text)} == {"DEFAULT"}
+    np.testing.assert_array_equal(conv(lhs, rhs), PLAIN.lax(lhs, rhs, precision=precision))
+
+
 # ---- several devices -----------------------------------------------------------------------------------------------
 
 
@@ -550,6 +625,41 @@ def test_export_for_the_cpu_runs_after_a_round_trip() -> None:
     np.testing.assert_array_equal(again.call(rhs, lhs), PLAIN.lax_wgrad(lhs, g))
     with pytest.raises(ValueError, match=HOST):
         export.export(step, platforms=["cpu"])(rhs, lhs)
+
+
+@pytest.mark.parametrize(("conv", "height"), [
+    (PLAIN, "h"),
+    (Conv(padding=((2, 1), (0, 1)), groups=2), "h"),
+    (Conv(padding="VALID", rhs_dilation=(2, 1)), "h"),
+    (Conv(padding=((1, 1), (1, 1)), lhs_dilation=(2, 1), strides=(2, 1)), "h"),
+    (Conv((10, 8), (3, 3), strides=(2, 2)), "2*h"),
+    (Conv((10, 8), (3, 3), strides=(2, 1), padding="VALID"), "2*h"),
+], ids=str)  # fmt: skip
+def test_export_of_gradients_with_symbolic_sizes(conv: Conv, height: str) -> None:
+    lhs, rhs, _ = conv.integers(generator(52))
+    shape = export.symbolic_shape(f"b, {height}, 8, 6", constraints=["h >= 5"])
+
+    def gradients(layer: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return jax.jit(jax.grad(lambda x, w: (layer(x, w) ** 2).sum(), (0, 1)))
+
+    exported = export.export(gradients(conv.ours))(jax.ShapeDtypeStruct(shape, lhs.dtype), rhs)
+    for ours, theirs in zip(exported.call(lhs, rhs), gradients(conv.lax)(lhs, rhs), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_export_of_wgrad_with_symbolic_sizes() -> None:
+    lhs, _, g = PLAIN.integers(generator(53), jnp.bfloat16)
+    scope = export.SymbolicScope()
+    symbolic = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(f"b, h, w, {channels}", scope=scope), jnp.bfloat16)
+        for channels in PLAIN.channels
+    ]
+    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32")
+    out = export.export(jax.jit(wgrad))(*symbolic).call(lhs, g)
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(lhs.astype(jnp.float32), g.astype(jnp.float32)))
+    strided = dataclasses.replace(PLAIN, strides=(2, 1))
+    with pytest.raises(ValueError, match=r"padding='SAME' of an input of symbolic sizes \(h, w\) at strides \(2, 1\)"):
+        export.export(jax.jit(strided.wgrad))(*symbolic)
 
 
 def round_trip(exported: export.Exported) -> export.Exported:

@@ -1,5 +1,6 @@
 """Every error of the public convolutions: its type, the argument, its value and what is accepted."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
+from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from tests.convolutions import PLAIN
@@ -22,6 +24,7 @@ HOPPER_CONFIG, HOST_CONFIG = wgrad_sm90.Config(128, 128, 6, False, 1), wgrad_hos
 # What is wrong with any call of either function.
 COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_strides": (1,)}, ValueError, "window_strides=(1,); accepted: 2 integers of at least 1"),
+    ({"window_strides": None}, ValueError, "window_strides=None; accepted: 2 integers of at least 1"),
     ({"window_strides": (0, 1)}, ValueError, "window_strides=(0, 1); accepted: 2 integers of at least 1"),
     ({"rhs_dilation": (1, 0)}, ValueError, "rhs_dilation=(1, 0); accepted: 2 integers of at least 1"),
     ({"lhs_dilation": (1, 1, 1)}, ValueError, "lhs_dilation=(1, 1, 1); accepted: 2 integers of at least 1"),
@@ -40,6 +43,12 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "precision=('high', 'high', 'high'); accepted: None, a jax.lax.Precision, its name, or a pair of them",
     ),
+    (
+        {"precision": ("high", "BF16_BF16_F32")},
+        ValueError,
+        "precision=('high', 'BF16_BF16_F32'); accepted: None, a jax.lax.Precision, its name, or a pair of them",
+    ),
+    ({"precision": "BF16"}, ValueError, "precision='BF16'; accepted: 'default', 'fastest', "),
     ({"preferred_element_type": jnp.int32}, TypeError, f"int32'>; accepted: {DTYPES}"),
     ({"preferred_element_type": "foo"}, TypeError, f"preferred_element_type='foo'; accepted: {DTYPES}"),
     ({"preferred_element_type": 3}, TypeError, f"preferred_element_type=3; accepted: {DTYPES}"),
@@ -95,7 +104,12 @@ WGRAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"rhs_shape": (3, 2, 5, 10)},
         ValueError,
-        "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: a product",
+        "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: 6",
+    ),
+    (
+        {"feature_group_count": 4},
+        ValueError,
+        "lhs (4, 9, 8, 6) has 6 in feature_group_count=4 groups; accepted: groups that divide the 6",
     ),
     (
         {"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)},
@@ -176,6 +190,27 @@ def test_wrong_geometry_is_named_with_its_value_and_range(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call(**changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"precision": "junk"}, "precision='junk'; accepted: 'default', 'high', 'highest' or two different ones, 'lhs,rh"),
+    ({"precision": "high,high"}, "precision='high,high'; accepted: 'default'"),
+    ({"precision": "high,default,high"}, "precision='high,default,high'; accepted: 'default'"),
+    ({"precision": None}, "precision=None; accepted: 'default'"),
+    ({"feature_group_count": 5}, "feature_group_count=5; accepted: a divisor of the channels"),
+    ({"batch_group_count": 3}, "batch_group_count=3; accepted: a divisor of the batch and of out_channels"),
+    ({"batch_group_count": 4, "out_channels": 6}, "batch_group_count=4; accepted: a divisor of the batch and of out"),
+    (
+        {"feature_group_count": 2, "batch_group_count": 2},
+        "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1",
+    ),
+])  # fmt: skip
+def test_problem_whose_fields_do_not_belong_together(changes: dict[str, Any], message: str) -> None:
+    problem = cases.Case("given", 4, 9, 8, 6, 12, (3, 3)).problem()
+    for right in ({}, {"precision": "high,default"}, {"feature_group_count": 3}, {"batch_group_count": 4}):
+        dataclasses.replace(problem, **right).validate()
+    with pytest.raises(ValueError, match=re.escape(f"problems[1]: {message}")):
+        jax_splitk.tune_problems([problem, dataclasses.replace(problem, **changes)])
 
 
 def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -> None:

@@ -181,6 +181,13 @@ def test_float64_weights() -> None:
         np.testing.assert_allclose(dequantize(q), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "symmetric"), FORMS)
+def test_no_features(name: str, symmetric: bool) -> None:
+    q = quantize(jnp.ones((128, 0)), name, group_size=64, symmetric=symmetric)
+    assert (q.shape, q.scale.shape, q.group_size, q.nbytes) == ((128, 0), (2, 0), 64, 0)
+    assert dequantize(q).shape == (128, 0)
+
+
 def test_transformations() -> None:
     w = normals(3, 128, 7)
     batched = jax.vmap(lambda w: quantize(w, "uint4", group_size=64, symmetric=False))(w)
@@ -293,6 +300,7 @@ def test_quantize_errors(change: dict[str, Any], error: type[Exception], message
     ({"scale": jnp.ones((2, 5), jnp.int8)}, TypeError, "scale of dtype int8; accepted: bfloat16, float16, float32"),
     ({"scale": jnp.ones((2, 3))}, ValueError, "scale (2, 3) of qvalue (64, 5); accepted: the same rank"),
     ({"scale": jnp.ones(5)}, ValueError, "scale (5,) of qvalue (64, 5)"),
+    ({"scale": jnp.ones((0, 5))}, ValueError, "scale (0, 5) of qvalue (64, 5)"),
     ({"zero_point": jnp.ones((1, 5), jnp.int4)}, ValueError, "zero_point of shape (1, 5); accepted: scale's shape (2"),
     ({"zero_point": jnp.ones((2, 5), jnp.int32)}, TypeError, "zero_point of dtype int32; accepted: int4, uint4"),
     ({"qvalue": jnp.ones((64, 5), jnp.float8_e4m3fn), "zero_point": jnp.ones((2, 5))}, ValueError, "accepted: None"),

@@ -129,6 +129,21 @@ def test_odd_shapes(form: str, k: int, features: int) -> None:
     np.testing.assert_allclose(out, np.asarray(x, np.float64) @ values, rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize(("rows", "features"), [(3, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("x_dtype", ["float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_products_and_their_cotangents(form: str, x_dtype: str, rows: int, features: int) -> None:
+    q = quantize(jnp.ones((128, features)), "int4", group_size=64, symmetric=False)
+    w = FORMS[form](dataclasses.replace(q, zero_point=q.zero_point.astype(jnp.float32)))
+    x = jnp.ones((rows, 128), x_dtype)
+    product = lambda x, scale, zeros: quantized_matmul(x, dataclasses.replace(w, scale=scale, zero_point=zeros))  # noqa: E731
+    out, vjp = jax.vjp(product, x, w.scale, w.zero_point)
+    assert out.shape == (rows, features)
+    for gradient, leaf in zip(vjp(out), (x, w.scale, w.zero_point), strict=True):
+        assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
+        assert not np.any(np.asarray(gradient, np.float32))
+
+
 def test_foreign_tensors() -> None:
     q, values = every_code("uint4", 128, 6, 64, "own", "float32")
     x = normals(6, 5, 128)

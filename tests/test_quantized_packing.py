@@ -252,6 +252,14 @@ def test_bytes_are_e4m3_fragments_of_the_same_permuted_k() -> None:
         np.testing.assert_array_equal(registers, fragment_a8(part))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_features(symmetric: bool) -> None:
+    q = quantize(jnp.ones((128, 0)), "int8", group_size=64, symmetric=symmetric)
+    packed = prepack(q)
+    assert (packed.shape, packed.words.shape, packed.group_size) == ((128, 0), (0, 2, 1024), 64)
+    equal(unpack(packed), q)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -286,5 +294,8 @@ def test_other_versions() -> None:
 def test_types_that_cannot_be_packed() -> None:
     with pytest.raises(TypeError, match="a weight of type ArrayImpl; accepted: QuantizedArray"):
         prepack(jnp.ones((64, 4)))
+    for function in (prepack, dequantize):
+        with pytest.raises(TypeError, match=r"type PackedWeight; accepted: .*; jax_splitk\.unpack makes a Quant"):
+            function(prepack(every_code("int4", 64, 5, 64)[0]))
     with pytest.raises(TypeError, match="packed of type QuantizedArray; accepted: PackedWeight"):
         unpack(every_code("int4", 64, 5, 64)[0])  # pyright: ignore[reportArgumentType]

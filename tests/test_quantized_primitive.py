@@ -113,6 +113,15 @@ def test_what_no_kernel_takes_is_explained_and_logged(
         assert ("unpacked" in message) != packed
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_works_with_jit_disabled(packed: bool) -> None:
+    x, w = integers(1, 3, 192), weight()
+    given = w if packed else unpack(w)
+    with jax.disable_jit():
+        out = quantized_matmul(x, given, preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(out, product(x, w).astype(np.float32))
+
+
 def test_an_empty_product_is_xlas() -> None:
     w = weight()
     for x in (jnp.zeros((0, 192), jnp.bfloat16), jnp.zeros((0, 2, 192), jnp.bfloat16)):

@@ -66,7 +66,7 @@ class QuantizedArray:
     @property
     def group_size(self) -> int:
         """How many elements share a scale."""
-        return math.prod(n // s for n, s in zip(self.shape, self.scale.shape, strict=True))
+        return math.prod(n // s if s else 1 for n, s in zip(self.shape, self.scale.shape, strict=True))
 
 
 def _bits(dtype: Any) -> int:
@@ -84,7 +84,10 @@ def as_quantized(w: Any) -> QuantizedArray:
       ValueError: shapes that do not belong together; an AQT tensor with a bias or tiled.
     """
     if not (hasattr(w, "qvalue") and hasattr(w, "scale")):
-        raise TypeError(f"a weight of type {type(w).__name__}; accepted: QuantizedArray, a qwix QArray, an AQT QTensor")
+        accepted = "QuantizedArray, a qwix QArray, an AQT QTensor"
+        if hasattr(w, "words") and hasattr(w, "scale"):
+            accepted += "; jax_splitk.unpack makes a QuantizedArray of a PackedWeight"
+        raise TypeError(f"a weight of type {type(w).__name__}; accepted: {accepted}")
     scale, zero_point = w.scale, getattr(w, "zero_point", None)
     if isinstance(scale, list | tuple):  # AQT's: the product of all
         if getattr(w, "bias", None) or getattr(w, "tiling_state", None) is not None or not scale:
@@ -99,7 +102,7 @@ def as_quantized(w: Any) -> QuantizedArray:
         raise TypeError(f"qvalue of dtype {qvalue.dtype} and qtype {name!r}; accepted: {stored} (uint4 for 'nf4')")
     if scale.dtype.name not in SCALE_DTYPES:
         raise TypeError(f"scale of dtype {scale.dtype}; accepted: {', '.join(SCALE_DTYPES)}")
-    if scale.ndim != qvalue.ndim or any(s < 1 or n % s for n, s in zip(qvalue.shape, scale.shape, strict=True)):
+    if scale.ndim != qvalue.ndim or any(n % s if s else n for n, s in zip(qvalue.shape, scale.shape, strict=True)):
         raise ValueError(f"scale {scale.shape} of qvalue {qvalue.shape}; accepted: the same rank, sizes that divide it")
     if zero_point is not None:
         if not FORMATS[name].integer:
@@ -249,6 +252,6 @@ def scaled(difference: jax.Array, scale: jax.Array) -> jax.Array:
 def over_tiles(op: Any, x: jax.Array, tiled: jax.Array) -> jax.Array:
     """op(x, y) where each element of `tiled` serves a tile of `x`."""
     pairs = list(zip(x.shape, tiled.shape, strict=True))
-    split = x.reshape([part for n, t in pairs for part in (t, n // t)])
+    split = x.reshape([part for n, t in pairs for part in (t, n // t if t else 1)])
     spread = tiled.reshape([part for _, t in pairs for part in (t, 1)])
     return op(split, spread).reshape(x.shape)

@@ -102,14 +102,15 @@ def prepack(q: Any) -> PackedWeight:
       TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
     """
     given = as_quantized(q)
-    q = per_feature(given)
-    k, features = q.shape
-    if q.group_size not in (*GROUP_SIZES, k):
+    spread = _spread(given)
+    k = spread.shape[0]
+    if spread.group_size not in (*GROUP_SIZES, k):
+        along = given.group_size // spread.group_size
         raise ValueError(
-            f"groups of {q.group_size} along axis 0 and {features // given.scale.shape[1]} along axis 1; accepted: "
+            f"groups of {spread.group_size} along axis 0 and {along} along axis 1; accepted: "
             f"{', '.join(map(str, GROUP_SIZES))} or {k} along axis 0"
         )
-    return _prepack(q)
+    return _prepack(spread)
 
 
 @jax.jit
@@ -160,12 +161,15 @@ def per_feature(q: Any) -> QuantizedArray:
 
     Raises ValueError for another rank and for what `as_quantized` refuses.
     """
-    q = as_quantized(q)
+    return _spread(as_quantized(q))
+
+
+def _spread(q: QuantizedArray) -> QuantizedArray:
     if q.ndim != 2:
         raise ValueError(f"a weight of shape {q.shape}; accepted: [k, features] (jax.vmap for a batch of weights)")
-    repeats = q.shape[1] // q.scale.shape[1]
-    if repeats == 1:
+    if q.shape[1] == q.scale.shape[1]:
         return q
+    repeats = q.shape[1] // q.scale.shape[1]
     spread = functools.partial(jnp.repeat, repeats=repeats, axis=1)
     zero_point = None if q.zero_point is None else spread(q.zero_point)
     return QuantizedArray(q.qvalue, spread(q.scale), zero_point, q.qtype)
@@ -204,7 +208,7 @@ def pack_codes(fmt: Format, codes: jax.Array) -> jax.Array:
     padding = ((0, kt * TILE - k), (0, mt * TILE - features))
     codes = jnp.pad(codes, padding, constant_values=np.uint32(fmt.zero_code))
     codes = codes.reshape(kt, *_SPLIT_K, mt, *_SPLIT_FEATURES).transpose(_ORDER[fmt.bits])
-    codes = codes.reshape(mt, kt, -1, 32 // fmt.bits) << _shifts(fmt)
+    codes = codes.reshape(mt, kt, TILE * TILE * fmt.bits // 32, 32 // fmt.bits) << _shifts(fmt)
     return jnp.sum(codes, axis=-1, dtype=jnp.uint32)
 
 

@@ -73,12 +73,12 @@ def scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) 
         x, g, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     per_element = d_weight * _differences(layout, leaves)
-    return per_element.reshape(-1, layout.group_size, layout.shape[1]).sum(1)
+    return per_element.reshape(_group_count(layout), layout.group_size, layout.shape[1]).sum(1)
 
 
 def zero_point_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
     """[groups, features] in float32: -scale times the sum of dW over each group, by sums of x over each group."""
-    sums = x.astype(jnp.float32).reshape(x.shape[0], layout.shape[0] // layout.group_size, -1).sum(2)
+    sums = x.astype(jnp.float32).reshape(x.shape[0], _group_count(layout), layout.group_size).sum(2)
     d_weight = lax.dot_general(sums, g.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
     return -_groups(layout, leaves[1]).astype(jnp.float32) * d_weight
 
@@ -89,10 +89,13 @@ def group_order(layout: Layout, x: jax.Array, like: jax.Array) -> jax.Array:
     return ordered.astype(like.dtype)
 
 
+def _group_count(layout: Layout) -> int:
+    return layout.shape[0] // layout.group_size
+
+
 def _groups(layout: Layout, x: jax.Array) -> jax.Array:
     """Scales or zero points as [groups, features]."""
-    k, features = layout.shape
-    return x if layout.version is None else unpack_groups(x, k // layout.group_size, features)
+    return x if layout.version is None else unpack_groups(x, _group_count(layout), layout.shape[1])
 
 
 def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
@@ -122,7 +125,7 @@ def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax
         a = a.astype(jnp.float32)
     elif a.dtype == jnp.float16:
         # Weights outside float16's range are brought into it by a power of two for each output.
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True))
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True, initial=0))
         factor = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -120))
         weight = weight / factor
     out = lax.dot_general(
