@@ -153,17 +153,11 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
             assert changed & {("splits",), ("cluster",), ("splits", "reduction")}
 
 
-@pytest.mark.parametrize(("name", "found"), [("c64k256_r1_56x56_b256", 6), ("c512k256_r1_28x28_b256", 0)])
-def test_a_memory_bound_matrix_product_is_tried_with_deep_rings(name: str, found: int) -> None:
-    p = next(case for case in cases.WGRAD_CASES if case.name == name).problem()
-    deep = [c for c in wgrad_sm90.candidates(p, DEFAULT_CUDA) if c.stages > wgrad_sm90.MAX_STAGES]
-    assert len(deep) == found
-    for config in deep:
-        plain = dataclasses.replace(config, stages=wgrad_sm90.MAX_STAGES)
-        seconds = [wgrad_sm90.estimate(p, c, DEFAULT_CUDA) for c in (config, plain)]
-        assert 0.98 < seconds[0] / seconds[1] < 0.99
-        assert config in wgrad_sm90.neighbours(p, plain, DEFAULT_CUDA)
-        assert plain in wgrad_sm90.neighbours(p, config, DEFAULT_CUDA)
+def test_deep_rings_are_not_searched() -> None:
+    for case in cases.WGRAD_CASES:
+        if case.groups == 1 and case.dtype == "bfloat16" and supports(case.problem()) is None:
+            found = wgrad_sm90.candidates(case.problem(), DEFAULT_CUDA)
+            assert max(config.stages for config in found) <= wgrad_sm90.MAX_STAGES
 
 
 def test_only_splits_that_take_turns_have_deep_rings() -> None:

@@ -336,17 +336,10 @@ def _with_splits(config: Config, splits: int, reduction: str) -> Config:
     return dataclasses.replace(config, splits=splits, reduction=reduction)
 
 
-def _deepest(problem: ConvWgradProblem, config: Config) -> Config:
-    """The config with the deepest ring that splits which take turns may have; others as they are."""
-    if not takes_turns(problem, config):
-        return config
-    return dataclasses.replace(config, stages=max_stages(config.tile_m, config.tile_n, turns=True))
-
-
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
     """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
     counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
-    cluster; of these the best with the deepest ring too, where the model says that it helps."""
+    cluster. Rings of more than `MAX_STAGES` are legal where splits take turns, but gain nothing: nobody looks there."""
     least = least_splits(problem)
     clusters = {
         whole_splits(problem, s)
@@ -364,9 +357,7 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
             configs = [_with_splits(variant, s, reduction) for s in sorted(wanted) if s >= least]
             legal = [c for c in configs if _config_limit(problem, c) is None]
             best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
-            deepest = [_deepest(problem, config) for config in best[:1] if config.ctas_per_sm == 1]
-            deepest = [c for c in deepest if estimate(problem, c, target) < estimate(problem, best[0], target)]
-            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best + deepest)
+            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
         if blocks > slots and least == 1:
             tails = [
                 dataclasses.replace(variant, splits=whole_splits(problem, s), whole_tiles=blocks // slots * slots)
@@ -378,8 +369,8 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
 
 
 def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """The other orientation, reduction and pairing, a shallower ring and the deepest, and split counts nearby, in
-    between waves, doubled and halved."""
+    """The other orientation, reduction and pairing, a shallower ring, and split counts nearby, in between waves, twice
+    and half as many."""
     blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count
     wave = target.cores * config.ctas_per_sm / blocks
     blocks_each = -(-k_tiles(problem) // config.splits)
@@ -392,7 +383,6 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     found.append(dataclasses.replace(config, cluster=3 - config.cluster))
     found += [dataclasses.replace(config, stages=min(config.stages - 1, MAX_STAGES))] * (config.stages > 2)
     if config.splits > 1:
-        found += [c for c in [_deepest(problem, config)] if c != config]
         found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
     return found
 
@@ -409,7 +399,6 @@ _SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden
 _SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
 _SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
-_DEEP = 0.985  # of memory's time, where a ring of more than `MAX_STAGES` is filled several times
 _PARTIAL_BYTES = 6.5e12  # partial sums stay in L2 for the most part
 _WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
 _LAUNCH_SECONDS = 3.0e-6
@@ -459,8 +448,9 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
         waves += -(-config.whole_tiles // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
     crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
-    deep = _DEEP if MAX_STAGES < config.stages <= k_tiles(problem) // config.splits // 4 else 1.0
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd * deep) + _LAUNCH_SECONDS
+    if config.consumers == 1 and config.swap:
+        crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
     if config.in_cluster:
         seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
     elif config.splits > 1:
