@@ -81,11 +81,11 @@ def _compile_sources(plans: Iterable[Any]) -> None:
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
 
 
-ABANDONED = "the measurement was given up"
-
-
 class Abandoned(RuntimeError):
     """Nobody waits for the bench any longer."""
+
+    def __init__(self) -> None:
+        super().__init__("the measurement was given up")
 
 
 class Bench:
@@ -114,7 +114,7 @@ class Bench:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
         if self.abandoned:
-            raise Abandoned(ABANDONED)
+            raise Abandoned
         plans = {c: _attempt(lambda c=c: _plan(self.problem, c)) for c in candidates if c.family != XLA}
         _compile_sources(plans.values())
         failures = []
@@ -200,10 +200,7 @@ class Bench:
         def work() -> None:
             for contestant in contestants:
                 time.sleep(SCREENING_PAUSE_SECONDS)
-                result = None
-                for _ in range(repeats):
-                    result = contestant.run()
-                jax.block_until_ready(result)
+                _run(contestant, repeats)
 
         try:
             events = self._on_device(contestants[0].candidate, lambda: profile.trace(work))
@@ -221,7 +218,7 @@ class Bench:
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
         if self.abandoned:
-            raise Abandoned(ABANDONED)
+            raise Abandoned
         self.running = (candidate, time.monotonic())
         try:
             return work()
@@ -232,28 +229,27 @@ class Bench:
         wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
         repeats = max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
 
-        def work() -> None:
-            result = None
-            for _ in range(repeats):
-                result = contestant.run()
-            jax.block_until_ready(result)
-
-        jax.block_until_ready(contestant.run())
-        events = profile.trace(work)
+        _run(contestant, 1)
+        events = profile.trace(lambda: _run(contestant, repeats))
         if not events:
             raise RuntimeError("the profiler recorded no kernels")
         return profile.busy_time((start, end) for _, start, end in events) * 1e-3 / repeats / self.sets
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(contestant.run())
+        _run(contestant, 1)
         repeats = max(1, min(64, math.ceil(ROUND_SECONDS / (time.perf_counter() - start))))
         start = time.perf_counter()
-        result = None
-        for _ in range(repeats):
-            result = contestant.run()
-        jax.block_until_ready(result)
+        _run(contestant, repeats)
         return (time.perf_counter() - start) / repeats / self.sets * 1e6
+
+
+def _run(contestant: Contestant, repeats: int) -> None:
+    """Runs it so often, and waits for the last."""
+    result = None
+    for _ in range(repeats):
+        result = contestant.run()
+    jax.block_until_ready(result)
 
 
 def _whole_groups(sets: int) -> int:
