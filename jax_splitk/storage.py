@@ -1,6 +1,7 @@
 """Files that outlive the process: where they are, and reads and writes that cannot corrupt or crash."""
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -22,11 +23,13 @@ def mode() -> str:
 
 def cache_dir() -> pathlib.Path:
     """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder."""
-    chosen = os.environ.get("JAX_SPLITK_CACHE_DIR")
-    if chosen:
-        return expanded(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(base) / "jax_splitk"
+    return _cache_dir(*map(os.environ.get, ("JAX_SPLITK_CACHE_DIR", "XDG_CACHE_HOME", "HOME")))
+
+
+@functools.lru_cache(maxsize=8)  # each lowering asks twice
+def _cache_dir(chosen: str | None, base: str | None, home: str | None) -> pathlib.Path:
+    del home  # `expanded` looks it up
+    return expanded(chosen) if chosen else expanded(base or "~/.cache") / "jax_splitk"
 
 
 def expanded(path: str) -> pathlib.Path:
@@ -37,7 +40,8 @@ def expanded(path: str) -> pathlib.Path:
 def read(path: pathlib.Path) -> bytes | None:
     """The file's content, or None when it cannot be read."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError:
         return None
 

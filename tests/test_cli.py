@@ -25,7 +25,7 @@ from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import target_for
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
-from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.key import SCHEMA, Key, key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 
@@ -314,7 +314,7 @@ def test_wrong_arguments_are_refused(
     assert "accepted: a number of at least 0" in refused(capsys, "cache", "prune", "--older-than=-1")
     assert "FILE='nothing.json' cannot be read" in refused(capsys, "cache", "import", "nothing.json")
     assert "is a folder" in refused(capsys, "cache", "export", tmp_path)
-    assert "there is none" in refused(capsys, "cache", "show", "abc")
+    assert "there is none" in refused(capsys, "cache", "show", "xyz")
     assert "there is none" in refused(capsys, "cache", "show", "")
     for mode in ("read", "off", "frozen"):
         monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
@@ -410,7 +410,8 @@ def test_ls_shows_all_layers(cache: pathlib.Path, tmp_path: pathlib.Path, capsys
 def test_show_sorts_the_measurements(cache: pathlib.Path, capsys: Any) -> None:
     path = put(cache, key_of(), {X: 30.0, A: 20.0, B: 10.0}, NEW)
     fields = json.loads(path.read_text())
-    fields["measurements"].insert(0, Measurement(C, None, "wrong \x1b[2J result").as_dict())
+    tables = fields["measurements"]
+    tables.insert(0, {**tables[1], "rows": [Measurement(C, None, "wrong \x1b[2J result").row()]})
     fields["metadata"]["note"] = "\ud800"
     path.write_text(json.dumps(fields))
     found = run(capsys, "cache", "show", path.stem[:6])
@@ -445,7 +446,7 @@ def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
         "6" * 40: (json.dumps({**fields, "metadata": 3}).encode(), "metadata"),
         "7" * 40: (whole.encode(), "it is not where it would be looked for"),
         "8" * 40: (b"", "not JSON"),
-        "9" * 40: (json.dumps({**fields, "schema": "1"}).encode(), "schema '1'; accepted: 1"),
+        "9" * 40: (json.dumps({**fields, "schema": "1"}).encode(), f"schema '1'; accepted: {SCHEMA}"),
     }
     found = {folder / key_of(PROBLEMS[3]).file: "is not legal: splits=1000000"}
     for name, (data, part) in files.items():
@@ -461,12 +462,12 @@ def foreign(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]
     """Files that only another version of the package can use."""
     fields = json.loads(good.read_text())
     newer = good.parent / f"{'b' * 40}.json"
-    newer.write_text(json.dumps({**fields, "schema": 2}))
+    newer.write_text(json.dumps({**fields, "schema": SCHEMA + 1}))
     op = good.parent / f"{'c' * 40}.json"
     op.write_text(json.dumps({**fields, "key": {**fields["key"], "op": "matmul"}}))
     family = put(folder, key_of(PROBLEMS[0], abi=("wgrad_host:1", "wgrad_avx:1")), {X: 3.0, A: 2.0})
     family.write_text(family.read_text().replace('"family": "wgrad_host"', '"family": "wgrad_avx"'))
-    return {newer: "schema 2; accepted: 1", op: "op='matmul'", family: "family 'wgrad_avx'"}
+    return {newer: f"schema {SCHEMA + 1}; accepted: {SCHEMA}", op: "op='matmul'", family: "family 'wgrad_avx'"}
 
 
 def test_verify_reports_every_file_that_cannot_be_used(cache: pathlib.Path, capsys: Any) -> None:

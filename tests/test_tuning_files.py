@@ -124,6 +124,16 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _rows(*row: Any) -> Callable[[dict[str, Any]], None]:
+    """The only row of the entry's only table, which is XLA's."""
+    return _set("measurements", 0, "rows", [list(row)])
+
+
+def _measured(family: str, *config: Any) -> Callable[[dict[str, Any]], None]:
+    row = [*config, 5.0, None]
+    return _set("measurements", [{"family": family, "columns": ["splits", "block", "us", "error"], "rows": [row]}])
+
+
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a bool for an int": (_set("choice", "config", "splits", True), r"config field splits=True; accepted: .*int"),
     "a float for an int": (_set("choice", "config", "splits", 1.0), r"config field splits=1\.0"),
@@ -145,16 +155,30 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a newer schema": (_set("schema", SCHEMA + 1), f"schema {SCHEMA + 1}; accepted: {SCHEMA}"),
     "no schema": (lambda data: data.pop("schema"), f"schema None; accepted: {SCHEMA}"),
     "measurements of a wrong type": (_set("measurements", {}), "measurements must be a list"),
-    "a wrong measurement": (_set("measurements", [3]), "candidate 3"),
-    "a time of zero": (_set("measurements", [{"family": XLA, "config": None, "us": 0}]), "measurement us=0"),
-    "a negative time": (_set("measurements", [{"family": XLA, "config": None, "us": -1.5}]), r"measurement us=-1\.5"),
-    "no time": (_set("measurements", [{"family": XLA, "config": None, "us": None}]), "measurement us=None"),
-    "an infinite time": (_set("measurements", [{"family": XLA, "us": float("inf")}]), "measurement us=inf"),
-    "not a time": (_set("measurements", [{"family": XLA, "us": float("nan")}]), "measurement us=nan"),
-    "a time that is true": (_set("measurements", [{"family": XLA, "us": True}]), "measurement us=True"),
-    "a time beyond floats": (_set("measurements", [{"family": XLA, "us": int(HUGE)}]), "measurement us="),
-    "an error that is no text": (_set("measurements", [{"family": XLA, "us": None, "error": 3}]), "error=3"),
-    "a time and an error": (_set("measurements", [{"family": XLA, "us": 3.0, "error": "x"}]), "error='x'"),
+    "a wrong table": (_set("measurements", [3]), "measurements 3; accepted: objects with family, columns and rows"),
+    "a table of no family": (_set("measurements", 0, "family", "wgrad_z80"), "family 'wgrad_z80'; accepted: "),
+    "another family's columns": (
+        _set("measurements", 0, "family", "wgrad_host"),
+        "columns .*; accepted: splits",
+    ),
+    "columns in another order": (
+        _set("measurements", 0, "columns", ["error", "us"]),
+        "columns .*; accepted: us",
+    ),
+    "no rows": (lambda data: data["measurements"][0].pop("rows"), "rows None; accepted: a list of lists"),
+    "a wrong row": (_set("measurements", 0, "rows", [3]), "measurement 3; accepted: "),
+    "a row too short": (_rows(5.0), r"measurement \[5\.0\]; accepted: "),
+    "a row too long": (_rows(1, 5.0, None), r"measurement \[1, 5\.0, None\]; accepted: "),
+    "a time of zero": (_rows(0, None), r"measurement \[0, None\]"),
+    "a negative time": (_rows(-1.5, None), r"measurement \[-1\.5, None\]"),
+    "no time": (_rows(None, None), r"measurement \[None, None\]"),
+    "an infinite time": (_rows(float("inf"), None), r"measurement \[inf, None\]"),
+    "not a time": (_rows(float("nan"), None), r"measurement \[nan, None\]"),
+    "a time that is true": (_rows(True, None), r"measurement \[True, None\]"),
+    "a time beyond floats": (_rows(int(HUGE), None), r"measurement \[999"),
+    "an error that is no text": (_rows(None, 3), r"measurement \[None, 3\]"),
+    "a time and an error": (_rows(3.0, "x"), r"measurement \[3\.0, 'x'\]"),
+    "a measured bool for an int": (_measured("wgrad_host", True, 128), r"measurement \[True, 128, .*\(int\)"),
     "metadata of a wrong type": (_set("metadata", []), "metadata an object"),
     "a wrong prediction": (_set("predicted", 3), "candidate 3"),
 }
@@ -228,10 +252,10 @@ def test_any_depth_of_nesting_is_a_miss() -> None:
         ('"splits": 1', '"splits": %s'),
         ('"choice": {', '"choice": %s, "other": {'),
         ('"key": {', '"key": %s, "other": {'),
-        ('"schema": 1,\n', '"schema": %s,\n'),
-        ('"us": 5.0', '"us": %s'),
+        (f'"schema": {SCHEMA},\n', '"schema": %s,\n'),
+        ("[5.0, null]", "[%s, null]"),
         ('"predicted": null', '"predicted": %s'),
-        ('"error": null', '"error": %s'),
+        ("[5.0, null]", "[5.0, %s]"),
     ]
     text = entry.dumps()
     text = re.sub(r'"splits": \d+', '"splits": 1', text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,12 @@ class Measurement:
     us: float | None
     error: str | None = None
 
+    def row(self) -> list[Any]:
+        """The values of a table's `_columns`."""
+        config = self.candidate.config
+        values = [] if config is None else [getattr(config, field.name) for field in dataclasses.fields(config)]
+        return [*values, self.us, self.error]
+
     def as_dict(self) -> dict[str, Any]:
         return {**self.candidate.as_dict(), "us": self.us, "error": self.error}
 
@@ -79,15 +86,36 @@ class Entry:
         return self.measurements[min(times)[1]].candidate if times else None
 
     def dumps(self) -> str:
+        """The entry's file: an object whose measurements are tables, one for each run of measurements of a family,
+        since a lowering reads and checks them all."""
         fields = {
             "schema": SCHEMA,
             "key": self.key,
             "choice": self.choice.as_dict(),
             "predicted": None if self.predicted is None else self.predicted.as_dict(),
-            "measurements": [m.as_dict() for m in self.measurements],
             "metadata": self.metadata,
         }
-        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+        tables = [_table(family, list(group)) for family, group in itertools.groupby(self.measurements, _family_of)]
+        head = json.dumps(fields, indent=1, sort_keys=True).removesuffix("\n}")
+        return head + ',\n "measurements": [' + ",".join(tables) + "]\n}\n"
+
+
+def _family_of(measurement: Measurement) -> str:
+    return measurement.candidate.family
+
+
+def _columns(config_type: type | None) -> list[str]:
+    """What a table's rows hold: the fields of the family's Config, microseconds and error."""
+    names = [] if config_type is None else [field.name for field in dataclasses.fields(config_type)]
+    return [*names, "us", "error"]
+
+
+def _table(family: str, measurements: list[Measurement]) -> str:
+    """The JSON of one table, a line for each row."""
+    config = measurements[0].candidate.config
+    head = json.dumps({"family": family, "columns": _columns(None if config is None else type(config))})
+    rows = ",\n   ".join(json.dumps(m.row()) for m in measurements)
+    return "\n  " + head.removesuffix("}") + f', "rows": [\n   {rows}]}}'
 
 
 def merge(old: Entry | None, new: Entry) -> Entry:
@@ -127,7 +155,7 @@ def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
     return Entry(
         key=data["key"],
         choice=choice,
-        measurements=_Measurements([read.measurement(m) for m in measurements]),
+        measurements=_Measurements([make for table in measurements for make in read.table(table)]),
         predicted=None if predicted is None else read.candidate(predicted)(),
         metadata=metadata,
     )
@@ -214,11 +242,35 @@ class _Reader:
                 raise InvalidEntry(f"config field {field}={value!r}; accepted: {types[field]}")
         return lambda: Candidate(name, config_type(**config))
 
-    def measurement(self, data: Any) -> Callable[[], Measurement]:
-        candidate = self.candidate(data)
-        us, error = data.get("us"), data.get("error")
-        # By comparison: math.isfinite raises for an integer that no float holds.
-        number = type(us) in (int, float) and 0 < us <= sys.float_info.max
-        if not (number if error is None else us is None and isinstance(error, str)):
-            raise InvalidEntry(f"measurement us={us!r} error={error!r}; accepted: positive microseconds, or an error")
-        return lambda: Measurement(candidate(), None if us is None else float(us), error)
+    def table(self, data: Any) -> list[Callable[[], Measurement]]:
+        """Checks a table of measurements; how to make each of them."""
+        if not isinstance(data, dict) or not isinstance(name := data.get("family"), str):
+            raise InvalidEntry(f"measurements {data!r}; accepted: objects with family, columns and rows")
+        config_type, types = (None, {}) if name == XLA else self._form(name)
+        columns, rows = data.get("columns"), data.get("rows")
+        if columns != (accepted := _columns(config_type)):
+            raise InvalidEntry(f"columns {columns!r}; accepted: {', '.join(accepted)}")
+        if not isinstance(rows, list):
+            raise InvalidEntry(f"rows {rows!r}; accepted: a list of lists")
+        fields = tuple(types.values())
+        timed, failed = (float, type(None)), (type(None), str)
+        forms = {(*fields, *timed): True, (*fields, int, type(None)): True, (*fields, *failed): False}
+        makers = []
+        for row in rows:
+            # Exact types, since bool is an int and 1.0 equals 1.
+            is_timed = forms.get(tuple(map(type, row))) if isinstance(row, list) else None
+            # By comparison: math.isfinite raises for an integer that no float holds.
+            if is_timed is None or (is_timed and not 0 < row[-2] <= sys.float_info.max):
+                raise InvalidEntry(f"measurement {row!r}; accepted: {_accepted(types)}, positive us or an error")
+            makers.append(functools.partial(_measurement, name, config_type, row))
+        return makers
+
+
+def _accepted(types: dict[str, Any]) -> str:
+    return ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
+
+
+def _measurement(family: str, config_type: Any, row: list[Any]) -> Measurement:
+    *values, us, error = row
+    config = None if config_type is None else config_type(*values)
+    return Measurement(Candidate(family, config), None if us is None else float(us), error)

@@ -13,7 +13,7 @@ from jax_splitk.operations import OPERATIONS
 from jax_splitk.target import Target
 from jax_splitk.tuning.options import Options
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -35,6 +35,7 @@ class Environment:
     cuda_major: int
     abi: tuple[str, ...]
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - few, small, and each lowering asks
     def digest(self) -> str:
         text = json.dumps(_fields(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

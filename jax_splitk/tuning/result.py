@@ -93,7 +93,7 @@ class TuningResult:
 
     def dumps(self) -> str:
         """JSON text."""
-        return json.dumps([json.loads(entry.dumps()) for _, entry in self.entries], indent=1) + "\n"
+        return "[\n" + ",\n".join(entry.dumps().rstrip() for _, entry in self.entries) + "\n]\n"
 
     @staticmethod
     def loads(text: str | bytes) -> "TuningResult":
