@@ -34,7 +34,7 @@ ROUND_SECONDS = 3e-3
 DEVICE_ROUNDS = 3
 MAX_TRACED_CALLS = 480  # reading a trace takes longer than what it shows
 SCREENING_CALLS = 48
-SCREENING_PAUSE_SECONDS = 5e-3  # longer than any within a contestant's calls
+PAUSE_SECONDS = 0.01  # twice as long as any within a contestant's calls, on a busy host too
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -175,45 +175,51 @@ class Bench:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
         is as large as the differences. False, and nothing changed, where there are none (on the CPU, or while the
         user takes a profile)."""
-        if self.platform != "cuda":
-            return False
-        found: list[list[float]] = [[] for _ in contestants]
-        try:
-            for _ in range(DEVICE_ROUNDS):
-                for contestant, times in zip(contestants, found, strict=True):
-                    work = functools.partial(self._device_round, contestant)
-                    times.append(self._on_device(contestant.candidate, work))
-        except Exception as error:
-            logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
-            return False
-        for contestant, times in zip(contestants, found, strict=True):
-            contestant.device_times = times
+
+        def repeats(contestant: Contestant) -> int:
+            wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
+            return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
+
+        rounds: list[Sequence[float]] = []
+        for _ in range(DEVICE_ROUNDS):
+            rounds.append(self._device_times(contestants, repeats))
+            if not rounds[-1]:
+                return False
+        for contestant, times in zip(contestants, zip(*rounds, strict=True), strict=True):
+            contestant.device_times = list(times)
         return True
 
     def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
-        """One device time of each contestant, all from one profile, in which pauses tell them apart: where kernels are
-        so short that a wall clock shows the host. False, and nothing changed, where there are none."""
-        if self.platform != "cuda" or not contestants:
+        """One device time of each contestant: where kernels are so short that a wall clock shows the host. False, and
+        nothing changed, where there are none."""
+        times = self._device_times(contestants, lambda _: max(1, SCREENING_CALLS // self.sets))
+        if not times:
             return False
-        repeats = max(1, SCREENING_CALLS // self.sets)
+        for contestant, us in zip(contestants, times, strict=True):
+            contestant.device_times = [us]
+        return True
+
+    def _device_times(self, contestants: Sequence[Contestant], repeats: Callable[[Contestant], int]) -> Sequence[float]:
+        """Microseconds a call of each contestant, all from one profile, in which pauses tell them apart: to start and
+        read a profile takes longer than what it shows. Nothing where they cannot be had."""
+        if self.platform != "cuda" or not contestants:
+            return ()
+        counts = [repeats(contestant) for contestant in contestants]
 
         def work() -> None:
-            for contestant in contestants:
-                time.sleep(SCREENING_PAUSE_SECONDS)
-                _run(contestant, repeats)
+            for contestant, count in zip(contestants, counts, strict=True):
+                time.sleep(PAUSE_SECONDS)
+                self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
         try:
-            events = self._on_device(contestants[0].candidate, lambda: profile.trace(work))
-            parts = profile.bursts(events, SCREENING_PAUSE_SECONDS * 0.5e9)
+            parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
             if len(parts) != len(contestants):
                 raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
         except Exception as error:
-            logger.info("%s: not screened by device time (%s: %s)", self.problem, type(error).__name__, error)
-            return False
-        for contestant, part in zip(contestants, parts, strict=True):
-            busy = profile.busy_time((start, end) for _, start, end in part)
-            contestant.device_times = [busy * 1e-3 / repeats / self.sets]
-        return True
+            logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            return ()
+        busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
+        return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
@@ -224,16 +230,6 @@ class Bench:
             return work()
         finally:
             self.running = None
-
-    def _device_round(self, contestant: Contestant) -> float:
-        wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
-        repeats = max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
-
-        _run(contestant, 1)
-        events = profile.trace(lambda: _run(contestant, repeats))
-        if not events:
-            raise RuntimeError("the profiler recorded no kernels")
-        return profile.busy_time((start, end) for _, start, end in events) * 1e-3 / repeats / self.sets
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()
