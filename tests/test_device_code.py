@@ -59,15 +59,12 @@ def tails() -> Iterator[tuple[ConvWgradProblem, Config]]:
 
 
 def clusters() -> Iterator[tuple[ConvWgradProblem, Config]]:
-    """Plans whose splits are a cluster, and those whose splits take turns with a deep ring."""
+    """Plans whose splits are a cluster."""
     outputs = itertools.cycle(("bfloat16", "float32"))
     for tile in ((64, 64), (64, 192), (128, 128), (192, 192), (128, 256), (256, 64)):
         for swap in (False, True):
             config = Config(*tile, wgrad_sm90.max_stages(*tile), swap, 2)
             yield small("plain", out_dtype=next(outputs)), dataclasses.replace(config, reduction="cluster")
-    for tile in ((64, 64), (64, 128), (128, 64)):
-        for swap in (False, True):
-            yield small("1x1"), Config(*tile, wgrad_sm90.max_stages(*tile, turns=True), swap, 2)
 
 
 COMPILATIONS = list(dict.fromkeys(compilations()))

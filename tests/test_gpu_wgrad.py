@@ -107,11 +107,11 @@ TURNS = (
     spatial(1, (2, 5, 13), (1, 1, 1), (24, 8), out_dtype="float16"),
 )
 TURNS_CONFIGS = (
-    wgrad_sm90.Config(64, 64, 13, True, 27),
-    wgrad_sm90.Config(64, 64, 13, False, 3),
+    wgrad_sm90.Config(64, 64, 8, True, 27),
+    wgrad_sm90.Config(64, 64, 8, False, 3),
     wgrad_sm90.Config(64, 64, 6, False, 4),
-    wgrad_sm90.Config(128, 64, 9, False, 8),
-    wgrad_sm90.Config(64, 128, 9, True, 3, "cluster"),
+    wgrad_sm90.Config(128, 64, 8, False, 8),
+    wgrad_sm90.Config(64, 128, 8, True, 3, "cluster"),
     wgrad_sm90.Config(256, 64, 5, True, 5),
     wgrad_sm90.Config(64, 256, 5, False, 2, cluster=2),
 )

@@ -23,10 +23,10 @@ from tests.problems import seeded
 
 PLAIN = ODD[0]
 PROBLEMS = [*(case.problem() for case in (*SUITE, *ODD)), *SEQUENCES]
-ARGS = (
-    *("batch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
-    *("kernel_h", "step_h", "size_h", "kernel_w", "step_w", "size_w"),
-    *("shift_h", "blocks", "blocks_per_split", "stages"),
+ARGS = ("batch", "blocks", "blocks_per_split", "stages")
+GEOMETRY = (
+    *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
+    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "TAPS"),
 )
 MAX = wgrad_depthwise.MAX_EXTENT
 
@@ -226,20 +226,19 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
     config = dataclasses.replace(config, splits=wgrad_depthwise.whole_splits(p, config, 3))
     device_plan = wgrad_depthwise.make_plan(p, config)
     text = re.sub(r"//.*", "", device_plan.source.text())
-    fields = {}
-    for name in ("Taps", "Args"):
-        struct = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
-        assert struct is not None
-        fields[name] = re.findall(r"\w+(?=[,;])", struct[1])
-    nested = {f"taps_{axis}": [f"{field}_{axis}" for field in fields["Taps"]] for axis in "hw"}
-    assert [name for field in fields["Args"] for name in nested.get(field, [field])] == list(ARGS)
+    declared = re.search(r"struct Args \{(.*?)\};", text, re.DOTALL)
+    assert declared is not None
+    assert tuple(re.findall(r"\w+(?=[,;])", declared[1])) == ARGS
     struct = device_plan.launches[0].params[0]
     assert isinstance(struct, Int32Struct)
     t = wgrad_depthwise.tiling(p, config)
     assert dict(zip(ARGS, struct.values, strict=True)) == {
-        "batch": 5, "pad_h": 7, "pad_w": 2, "dilation_h": 4, "dilation_w": 2,
-        "kernel_h": 5, "step_h": 1, "size_h": 5, "kernel_w": 3, "step_w": 3, "size_w": 1, "shift_h": 2,
-        "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1,
+        "batch": 5, "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1,
+    }  # fmt: skip
+    defines = dict(device_plan.source.defines)
+    assert {name: defines[name] for name in GEOMETRY} == {
+        "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
+        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "TAPS": 1,
     }  # fmt: skip
 
 

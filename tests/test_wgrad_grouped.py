@@ -265,7 +265,7 @@ def test_blocks_and_jobs_cover_every_pair_of_a_group_once(case: Case) -> None:
         assert seen == expected
 
 
-ARGS = ["out_channels", "stride", "out_h", "out_w", "pad_h", "pad_w", "each", "more", "tiles_h", "tiles_w"]
+ARGS = ["out_channels", "stride", "out_h", "out_w", "pad_h", "pad_w", "each", "more"]
 
 
 def test_args_are_the_device_codes_struct_in_its_order() -> None:
@@ -280,7 +280,7 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
     main, reduce = device_plan.launches
     out_h, out_w = p.output_spatial
     tiles = (3, math.ceil(out_h / 4), math.ceil(out_w / 16))
-    values = (48, 5 * 2 * 8 * 48, out_h, out_w, 4, 7, *divmod(math.prod(tiles), 6), *tiles[1:])
+    values = (48, 5 * 2 * 8 * 48, out_h, out_w, 4, 7, *divmod(math.prod(tiles), 6))
     assert main.params[2].values == values
     assert main.grid == (3, 6, 1)
     assert main.block == (32 * (1 + wgrad_grouped.job(p, config).jobs), 1, 1)

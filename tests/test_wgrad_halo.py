@@ -19,10 +19,18 @@ from tests.problems import seeded
 
 PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3))
 LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]
+
+
+def divisor(name: str) -> tuple[str, str, str]:
+    return name, f"{name}: multiplier", f"{name}: shift"
+
+
 ARGS = (
-    *("channels", "out_channels", "filter_h", "filter_w", "groups_w", "slots", "k_blocks"),
-    *("out_h", "tile_p", "tiles_p", "tiles_q", "pitch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
-    *("units_per_tile", "buffers", "splits", "whole_tiles", "units_per_part", "longer_parts"),
+    *("channels", "out_channels", "filter_h", "filter_w"),
+    *(*divisor("groups_w"), *divisor("slots"), *divisor("k_blocks"), "out_h", "tile_p"),
+    *(*divisor("in_image"), *divisor("tiles_q"), "pitch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
+    *(*divisor("units_per_tile"), "buffers", "splits", "whole_tiles"),
+    *(*divisor("units_per_part"), *divisor("units_per_longer_part"), "longer_parts"),
 )
 
 
@@ -134,10 +142,8 @@ def work_of_block(g: dict[str, int], x: int, y: int, blocks: int) -> list[tuple[
     return work
 
 
-def partial_slot(g: dict[str, int], part: int, rest: int, tiles: int) -> int:
-    if g["splits"] != 0:
-        return part * tiles + rest
-    return 2 * part + (stream_begin(g, part) // g["units_per_tile"] != rest)
+def partial_slot(g: dict[str, int], part: int, rest: int) -> int:
+    return rest * g["splits"] + part if g["splits"] else part + rest
 
 
 def stream_part_of(g: dict[str, int], unit: int) -> int:
@@ -178,7 +184,7 @@ def test_every_unit_is_done_once_and_every_part_is_added() -> None:
                             assert begin < end
                             seen += [(tile, unit) for unit in range(begin, end)]
                             if end - begin < units:
-                                slot = partial_slot(g, y if config.splits else x, tile - first_rest, main.grid[0])
+                                slot = partial_slot(g, y if config.splits else x, tile - first_rest)
                                 assert slot not in written.setdefault(tile, set())
                                 written[tile].add(slot)
                 assert sorted(seen) == [(tile, unit) for tile in range(count) for unit in range(units)]
@@ -191,15 +197,15 @@ def test_every_unit_is_done_once_and_every_part_is_added() -> None:
                     if config.splits == 0:
                         first = stream_part_of(g, rest * units)
                         parts = stream_part_of(g, (rest + 1) * units - 1) - first + 1
-                    added = {partial_slot(g, first + i, rest, count) for i in range(parts)} if parts > 1 else set()
+                    added = {partial_slot(g, first + i, rest) for i in range(parts)} if parts > 1 else set()
                     assert added == written.get(tile, set())
                 if len(plan.launches) == 2:
                     reduce = plan.launches[1]
                     struct = reduce.params[3]
                     assert isinstance(struct, Int32Struct)
-                    lanes, elements, first_tile = struct.values
+                    lanes, first_tile = struct.values
                     assert first_tile == first_rest
-                    assert reduce.grid[0] * reduce.block[0] * elements == config.tile_bytes // 16 * lanes
+                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * lanes
                     assert reduce.grid[1] == count - first_rest
                     assert reduce.programmatic
 
@@ -211,13 +217,14 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
             for config in wgrad_halo.candidates(p, DEFAULT_CUDA)[:5]:
                 plan = wgrad_halo.make_plan(p, config)
                 g = arguments(plan)
+                rows = g["in_image"] // g["tiles_q"]
                 groups = wgrad_halo.tiles(p, config) // (g["slots"] * g["k_blocks"])
                 assert groups * config.taps_h * config.taps_w >= p.taps
                 assert g["slots"] * 64 >= p.in_channels > (g["slots"] - 1) * 64
                 assert g["k_blocks"] * 64 >= p.out_channels > (g["k_blocks"] - 1) * 64
-                assert g["tiles_p"] * config.tile_p >= p.output_spatial[0] > (g["tiles_p"] - 1) * config.tile_p
+                assert rows * config.tile_p >= p.output_spatial[0] > (rows - 1) * config.tile_p
                 assert g["tiles_q"] * config.tile_q == p.output_spatial[1]
-                assert g["units_per_tile"] == p.batch * g["tiles_p"] * g["tiles_q"]
+                assert g["units_per_tile"] == p.batch * g["in_image"]
                 assert all(math.prod(m.box) * 2 % 128 == 0 and max(m.box) <= 256 for m in plan.maps)
                 # A block of 16 pixels lies in one row, or in two rows of a pair.
                 assert config.tile_q % 16 == 0 or (config.tile_p % 2 == 0 and p.output_spatial[0] % 2 == 0)

@@ -6,12 +6,10 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "tensor_map.cuh"
+
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 // ---- producer --------------------------------------------------------------------------------------------
 

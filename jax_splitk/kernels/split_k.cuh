@@ -1,7 +1,8 @@
 // What every split-k kernel needs at its end: the output's type, and the kernel that adds the splits' partial
 // sums.
 //
-// Macros: OUT (0 float, 1 bf16, 2 half).
+// Macros: OUT (0 float, 1 bf16, 2 half), DISCARD (0 by default; splits' partial sums are whole lines of the
+// L2, and so many that the reduction gives them up).
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,62 +42,82 @@ __device__ inline float4 partial_or_zero(bool inside, const float* from) {
   return v;
 }
 
-// Must match `reduce_launch` in split_k.py.
-struct ReduceArgs {
-  int size,
-      stride;  // elements of the output, and from one split's partial sums to the next's (a multiple of 4)
-  int splits, lanes;  // lanes: threads of a block that share one element's splits; a power of 2
-};
+__device__ inline void add_partial(float4& sum, const float4& v) {
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
 
 constexpr int REDUCE_THREADS = 256;
 constexpr int REDUCE_BATCH = 4;   // splits whose loads a thread has under way together
 constexpr int REDUCE_BLOCKS = 6;  // of a multiprocessor: with more, registers are too few for a batch
+
+// The sum of the splits `split`, `split + lanes`, ... of four neighbouring elements, which lie `step` apart.
+__device__ inline float4 add_splits(const float* from, size_t step, int split, int splits, int lanes) {
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (; split < splits; split += REDUCE_BATCH * lanes, from += REDUCE_BATCH * step) {
+    float4 v[REDUCE_BATCH];
+#pragma unroll
+    for (int b = 0; b < REDUCE_BATCH; ++b) {
+      v[b] = partial_or_zero(split + b * lanes < splits, from + b * step);
+    }
+#pragma unroll
+    for (int b = 0; b < REDUCE_BATCH; ++b) add_partial(sum, v[b]);
+  }
+  return sum;
+}
+
+// Adds what the lanes of each of a block's columns have; true in the thread that then has it all, lane 0.
+__device__ inline bool add_lanes(float4& sum, int lanes, int columns, int column) {
+  if (lanes == 1) return true;
+  __shared__ float4 shared[REDUCE_THREADS];
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x >= columns) return false;
+#pragma unroll 4
+  for (int other = 1; other < lanes; ++other) add_partial(sum, shared[other * columns + column]);
+  return true;
+}
+
+// Must match `reduce_launch` in split_k.py.
+struct ReduceArgs {
+  int size;           // elements of the output
+  int stride;         // from one split's partial sums to the next's, a multiple of 4
+  int splits, lanes;  // lanes: threads of a block that share one element's splits; a power of 2
+};
 
 // out[i] = sum over splits of partials[split][i], in a fixed order. A block covers REDUCE_THREADS/lanes
 // groups of four elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched
 // before the partials are complete: it waits for them here.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     reduce_splits(const float* partials, Output* out, const __grid_constant__ ReduceArgs g) {
-  __shared__ float4 shared[REDUCE_THREADS];
   const int lanes = g.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = (threadIdx.x - column) * lanes / REDUCE_THREADS;
   const int i = (blockIdx.x * columns + column) * 4;
+  const size_t step = size_t(g.stride) << log_lanes;
+  const float* from = partials + size_t(lane) * g.stride + i;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (i < g.size) {
-    const size_t step = size_t(g.stride) << log_lanes;
-    const float* from = partials + size_t(lane) * g.stride + i;
     // So that the address is at hand, and translated, when the wait is over.
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
     wait_on_dependent_grids();
+    sum = add_splits(from, step, lane, g.splits, lanes);
+  }
+#if DISCARD
+  // Nobody reads the partial sums again, but they lie in the L2 as modified lines, which the next kernels'
+  // data would push out to memory: gives up the whole lines of 128 bytes. A warp has read them together.
+  __syncwarp();
+  constexpr int LINE = 128 / sizeof(float);
+  if (column % (LINE / 4) == 0 && i + LINE <= g.size && reinterpret_cast<uintptr_t>(partials) % 128 == 0) {
 #pragma unroll 1
-    for (int split = lane; split < g.splits; split += REDUCE_BATCH * lanes, from += REDUCE_BATCH * step) {
-      float4 v[REDUCE_BATCH];
-#pragma unroll
-      for (int b = 0; b < REDUCE_BATCH; ++b) {
-        v[b] = partial_or_zero(split + b * lanes < g.splits, from + b * step);
-      }
-#pragma unroll
-      for (int b = 0; b < REDUCE_BATCH; ++b) {
-        sum.x += v[b].x;
-        sum.y += v[b].y;
-        sum.z += v[b].z;
-        sum.w += v[b].w;
-      }
+    for (int split = lane; split < g.splits; split += lanes, from += step) {
+      asm volatile("discard.global.L2 [%0], 128;" ::"l"(from) : "memory");
     }
   }
-  if (lanes > 1) {
-    shared[threadIdx.x] = sum;
-    __syncthreads();
-    if (lane > 0) return;
-#pragma unroll 4
-    for (int other = 1; other < lanes; ++other) {
-      float4 v = shared[other * columns + column];
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
-    }
-  }
+#endif
+  if (!add_lanes(sum, lanes, columns, column)) return;
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   Vec<Output, 4> result;
 #pragma unroll

@@ -17,6 +17,8 @@ REDUCE_THREADS = 256
 MAX_LANES = 32
 MAX_SPLITS = 65535  # the grid's y
 FILL = 132 * 1024  # threads that keep the machine busy
+LINE_FLOATS = 32  # of an L2 line
+DISCARD_BYTES = 4 << 20
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------
@@ -71,6 +73,13 @@ def stride(problem: ConvWgradProblem) -> int:
 def workspace_bytes(problem: ConvWgradProblem, splits: int) -> int:
     """None when there is a single split, which writes the output itself."""
     return 0 if splits == 1 else splits * stride(problem) * 4
+
+
+def discards(problem: ConvWgradProblem, splits: int) -> bool:
+    """Whether the reduction of so many splits may give up the partial sums' lines in the L2 (macro DISCARD), and they
+    are so many that it is worth the instructions. It is where memory is the limit: 2% of 1x1 convolutions; it costs 1%
+    of others."""
+    return stride(problem) % LINE_FLOATS == 0 and workspace_bytes(problem, splits) >= DISCARD_BYTES
 
 
 def reduce_lanes(chunks: int, splits: int) -> int:

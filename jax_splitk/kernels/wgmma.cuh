@@ -1,4 +1,5 @@
-// What every kernel on WGMMA needs: descriptors of operands in shared memory, and accumulators as argument lists.
+// What every kernel on WGMMA needs: descriptors of operands in shared memory, and accumulators as argument
+// lists.
 
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -21,8 +22,8 @@ __device__ inline void fence(float (&acc)[N]) {
   for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(acc[i]);
 }
 
-// Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are `block_bytes` apart
-// (leading offset), groups of 8 rows along k are `group_bytes` apart (stride offset).
+// Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are `block_bytes`
+// apart (leading offset), groups of 8 rows along k are `group_bytes` apart (stride offset).
 __device__ inline uint64_t operand(uint32_t smem_address, int block_bytes, int group_bytes = 8 * 128) {
   cute::GmmaDescriptor desc;
   desc.desc_ = 0;

@@ -29,9 +29,9 @@
 //
 // Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
 //   - LOADERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels to
-//   a lane, and
-//     store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane has stored it
-//     reads again for the next turn at once, so that loads are always in flight.
+//     a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane has
+//     stored it reads again for the next turn at once, so that loads are always in flight. They are the first
+//     warps, because these start first.
 //   - A warp for each channel (with more than one pass: for each of a few) computes products from its planes.
 // They meet in a ring of sets of planes: `full` (an arrival of every loader warp) and `empty` (one of every
 // other warp, after its products).
@@ -41,10 +41,12 @@
 // (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a tile, from there
 // on), TAPS (of a block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of
 // dY), MULTIPLIER, BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all),
-// IN_H, IN_W, IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, WARPS (of products), LOADERS,
-// CHAIN (turns after which sums leave the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a
-// set; what the plan reckons with), OUT (split_k.cuh). What could be arguments as well is known to the
-// compiler for the sake of the loaders' addresses.
+// IN_H, IN_W, IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H,
+// DILATION_W, SHIFT_H (rows of X, as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H,
+// KERNEL_W, STEP_W (of the filter; `Taps`), WARPS (of products), LOADERS, CHAIN (turns after which sums leave
+// the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a set; what the plan reckons with), OUT
+// (split_k.cuh). What could be arguments as well is known to the compiler for the sake of addresses: whatever
+// runs once before the first loads or after the last products is fetched from L2 at every launch.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -61,13 +63,11 @@ using cutlass::arch::NamedBarrier;
 struct Taps {
   int kernel, step, size;
 };
+constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, TAPS};
 
 // Must match `_args` in wgrad_depthwise.py.
 struct Args {
   int batch;
-  int pad_h, pad_w, dilation_h, dilation_w;
-  Taps taps_h, taps_w;
-  int shift_h;  // rows of X, as they are read here, from tap to tap
   int blocks, blocks_per_split;
   int stages;  // sets of planes
 };
@@ -181,17 +181,17 @@ struct Work {
     int column = blockIdx.x, split = blockIdx.y;
     asm volatile("" : "+r"(column), "+r"(split));
     const int taps = column % TAP_BLOCKS;
-    r0 = first(g.taps_h, taps / TAP_BLOCKS_W, BLOCKS_H);
-    s0 = first(g.taps_w, taps % TAP_BLOCKS_W, BLOCKS_W);
+    r0 = first(TAPS_H, taps / TAP_BLOCKS_W, BLOCKS_H);
+    s0 = first(TAPS_W, taps % TAP_BLOCKS_W, BLOCKS_W);
     k0 = column / TAP_BLOCKS * CHANNELS;
     c0 = k0 / MULTIPLIER & ~7;  // loads are of whole 16 bytes
     begin = split * g.blocks_per_split;
     end = min(begin + g.blocks_per_split, g.blocks);
   }
 
-  // The tap with an index in the thread block's taps [taps_h.size][TAPS]; it may be beyond the filter.
-  __device__ int r(const Args& g, int index) const { return r0 + index / TAPS * g.taps_h.step; }
-  __device__ int s(const Args& g, int index) const { return s0 + index % TAPS * g.taps_w.step; }
+  // The tap with an index in the thread block's taps [SIZE_H][TAPS]; it may be beyond the filter.
+  __device__ int r(int index) const { return r0 + index / TAPS * STEP_H; }
+  __device__ int s(int index) const { return s0 + index % TAPS * STEP_W; }
 
   __device__ static int first(const Taps& taps, int block, int blocks) {
     return block / blocks + block % blocks * taps.size * taps.step;
@@ -212,20 +212,23 @@ struct Row {
 
 // ---- loader warps -----------------------------------------------------------------------------------------
 
-// Volatile: a turn is to be in flight, and the compiler would move loads to their use.
+// Volatile: a turn is to be in flight, and the compiler would move loads to their use. The first ones are not
+// by the read-only path: ptxas moves its loads behind a barrier.
+template <bool FIRST>
 __device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
-      : "l"(from), "r"(int(valid)));
+#define LOAD(path)                                                                      \
+  asm volatile(                                                                         \
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0;"                                           \
+      " mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"                    \
+      " @p ld.global" path ".L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4]; }" \
+      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])                              \
+      : "l"(from), "r"(int(valid)))
+  if constexpr (FIRST) {
+    LOAD("");
+  } else {
+    LOAD(".nc");
+  }
+#undef LOAD
 }
 
 // What a lane reads of an operand: a pixel's 8 channels for each store. Row p and column q of dY lie at
@@ -243,6 +246,7 @@ struct Operand {
   const char* row_data;
   int w, images;
 
+  Operand() = default;
   __device__ Operand(const Element* data, int h0, int w0, int channel, int batch) : h0(h0), w0(w0) {
     const int lane = threadIdx.x % 32;
     // A matrix has two channels of what all lanes have read, and its rows are these channels' columns of each
@@ -265,12 +269,13 @@ struct Operand {
     images = wanted && unsigned(h) < unsigned(ROWS_) ? batch - row.n : 0;
   }
 
+  template <bool FIRST>
   __device__ void fetch(int store, uint32_t (&v)[4]) const {
     const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
     const int more = column_at(store % Layout::ROW_STORES * Layout::STORE_CHUNKS * 8);
     const bool valid = image < images && unsigned(w + more * STRIDE_W_) < unsigned(COLUMNS_);
-    load(v, row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES),
-         valid && (!CUT || column + more < COLUMNS));
+    load<FIRST>(v, row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES),
+                valid && (!CUT || column + more < COLUMNS));
   }
 
   // `planes`: those of the warp's row.
@@ -287,62 +292,70 @@ struct Operand {
 using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
 using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
 
-// All turns of a loader warp.
-__device__ inline void produce(const Args& g, const Work& work, const Element* x, const Element* y,
-                               uint8_t* planes, uint64_t* full, uint64_t* empty) {
-  constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / LOADERS * EACH;
-  constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
-  constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
-  const int turns = work.end - work.begin + 1;
-  const int h0 = work.r0 * g.dilation_h - g.pad_h, w0 = work.s0 * g.dilation_w - g.pad_w + PAD;
-  XOperand x_operand(x, h0, w0, work.c0, g.batch);
-  YOperand y_operand(y, 0, 0, work.k0, g.batch);
-  const int warp = __shfl_sync(ALL, threadIdx.x / 32 % LOADERS, 0);
-  const uint32_t x_row = cute::cast_smem_ptr_to_uint(planes) + warp * (X::ROW * 16);
-  const uint32_t y_row = cute::cast_smem_ptr_to_uint(planes) + X::PLANE_BYTES + warp * (Y::ROW * 16);
+// A loader warp's work: the first loads, and all turns.
+struct Producer {
+  static constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / LOADERS * EACH;
+  static constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
+  static constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
+  XOperand x_operand;
+  YOperand y_operand;
+  int warp, turns, first_row;
   uint32_t v[IN_FLIGHT][4];
 
-  auto fetch = [&](int slot, int turn, uint32_t (&v)[4]) {
+  template <bool FIRST = false>
+  __device__ void fetch(int slot, int turn, uint32_t (&v)[4]) {
     if (slot >= SLOTS) return;
     const int store = slot % EACH;
     if (store == 0) {
-      const Row row((work.begin + turn) * ROWS + slot / EACH * LOADERS + warp);
+      const Row row(first_row + turn * ROWS + slot / EACH * LOADERS);
       x_operand.begin(row, turn < turns);
       y_operand.begin(row, turn < turns - 1);
     }
     if (store < X::STORES) {
-      x_operand.fetch(store, v);
+      x_operand.template fetch<FIRST>(store, v);
     } else {
-      y_operand.fetch(store - X::STORES, v);
-    }
-  };
-#pragma unroll
-  for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch(slot, 0, v[slot]);
-  meet(THREADS, START);
-
-  int set = 0;
-  uint32_t phase = 1;  // of `empty`: the first round finds every set so
-  for (int turn = 0; turn < turns; ++turn) {
-    wait(&empty[set], phase);
-#pragma unroll
-    for (int slot = 0; slot < ROUND; ++slot) {
-      uint32_t (&pixel)[4] = v[slot % IN_FLIGHT];
-      const int row = slot / EACH * LOADERS, store = slot % EACH;
-      if (slot < SLOTS && store < X::STORES) {
-        x_operand.store(store, pixel, x_row + set * PLANES_BYTES + row * (X::ROW * 16));
-      } else if (slot < SLOTS) {
-        y_operand.store(store - X::STORES, pixel, y_row + set * PLANES_BYTES + row * (Y::ROW * 16));
-      }
-      const bool now = slot + IN_FLIGHT < ROUND;
-      fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? turn : turn + 1, pixel);
-    }
-    arrive(&full[set]);
-    if (++set == g.stages) {
-      set = 0;
-      phase ^= 1;
+      y_operand.template fetch<FIRST>(store - X::STORES, v);
     }
   }
-}
+
+  __device__ void begin(const Args& g, const Work& work, const Element* x, const Element* y) {
+    turns = work.end - work.begin + 1;
+    const int h0 = work.r0 * DILATION_H - PAD_H, w0 = work.s0 * DILATION_W - PAD_W + PAD;
+    x_operand = XOperand(x, h0, w0, work.c0, g.batch);
+    y_operand = YOperand(y, 0, 0, work.k0, g.batch);
+    warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
+    first_row = work.begin * ROWS + warp;
+#pragma unroll
+    for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch<true>(slot, 0, v[slot]);
+  }
+
+  __device__ void run(const Args& g, uint8_t* planes, uint64_t* full, uint64_t* empty) {
+    const uint32_t x_row = cute::cast_smem_ptr_to_uint(planes) + warp * (X::ROW * 16);
+    const uint32_t y_row = cute::cast_smem_ptr_to_uint(planes) + X::PLANE_BYTES + warp * (Y::ROW * 16);
+    int set = 0;
+    uint32_t phase = 1;  // of `empty`: the first round finds every set so
+    for (int turn = 0; turn < turns; ++turn) {
+      wait(&empty[set], phase);
+#pragma unroll
+      for (int slot = 0; slot < ROUND; ++slot) {
+        uint32_t (&pixel)[4] = v[slot % IN_FLIGHT];
+        const int row = slot / EACH * LOADERS, store = slot % EACH;
+        if (slot < SLOTS && store < X::STORES) {
+          x_operand.store(store, pixel, x_row + set * PLANES_BYTES + row * (X::ROW * 16));
+        } else if (slot < SLOTS) {
+          y_operand.store(store - X::STORES, pixel, y_row + set * PLANES_BYTES + row * (Y::ROW * 16));
+        }
+        const bool now = slot + IN_FLIGHT < ROUND;
+        fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? turn : turn + 1, pixel);
+      }
+      arrive(&full[set]);
+      if (++set == g.stages) {
+        set = 0;
+        phase ^= 1;
+      }
+    }
+  }
+};
 
 // ---- products ---------------------------------------------------------------------------------------------
 
@@ -489,12 +502,12 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
   float sum = 0.f;
   for (int i = work.begin * ROWS; i < work.end * ROWS; ++i) {
     const Row row(i);
-    const int p = row.p, h = p * STRIDE_H - g.pad_h + r * g.dilation_h;
+    const int p = row.p, h = p * STRIDE_H - PAD_H + r * DILATION_H;
     if (p >= OUT_H || h < 0 || h >= IN_H) continue;
 #pragma unroll 1  // rarely run
     for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
       const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
-      const int w = q * STRIDE_W - g.pad_w + s * g.dilation_w;
+      const int w = q * STRIDE_W - PAD_W + s * DILATION_W;
       if (n >= g.batch || q >= OUT_W || w < 0 || w >= IN_W) continue;
       const size_t x_at = ((size_t(n) * IN_H + h) * IN_W + w) * IN_CHANNELS + k / MULTIPLIER;
       const size_t y_at = ((size_t(n) * OUT_H + p) * OUT_W + q) * OUT_CHANNELS + k;
@@ -510,7 +523,8 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
 // `Work::r` and `Work::s` count taps.
 __device__ inline void finish(const Args& g, const Work& work, const Element* x, const Element* y, int k,
                               const float (&acc)[TAPS][4], float* scratch, float* sums) {
-  const int lane = threadIdx.x % 32, taps = g.taps_h.size * TAPS;
+  constexpr int taps = SIZE_H * TAPS;
+  const int lane = threadIdx.x % 32;
   float* products = scratch + lane / 4 * 8 + lane % 4 * 2;
 #pragma unroll
   for (int s = 0; s < TAPS; ++s) {
@@ -518,19 +532,20 @@ __device__ inline void finish(const Args& g, const Work& work, const Element* x,
     *reinterpret_cast<float2*>(products + s * SCRATCH + 64) = make_float2(acc[s][2], acc[s][3]);
   }
   __syncwarp();
+#pragma unroll 1
   for (int base = 0; base < taps; base += 32) {
     const int tap = base + lane;
     bool wrong = false;
     float sum = 0.f;
     if (tap < taps) {
-      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - tap / TAPS * g.shift_h) * 8;
+      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - tap / TAPS * SHIFT_H) * 8;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum += diagonal[j * 9];
-      wrong = !isfinite(sum) && work.r(g, tap) < g.taps_h.kernel && work.s(g, tap) < g.taps_w.kernel;
+      wrong = !isfinite(sum) && work.r(tap) < KERNEL_H && work.s(tap) < KERNEL_W;
     }
     for (unsigned all = __ballot_sync(ALL, wrong && k < OUT_CHANNELS); all != 0; all &= all - 1) {
       const int index = base + __ffs(all) - 1;
-      const float again = exact(g, work, x, y, work.r(g, index), work.s(g, index), k);
+      const float again = exact(g, work, x, y, work.r(index), work.s(index), k);
       if (index == tap) sum = again;
     }
     if (tap < taps) sums[tap] = sum;
@@ -546,7 +561,7 @@ __device__ inline void clear(uint8_t* planes, int stages) {
   if constexpr (WIDE > 0) {
     const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
 #pragma unroll 1  // once or twice
-    for (int i = threadIdx.x; i < all; i += CONSUMERS) {
+    for (int i = threadIdx.x - 32 * LOADERS; i < all; i += CONSUMERS) {
       int rest = i / WIDE;
       const int row = rest % ROWS, image = rest / ROWS % IMAGES;
       rest /= ROWS * IMAGES;
@@ -568,14 +583,14 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
   uint8_t* planes = reinterpret_cast<uint8_t*>(raw);
   const Work work(g);
   // A class with fewer blocks than others.
-  if (work.r0 >= g.taps_h.kernel || work.s0 >= g.taps_w.kernel) return;
-  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);  // uniform to the compiler
-  if (warp >= WARPS) {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
-    produce(g, work, x, y, planes, full, empty);
-  } else {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
-    if (threadIdx.x == 0) {
+  if (work.r0 >= KERNEL_H || work.s0 >= KERNEL_W) return;
+  // Of products; loaders' are negative. Uniform to the compiler.
+  const int warp = int(__shfl_sync(ALL, threadIdx.x / 32, 0)) - LOADERS;
+  Producer producer;
+  auto first_loads = [&] { producer.begin(g, work, x, y); };
+  auto prepare = [&] {
+    if (threadIdx.x == 32 * LOADERS) {
+#pragma unroll 1  // shorter
       for (int i = 0; i < g.stages; ++i) {
         Barrier::init(&full[i], LOADERS);
         Barrier::init(&empty[i], WARPS);
@@ -583,8 +598,30 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     }
     clear<X>(planes, g.stages);
     clear<Y>(planes + X::PLANE_BYTES, g.stages);
+  };
+  // The first loads' code lies at the start, unless that takes registers that loaders do not have.
+  constexpr bool TIGHT = SHARED_OUT && PASSES == 1;
+  if constexpr (!TIGHT) {
+    if (warp < 0) {
+      first_loads();
+    } else {
+      prepare();
+    }
     meet(THREADS, START);
-
+  }
+  if (warp < 0) {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
+    if constexpr (TIGHT) {
+      first_loads();
+      meet(THREADS, START);
+    }
+    producer.run(g, planes, full, empty);
+  } else {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (TIGHT) {
+      prepare();
+      meet(THREADS, START);
+    }
     float acc[PASSES][TAPS][4];
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -600,6 +637,7 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     const Work again(g);  // instead of `work`, for which there were no registers
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread -= 32 * LOADERS;
 
     launch_dependent_grids();
     meet(CONSUMERS, PRODUCTS);  // nobody reads the planes any more
@@ -611,13 +649,13 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
       finish(g, again, x, y, again.k0 + channel, acc[pass], scratch, sums + channel * SUMS);
     }
     meet(CONSUMERS, PRODUCTS);
-    out += blockIdx.y * size_t(g.taps_h.kernel) * g.taps_w.kernel * OUT_CHANNELS;
+    out += blockIdx.y * (size_t(KERNEL_H) * KERNEL_W * OUT_CHANNELS);
 #pragma unroll 1  // twice for 7x7 taps of 16 channels
-    for (int i = thread; i < g.taps_h.size * TAPS * CHANNELS; i += CONSUMERS) {
+    for (int i = thread; i < SIZE_H * TAPS * CHANNELS; i += CONSUMERS) {
       const int tap = i / CHANNELS, channel = i % CHANNELS;
-      const int r = again.r(g, tap), s = again.s(g, tap), k = again.k0 + channel;
-      if (r < g.taps_h.kernel && s < g.taps_w.kernel && k < OUT_CHANNELS) {
-        convert(sums[channel * SUMS + tap], out[(size_t(r) * g.taps_w.kernel + s) * OUT_CHANNELS + k]);
+      const int r = again.r(tap), s = again.s(tap), k = again.k0 + channel;
+      if (r < KERNEL_H && s < KERNEL_W && k < OUT_CHANNELS) {
+        convert(sums[channel * SUMS + tap], out[(size_t(r) * KERNEL_W + s) * OUT_CHANNELS + k]);
       }
     }
   }

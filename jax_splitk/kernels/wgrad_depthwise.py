@@ -462,6 +462,11 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             *(("IN_H", g.height.size_in), ("IN_W", g.width.size_in), ("IN_CHANNELS", problem.in_channels)),
             *(("OUT_H", g.height.size_out), ("OUT_W", g.width.size_out), ("OUT_CHANNELS", problem.out_channels)),
             *(("STRIDE_H", g.height.stride), ("STRIDE_W", g.width.stride)),
+            *(("PAD_H", g.height.pad), ("PAD_W", g.width.pad)),
+            *(("DILATION_H", g.height.dilation), ("DILATION_W", g.width.dilation)),
+            ("SHIFT_H", g.height.shift),
+            *(("KERNEL_H", g.height.kernel), ("STEP_H", g.height.step), ("SIZE_H", g.height.size)),
+            *(("KERNEL_W", g.width.kernel), ("STEP_W", g.width.step)),
             *(("WARPS", config.warps), ("LOADERS", LOADERS)),
             ("CHAIN", CHAIN if problem.out_dtype == "float32" else 0),
             ("PLANES_BYTES", t.planes_bytes),
@@ -471,18 +476,8 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    g, t = geometry(p), tiling(p, config)
-    height, width = g.height, g.width
-    values = (
-        p.batch,
-        *(height.pad, width.pad, height.dilation, width.dilation),
-        *(height.kernel, height.step, height.size),
-        *(width.kernel, width.step, width.size),
-        height.shift,
-        *(t.blocks, -(-t.blocks // config.splits)),
-        config.stages,
-    )
-    return plan.Int32Struct(values)
+    t = tiling(p, config)
+    return plan.Int32Struct((p.batch, t.blocks, -(-t.blocks // config.splits), config.stages))
 
 
 def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:

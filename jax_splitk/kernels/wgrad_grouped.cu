@@ -30,29 +30,26 @@
 //
 // Macros: ELEMENT_BF16, OUT (split_k.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W,
 // GROUP_IN, GROUP_OUT (channels per group), IN_BLOCK, OUT_BLOCK, IMAGES, ROWS, COLUMNS, RAGGED (the last tile
-// of an image may have fewer rows), SLICES, STAGES, WARP_IN, WARP_OUT (units of a job), WARP_COLUMNS (tap
-// columns of a job), CTAS_PER_SM.
+// of an image may have fewer rows), TILES_H, TILES_W (of an image), SLICES, STAGES, WARP_IN, WARP_OUT (units
+// of a job), WARP_COLUMNS (tap columns of a job), CTAS_PER_SM.
+
+#include <cutlass/arch/barrier.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cutlass/arch/barrier.h>
 
 #include "split_k.cuh"
+#include "tensor_map.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 // Must match `_args` in wgrad_grouped.py.
 struct Args {
   int out_channels;
   int stride;  // elements from one split's partial sums to the next's
   int out_h, out_w, pad_h, pad_w;
-  int each, more;        // tiles of a split; the first `more` splits have another one
-  int tiles_h, tiles_w;  // of an image
+  int each, more;  // tiles of a split; the first `more` splits have another one
 };
 
 constexpr int most(int a, int b) { return a > b ? a : b; }
@@ -101,21 +98,15 @@ struct Tile {
   int n, h, w;
 };
 
-__device__ inline Tile tile_at(const Args& g, int index) {
-  if (g.tiles_h * g.tiles_w == 1) return {index, 0, 0};  // without divisions, which the first loads wait for
-  if (g.tiles_w == 1) {
-    const int image = index / g.tiles_h;
-    return {image, index - image * g.tiles_h, 0};
-  }
-  const int image = index / (g.tiles_h * g.tiles_w), rest = index - image * (g.tiles_h * g.tiles_w);
-  const int h = rest / g.tiles_w;
-  return {image, h, rest - h * g.tiles_w};
+__device__ inline Tile tile_at(int index) {
+  const int row = index / TILES_W, image = row / TILES_H;
+  return {image, row - image * TILES_H, index - row * TILES_W};
 }
 
-__device__ inline void advance(const Args& g, Tile& tile) {
-  if (++tile.w < g.tiles_w) return;
+__device__ inline void advance(Tile& tile) {
+  if (++tile.w < TILES_W) return;
   tile.w = 0;
-  if (++tile.h < g.tiles_h) return;
+  if (++tile.h < TILES_H) return;
   tile.h = 0;
   ++tile.n;
 }
@@ -149,7 +140,7 @@ __device__ inline void fill(const TensorMap& x_map, const TensorMap& dy_map, con
 #pragma unroll 1
   for (int stage = 0; stage < min(tiles, STAGES); ++stage) {
     load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
-    advance(g, tile);
+    advance(tile);
   }
 }
 
@@ -158,10 +149,11 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
                                uint64_t* full, uint64_t* empty, Channels channels, Tile tile, int tiles) {
   int stage = 0;
   uint32_t phase = 0;
+#pragma unroll 1
   for (tiles -= STAGES; tiles > 0; --tiles) {
     EmptyBarrier::wait(&empty[stage], phase);
     load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
-    advance(g, tile);
+    advance(tile);
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
@@ -352,7 +344,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
 #pragma unroll 1
   for (; tiles > 0; --tiles) {
     const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
-    const int columns = min(COLUMNS, g.out_w - tile.w * COLUMNS);
+    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out_w - tile.w * COLUMNS);
     FullBarrier::wait(&full[stage], phase);
 #pragma unroll 1
     for (int strip = slice; strip < STRIPS; strip += SLICES) {
@@ -360,7 +352,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
     }
     __syncwarp();
     if (lane == 0) EmptyBarrier::arrive(&empty[stage]);
-    advance(g, tile);
+    advance(tile);
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
@@ -371,51 +363,101 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
 // Orders plain accesses to shared memory too, which CUTLASS's NamedBarrier leaves to the compiler.
 __device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" : : "n"(WARPS * 32) : "memory"); }
 
-// Adds the sums of a job's slices into the first slice's, in their order, through `exchange`, an array of
-// [slice - 1][job][value][lane]. All consumers come here, after their last read of the ring, which it
-// replaces.
-__device__ inline void add_slices(float* exchange, int job, int slice, Accumulator& acc) {
-  constexpr int VALUES = sizeof(Accumulator) / sizeof(float);
-  float* values = &acc[0][0][0][0];
-  float* mine = exchange + job * (VALUES * 32) + threadIdx.x % 32;
-  sync_consumers();
-  if (slice > 0) {
+// ---- epilogue ---------------------------------------------------------------------------------------------
+
+// A block's results are, for each tap, SUM_ROWS (input channels of a group) rows of OUT_BLOCK values; where
+// it is a part of a bundle of several groups, some of these belong to groups of which it has no input. They
+// lie so in shared memory, in place of the ring, for each slice; there the 32-byte units of a row are swapped
+// so that half a warp, which has 4 rows of a unit, meets all banks.
+constexpr int TAPS = KERNEL_H * KERNEL_W;
+constexpr int SUM_ROWS = IN_BLOCK < GROUP_IN ? IN_BLOCK : GROUP_IN;
+constexpr bool INCOMPLETE = BUNDLE > 1 && most(IN_PARTS, OUT_PARTS) > 1;
+constexpr int PIECE = INCOMPLETE && GROUP_OUT < 4 ? GROUP_OUT : 4;  // values that a thread stores together
+constexpr int TAP_SUMS = SUM_ROWS * OUT_BLOCK, TAP_PIECES = TAP_SUMS / PIECE;
+constexpr int SUMS_BYTES = TAPS * TAP_SUMS * 4;  // of a slice
+
+__device__ inline int swapped(int row, int unit) {
+  return unit ^ (OUT_BLOCK >= 32 ? row & 3 : OUT_BLOCK == 16 ? row >> 1 & 1 : 0);
+}
+
+// The MMA's accumulator holds, for lane l, rows l/4 (+8) and columns 2*(l%4) (+1). Sums across groups are
+// left out.
+__device__ inline void stage_sums(uint32_t sums, Channels channels, const Job& job, const Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+  const int row = SUM_ROWS < 8 ? lane / 4 % SUM_ROWS : job.in_unit * 8 % SUM_ROWS + lane / 4;
+  sums += ((job.column * SUM_ROWS + row) * OUT_BLOCK + lane % 4 * 2) * 4;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) mine[(slice - 1) * (JOBS * VALUES * 32) + i * 32] = values[i];
-  }
-  sync_consumers();
-  if (slice > 0) return;
+  for (int k = 0; k < WARP_OUT; ++k) {
+    const uint32_t to = sums + swapped(row, job.out_unit + k) * 32;
+    const int group = (channels.out + (job.out_unit + k) * 8 + lane % 4 * 2) / GROUP_OUT;
 #pragma unroll
-  for (int other = 0; other < SLICES - 1; ++other) {
+    for (int unit = 0; unit < WARP_IN; ++unit) {
+      if (BUNDLE > 1 && (channels.in + (job.in_unit + unit) * 8 + lane / 4) / GROUP_IN != group) continue;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) values[i] += mine[other * (JOBS * VALUES * 32) + i * 32];
+      for (int column = 0; column < WARP_COLUMNS; ++column) {
+        if (KERNEL_W % WARP_COLUMNS && job.column + column >= KERNEL_W) break;
+        const int slot = column * WARP_IN + unit;
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r) {
+          const float* v = &acc[r][slot / 2][k][slot % 2 * 2];
+          const int at = (r * KERNEL_W + column) * TAP_SUMS + unit * 8 % SUM_ROWS * OUT_BLOCK;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + at * 4), "f"(v[0]), "f"(v[1])
+                       : "memory");
+        }
+      }
+    }
   }
 }
 
-// Writes a job's sums into out[KERNEL_H][KERNEL_W][GROUP_IN][K], leaving out those across groups. The MMA's
-// accumulator holds, for lane l, rows l/4 (+8) and columns 2*(l%4) (+1).
+__device__ inline Vec<float, PIECE> sums_at(uint32_t address) {
+  Vec<float, PIECE> x;
+  if constexpr (PIECE == 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[PIECE - 2]), "=f"(x.v[PIECE - 1])
+                 : "r"(address));
+  } else {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.v[0]), "=f"(x.v[1]) : "r"(address));
+  }
+  return x;
+}
+
+// Adds the slices in their order, and writes out[KERNEL_H][KERNEL_W][GROUP_IN][K].
 template <class T>
-__device__ inline void store_job(const Args& g, T* out, Channels channels, const Job& job,
-                                 const Accumulator& acc) {
-  const int lane = threadIdx.x % 32;
+__device__ inline void store_sums(const Args& g, T* out, Channels channels, uint32_t sums) {
+  constexpr int TOGETHER = most(1, WARPS * 32 / TAP_PIECES);  // taps
+  const int first = TAP_PIECES > WARPS * 32 ? 0 : threadIdx.x / TAP_PIECES;
+  if (WARPS * 32 % TAP_PIECES && first >= TOGETHER) return;
+#pragma unroll 1
+  for (int piece = threadIdx.x - first * TAP_PIECES; piece < TAP_PIECES; piece += WARPS * 32) {
+    const int row = piece / (OUT_BLOCK / PIECE), column = piece % (OUT_BLOCK / PIECE) * PIECE;
+    const int k = channels.out + column;
+    if (k >= g.out_channels) continue;
+    const int group = k / GROUP_OUT - channels.in / GROUP_IN;  // from the block's first on
+    if (INCOMPLETE && uint32_t(group) >= most(1, IN_BLOCK / GROUP_IN)) continue;
+    uint32_t from =
+        sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
+    T* to = out + size_t(first * GROUP_IN + channels.in % GROUP_IN + row) * g.out_channels + k;
+    const auto store = [&] {
+      Vec<float, PIECE> sum = sums_at(from);
 #pragma unroll
-  for (int k = 0; k < WARP_OUT; ++k) {
-    const int out_channel = channels.out + (job.out_unit + k) * 8 + lane % 4 * 2;
-    if (out_channel >= g.out_channels) continue;
+      for (int slice = 1; slice < SLICES; ++slice) {
+        const Vec<float, PIECE> x = sums_at(from + slice * SUMS_BYTES);
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int column = job.column + slot / WARP_IN;
-      const int in_channel = channels.in + (job.in_unit + slot % WARP_IN) * 8 + lane / 4;
-      if (column >= KERNEL_W || in_channel / GROUP_IN != out_channel / GROUP_OUT) continue;
-      T* at = out + size_t(column * GROUP_IN + in_channel % GROUP_IN) * g.out_channels + out_channel;
-#pragma unroll
-      for (int r = 0; r < KERNEL_H; ++r) {
-        const float* v = &acc[r][slot / 2][k][slot % 2 * 2];
-        Vec<T, 2> pair;
-        convert(v[0], pair.v[0]);
-        convert(v[1], pair.v[1]);
-        *reinterpret_cast<Vec<T, 2>*>(at + size_t(r) * (KERNEL_W * GROUP_IN) * g.out_channels) = pair;
+        for (int j = 0; j < PIECE; ++j) sum.v[j] += x.v[j];
       }
+      Vec<T, PIECE> result;
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) convert(sum.v[j], result.v[j]);
+      *reinterpret_cast<Vec<T, PIECE>*>(to) = result;
+      from += TOGETHER * TAP_SUMS * 4;
+      to += size_t(TOGETHER * GROUP_IN) * g.out_channels;
+    };
+    if constexpr (TOGETHER == 1) {
+#pragma unroll(TAPS % 3 ? 1 : 3)
+      for (int tap = 0; tap < TAPS; ++tap) store();
+    } else {
+#pragma unroll 1
+      for (int tap = first; tap < TAPS; tap += TOGETHER) store();
     }
   }
 }
@@ -440,12 +482,12 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
       EmptyBarrier::init(&empty[i], WARPS);
     }
     cutlass::arch::fence_barrier_init();
-    fill(x_map, dy_map, g, ring, full, channels, tile_at(g, first), tiles);
+    fill(x_map, dy_map, g, ring, full, channels, tile_at(first), tiles);
   }
   __syncthreads();
   if (warp == WARPS) {
     if (tiles > STAGES && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, channels, tile_at(g, first + STAGES), tiles);
+      produce(x_map, dy_map, g, ring, full, empty, channels, tile_at(first + STAGES), tiles);
     }
     return;
   }
@@ -453,13 +495,13 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   const Job job = job_at(index);
   Accumulator acc = {};
   consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
-          tile_at(g, first), tiles, acc);
+          tile_at(first), tiles, acc);
   launch_dependent_grids();
-  if constexpr (SLICES > 1) {
-    add_slices(reinterpret_cast<float*>(ring), index, slice, acc);
-    if (slice > 0) return;
-  }
-  store_job(g, out + size_t(split) * g.stride, channels, job, acc);
+  const uint32_t sums = cute::cast_smem_ptr_to_uint(ring);
+  sync_consumers();  // after the last read of the ring
+  stage_sums(sums + slice * SUMS_BYTES, channels, job, acc);
+  sync_consumers();
+  store_sums(g, out + size_t(split) * g.stride, channels, sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)

@@ -194,9 +194,9 @@ def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """The ring, which the slices' sums take over at the end."""
-    exchange = (config.slices - 1) * job(p, config).jobs * accumulators(p, config) * 32 * 4
-    return max(config.stages * stage_bytes(p, config), exchange) + ALIGNMENT_BYTES
+    """The ring, which the slices' sums take over at the end: for each output channel those of its group."""
+    sums = math.prod(plane(p).kernel) * min(config.in_block, group_channels(p)[0]) * config.out_block * 4
+    return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
 
 
 def ctas_per_sm(p: ConvWgradProblem, config: Config) -> int:
@@ -520,9 +520,10 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on the window, the groups and the tile, not on the splits."""
+    """The device code's specialisation: it depends on the window, the groups and the image's tiles, not on splits."""
     s, j = plane(problem), job(problem, config)
     group_in, group_out = group_channels(problem)
+    _, tiles_h, tiles_w = tile_counts(problem, config)
     return compiler.Source(
         "wgrad_grouped.cu",
         (
@@ -542,6 +543,8 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("ROWS", config.rows),
             ("COLUMNS", config.columns),
             ("RAGGED", int(s.out[0] % config.rows != 0)),
+            ("TILES_H", tiles_h),
+            ("TILES_W", tiles_w),
             ("SLICES", config.slices),
             ("STAGES", config.stages),
             ("WARP_IN", j.in_units),
@@ -555,10 +558,9 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
     s = plane(p)
-    _, tiles_h, tiles_w = tile_counts(p, config)
     stride = split_k.stride(p) if config.splits > 1 else 0
     shares = divmod(tiles(p, config), config.splits)
-    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares, tiles_h, tiles_w))
+    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares))
 
 
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:

@@ -1,57 +1,62 @@
 // Weight gradient of a unit-stride convolution for Hopper that loads an input row once for all filter taps.
 //
-//   dW[r, s, c, k] = sum over pixels (n, p, q) of X[n, p - pad + r*dilation, q - pad + s*dilation, c] * dY[n, p, q, k]
+//   dW[r, s, c, k] = sum over pixels (n, p, q) of
+//       X[n, p - pad + r*dilation, q - pad + s*dilation, c] * dY[n, p, q, k]
 //
-// A thread block computes 64 output channels (M) x a block of TAPS_H x TAPS_W filter taps of 64 input channels. In shared
-// memory lie rows of X with their halo, 128 bytes (64 channels) a pixel, and the rows of dY. A tap is only another
-// start address of the same data: WGMMA's 128-byte swizzle is a function of address bits, so a descriptor may start at
-// any pixel. The taps of a filter row are one WGMMA's N side (64-channel blocks, one dilated pixel apart), its filter
-// rows are one consumer warpgroup each. A block of 16 along the reduction is 16 pixels of a row or, where TILE_Q is odd eights, 8
-// pixels of each of two rows: nothing but the problem's own pixels is ever multiplied.
+// A thread block computes 64 output channels (M) x a block of TAPS_H x TAPS_W filter taps of 64 input
+// channels. In shared memory lie rows of X with their halo, 128 bytes (64 channels) a pixel, and the rows of
+// dY. A tap is only another start address of the same data: WGMMA's 128-byte swizzle is a function of address
+// bits, so a descriptor may start at any pixel. The taps of a filter row are one WGMMA's N side (64-channel
+// blocks, one dilated pixel apart), its filter rows are one consumer warpgroup each. A block of 16 along the
+// reduction is 16 pixels of a row or, where TILE_Q is odd eights, 8 pixels of each of two rows: nothing but
+// the problem's own pixels is ever multiplied.
 //
-// Work is a list of units (output tile, image, strip of rows, strip of columns), the tile slowest. A thread block takes
-// one split of one tile or, as stream-k, whole tiles as long as there is one for every block, and then a contiguous
-// 1/gridDim.x of the rest. A tile that one block covers alone is stored; otherwise each part goes to the workspace and
-// `reduce_tiles` adds them in a fixed order.
+// Work is a list of units (output tile, image, strip of rows, strip of columns), the tile slowest. A thread
+// block takes one split of one tile or, as stream-k, whole tiles as long as there is one for every block, and
+// then a contiguous 1/gridDim.x of the rest. A tile that one block covers alone is stored; otherwise each
+// part goes to the workspace and `reduce_tiles` adds them in a fixed order.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers.
-// Barriers, per line (a row of X, and the row of dY that completes what it allows): `full` (the producer's arrival and
-// the bytes) and `empty` (one arrival per consumer warpgroup). Units take turns in `buffers` places, and every unit fills
-// every line of its place once, in order: a line is filled again as soon as the products of its rows are done.
+// Barriers, per line (a row of X, and the row of dY that completes what it allows): `full` (the producer's
+// arrival and the bytes) and `empty` (one arrival per consumer warpgroup). Units take turns in `buffers`
+// places, and every unit fills every line of its place once, in order: a line is filled again as soon as the
+// products of its rows are done.
 //
-// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_Q (output columns of a strip), BATCH_ROWS (output rows whose products are
-// issued and waited for together), OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_Q (output columns of a strip), BATCH_ROWS (output rows whose
+// products are issued and waited for together), OUT (split_k.cuh).
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "divisor.cuh"
 #include "split_k.cuh"
+#include "tensor_map.cuh"
 #include "wgmma_ss.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
-
 // Must match `_args` in wgrad_halo.py.
 struct Args {
-  int channels, out_channels;                     // C, K
-  int filter_h, filter_w, groups_w;               // R, S, blocks of taps along S
-  int slots, k_blocks;                            // blocks of 64 channels
-  int out_h, tile_p, tiles_p, tiles_q;            // P; strips
-  int pitch;                                      // pixels of an X line
+  int channels, out_channels;  // C, K
+  int filter_h, filter_w;      // R, S
+  Divisor groups_w;            // blocks of taps along S
+  Divisor slots, k_blocks;     // blocks of 64 channels
+  int out_h, tile_p;           // P; output rows of a strip
+  Divisor in_image, tiles_q;   // strips
+  int pitch;                   // pixels of an X line
   int pad_h, pad_w, dilation_h, dilation_w;
-  int units_per_tile;
+  Divisor units_per_tile;
   int buffers;
-  int splits, whole_tiles;                        // splits = 0: stream-k, after whole_tiles tiles for each block
-  int units_per_part, longer_parts;
+  int splits, whole_tiles;  // splits = 0: stream-k, after whole_tiles tiles for each block
+  Divisor units_per_part, units_per_longer_part;
+  int longer_parts;
 };
 
-constexpr int CHANNELS = 64;            // of a block, on both sides
+constexpr int CHANNELS = 64;  // of a block, on both sides
 constexpr int PIXEL_BYTES = CHANNELS * 2;
 constexpr int MAX_LINES = 64;
 constexpr int ROWS = TILE_Q % 16 ? 2 : 1;  // rows of a block of 16 pixels
@@ -68,7 +73,7 @@ constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : 232;
 using Accumulator = float[ACCUMULATORS];
 
 struct Geometry {
-  int halo, lines;                      // lines of a buffer; the first `halo` come without a row of dY
+  int halo, lines;                       // lines of a buffer; the first `halo` come without a row of dY
   int x_bytes, dy_offset, buffer_bytes;  // of an X line; of dY in a buffer
 
   __device__ explicit Geometry(const Args& g)
@@ -91,17 +96,17 @@ struct Turn {
   }
 };
 
-// ---- work ----------------------------------------------------------------------------------------------------------
+// ---- work -------------------------------------------------------------------------------------------------
 
-// Units of stream-k part `part`, counted from the first tile that is not some block's alone: the first `longer_parts`
-// have one more than the others.
+// Units of stream-k part `part`, counted from the first tile that is not some block's alone: the first
+// `longer_parts` have one more than the others.
 __device__ inline int stream_begin(const Args& g, int part) {
   return part * g.units_per_part + min(part, g.longer_parts);
 }
 
 __device__ inline int stream_part_of(const Args& g, int unit) {
-  const int longer = g.longer_parts * (g.units_per_part + 1);
-  return unit < longer ? unit / (g.units_per_part + 1) : g.longer_parts + (unit - longer) / g.units_per_part;
+  const int longer = g.longer_parts * g.units_per_longer_part;
+  return unit < longer ? unit / g.units_per_longer_part : g.longer_parts + (unit - longer) / g.units_per_part;
 }
 
 // What a block does, one tile after the other.
@@ -112,7 +117,7 @@ struct Work {
     if (g.splits != 0) {
       tile = blockIdx.x;
       begin = blockIdx.y * g.units_per_part;
-      end = min(begin + g.units_per_part, g.units_per_tile);
+      end = min(begin + g.units_per_part, int(g.units_per_tile));
       whole_ = next_ = left_ = 0;
     } else {
       whole_ = 0;
@@ -138,24 +143,26 @@ struct Work {
     const int rest = next_ / g.units_per_tile;
     tile = g.whole_tiles * gridDim.x + rest;
     begin = next_ - rest * g.units_per_tile;
-    end = min(begin + left_, g.units_per_tile);
+    end = min(begin + left_, int(g.units_per_tile));
     next_ += end - begin;
     left_ -= end - begin;
   }
 
   // Whether this is the block's last.
-  __device__ bool last(const Args& g) const { return left_ == 0 && (g.splits != 0 || whole_ == g.whole_tiles); }
+  __device__ bool last(const Args& g) const {
+    return left_ == 0 && (g.splits != 0 || whole_ == g.whole_tiles);
+  }
 
  private:
   int whole_, next_, left_;
 };
 
-// Where in the workspace (in tiles) block `part` of stream-k, or split `part`, puts its part of a tile; `rest` counts
-// tiles from the first that is not some block's alone. A stream-k block has at most two of them incomplete, its first
-// and its last.
-__device__ inline int partial_slot(const Args& g, int part, int rest, int tiles) {
-  if (g.splits != 0) return part * tiles + rest;
-  return 2 * part + (stream_begin(g, part) / g.units_per_tile == rest ? 0 : 1);
+// Where in the workspace (in tiles) block `part` of stream-k, or split `part`, puts its part of a tile;
+// `rest` counts tiles from the first that is not some block's alone. A tile's parts lie one behind the other;
+// in stream-k the next of them all is either the next block's or the next tile's, so that the sum of both
+// numbers tells them apart.
+__device__ inline int partial_slot(const Args& g, int part, int rest) {
+  return g.splits != 0 ? rest * g.splits + part : part + rest;
 }
 
 struct Tile {
@@ -164,8 +171,9 @@ struct Tile {
 
 __device__ inline Tile tile_of(const Args& g, int index) {
   const int rest = index / g.k_blocks, group = rest / g.slots;
-  return {(index - rest * g.k_blocks) * CHANNELS, (rest - group * g.slots) * CHANNELS, group / g.groups_w * TAPS_H,
-          group % g.groups_w * TAPS_W};
+  const int row = group / g.groups_w;
+  return {(index - rest * g.k_blocks) * CHANNELS, (rest - group * g.slots) * CHANNELS, row * TAPS_H,
+          (group - row * g.groups_w) * TAPS_W};
 }
 
 struct Unit {
@@ -173,15 +181,15 @@ struct Unit {
 };
 
 __device__ inline Unit unit_of(const Args& g, int index) {
-  const int in_image = g.tiles_p * g.tiles_q, n = index / in_image, rest = index - n * in_image;
+  const int n = index / g.in_image, rest = index - n * g.in_image;
   const int strip = rest / g.tiles_q;
   return {n, strip * g.tile_p, (rest - strip * g.tiles_q) * TILE_Q};
 }
 
-// ---- producer ------------------------------------------------------------------------------------------------------
+// ---- producer ---------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* buffers,
-                               uint64_t* full, uint64_t* empty) {
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                               uint8_t* buffers, uint64_t* full, uint64_t* empty) {
   constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const Geometry at(g);
   Turn turn;
@@ -189,41 +197,45 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     const Tile tile = tile_of(g, work.tile);
     for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
       const Unit unit = unit_of(g, u);
-      const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w, h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
+      const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
+      const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
       uint8_t* x = buffers + turn.buffer * at.buffer_bytes;
       uint8_t* dy = x + at.dy_offset;
+#pragma unroll 1
       for (int line = 0; line < at.lines; ++line) {
         const int barrier = turn.buffer * at.lines + line, p = line - at.halo;
         EmptyBarrier::wait(&empty[barrier], turn.phase ^ 1);
         FullBarrier::arrive_and_expect_tx(&full[barrier], at.x_bytes + (p < 0 ? 0 : DY_BYTES));
-        cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[barrier], hint, x + line * at.x_bytes, tile.c0, w, h + line, unit.n);
+        cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[barrier], hint, x + line * at.x_bytes, tile.c0, w,
+                                     h + line, unit.n);
         if (p >= 0) {
-          cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[barrier], hint, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p,
-                                       unit.n);
+          cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[barrier], hint, dy + p * DY_BYTES, tile.k0, unit.q0,
+                                       unit.p0 + p, unit.n);
         }
       }
     }
   }
 }
 
-// ---- consumer ------------------------------------------------------------------------------------------------------
+// ---- consumer ---------------------------------------------------------------------------------------------
 
 // The barriers of lines whose products may still be running, to be released when they are known to be done.
 struct Held {
   int next = 0, end = 0;
 
   __device__ void release(uint64_t* empty, int until) {
+#pragma unroll 1
     for (; next < until; ++next) {
       if (threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[next]);
     }
   }
 };
 
-// One unit's products for filter row `warpgroup` of the tile. Unless `drain`, the last of them may still be running at
-// the end.
-__device__ inline void consume(const Args& g, const Geometry& at, const Turn& turn, uint32_t buffers, uint64_t* full,
-                               uint64_t* empty, int warpgroup, int rows, bool drain, GMMA::ScaleOut scale, Held& held,
-                               Accumulator& acc) {
+// One unit's products for filter row `warpgroup` of the tile. Unless `drain`, the last of them may still be
+// running at the end.
+__device__ inline void consume(const Args& g, const Geometry& at, const Turn& turn, uint32_t buffers,
+                               uint64_t* full, uint64_t* empty, int warpgroup, int rows, bool drain,
+                               GMMA::ScaleOut scale, Held& held, Accumulator& acc) {
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
   const uint32_t x = buffers + turn.buffer * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
@@ -232,6 +244,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
   const int first = turn.buffer * at.lines;
   int waited = 0;
   for (int p = 0; p < rows; p += BATCH_ROWS) {
+#pragma unroll 1
     for (const int needed = p + BATCH_ROWS + at.halo; waited < needed; ++waited) {
       FullBarrier::wait(&full[first + waited], turn.phase);
     }
@@ -261,23 +274,25 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
   if (drain || rows != g.tile_p || !ahead) {
     cute::warpgroup_wait<0>();
     fence(acc);
+#pragma unroll 1
     for (; waited < at.lines; ++waited) FullBarrier::wait(&full[first + waited], turn.phase);
     held.release(empty, held.end);
   }
 }
 
-// Where a consumer thread's accumulators belong in out[R][S][C][K]. Element 4*i + j is column 8*i + 2*(lane%4) + j%2 and
-// row 16*warp + lane/4 + 8*(j/2) of the warpgroup's tile.
+// Where a consumer thread's accumulators belong in out[R][S][C][K]. Element 4*i + j is column 8*i +
+// 2*(lane%4) + j%2 and row 16*warp + lane/4 + 8*(j/2) of the warpgroup's tile.
 struct Place {
-  int offset;              // of the tile's first column, in the thread's row
-  int columns, rows, taps; // how many are left from the thread's first on: channels, output channels, filter columns
+  int offset;  // of the tile's first column, in the thread's row
+  // How many are left from the thread's first on: channels, output channels, filter columns.
+  int columns, rows, taps;
 };
 
 __device__ inline Place place_of(const Args& g, const Tile& tile, int thread) {
   const int r = tile.r0 + thread / 128, lane = thread % 32;
   const int c = tile.c0 + 2 * (lane % 4), k = tile.k0 + thread % 128 / 32 * 16 + lane / 4;
-  return {((r * g.filter_w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c, g.out_channels - k,
-          r < g.filter_h ? g.filter_w - tile.s0 : 0};
+  return {((r * g.filter_w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c,
+          g.out_channels - k, r < g.filter_h ? g.filter_w - tile.s0 : 0};
 }
 
 __device__ inline void store(const Args& g, const Place& place, Output* out, int i, const float (&v)[4]) {
@@ -286,7 +301,9 @@ __device__ inline void store(const Args& g, const Place& place, Output* out, int
   Output* at = out + (place.offset + (s * g.channels + c) * g.out_channels);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (c + j % 2 < place.columns && j / 2 * 8 < place.rows) convert(v[j], at[j % 2 * g.out_channels + j / 2 * 8]);
+    if (c + j % 2 < place.columns && j / 2 * 8 < place.rows) {
+      convert(v[j], at[j % 2 * g.out_channels + j / 2 * 8]);
+    }
   }
 }
 
@@ -318,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
         const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
-        consume(g, at, turn, cute::cast_smem_ptr_to_uint(buffers), full, empty, thread / 128, rows, u + 1 == work.end,
-                scale, held, acc);
+        consume(g, at, turn, cute::cast_smem_ptr_to_uint(buffers), full, empty, thread / 128, rows,
+                u + 1 == work.end, scale, held, acc);
         scale = GMMA::ScaleOut::One;
       }
       if (work.last(g)) launch_dependent_grids();
@@ -330,8 +347,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           store(g, place, out, i, {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]});
         }
       } else {
-        const int part = g.splits == 0 ? blockIdx.x : blockIdx.y, rest = work.tile - g.whole_tiles * gridDim.x;
-        float4* to = partials + size_t(partial_slot(g, part, rest, gridDim.x)) * (TILE_FLOATS / 4) + thread;
+        const int part = g.splits == 0 ? blockIdx.x : blockIdx.y;
+        const int rest = work.tile - g.whole_tiles * gridDim.x;
+        float4* to = partials + size_t(partial_slot(g, part, rest)) * (TILE_FLOATS / 4) + thread;
 #pragma unroll
         for (int i = 0; i < ACCUMULATORS / 4; ++i) {
           to[i * 128 * CONSUMERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
@@ -341,22 +359,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 }
 
-// ---- reduction -----------------------------------------------------------------------------------------------------
+// ---- reduction --------------------------------------------------------------------------------------------
+
+constexpr int TILE_REDUCE_BLOCKS = 5;  // of a multiprocessor: with 6, ptxas puts additions between the loads
 
 struct TileReduceArgs {
-  int lanes;       // threads of a block that share an element's parts
-  int elements;    // float4 of each thread, at most ELEMENTS
+  int lanes;       // as of reduce_splits
   int first_tile;  // that is not some block's alone
 };
 
-constexpr int ELEMENTS = 4;  // enough loads under way where parts are few
-
-// Grid: x over pieces of a tile, y over tiles from first_tile on. Sums a tile's parts, in the order of the reduction,
-// and stores it.
-extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
-    reduce_tiles(const float4* partials, Output* out, const __grid_constant__ Args g,
+// Grid: x over pieces of a tile, y over tiles from first_tile on. Sums a tile's parts and stores it.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, TILE_REDUCE_BLOCKS)
+    reduce_tiles(const float* partials, Output* out, const __grid_constant__ Args g,
                  const __grid_constant__ TileReduceArgs reduce) {
-  __shared__ float4 shared[ELEMENTS][REDUCE_THREADS];
   const int rest = blockIdx.y, begin = rest * g.units_per_tile;
   int first = 0, parts = g.splits;
   if (g.splits == 0) {
@@ -364,47 +379,13 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     parts = stream_part_of(g, begin + g.units_per_tile - 1) - first + 1;
   }
   if (parts == 1) return;
-  const int columns = REDUCE_THREADS / reduce.lanes, column = threadIdx.x % columns, lane = threadIdx.x / columns;
-  const int element = blockIdx.x * columns * reduce.elements + column;
+  const int lanes = reduce.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
+  const int column = threadIdx.x & (columns - 1), lane = (threadIdx.x - column) * lanes / REDUCE_THREADS;
+  const int group = blockIdx.x * columns + column, i = group / (128 * CONSUMERS);
+  const Place place = place_of(g, tile_of(g, reduce.first_tile + rest), group - i * 128 * CONSUMERS);
+  const float* from = partials + size_t(partial_slot(g, first + lane, rest)) * TILE_FLOATS + group * 4;
+  if (lane < parts) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   wait_on_dependent_grids();
-  float4 sum[ELEMENTS];
-#pragma unroll
-  for (int e = 0; e < ELEMENTS; ++e) sum[e] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 2
-  for (int part = lane; part < parts; part += reduce.lanes) {
-    const size_t slot = partial_slot(g, first + part, rest, gridDim.y);
-    const float4* from = partials + slot * (TILE_FLOATS / 4) + element;
-#pragma unroll
-    for (int e = 0; e < ELEMENTS; ++e) {
-      if (e == reduce.elements) break;
-      const float4 v = __ldcg(from + e * columns);
-      sum[e].x += v.x;
-      sum[e].y += v.y;
-      sum[e].z += v.z;
-      sum[e].w += v.w;
-    }
-  }
-  if (reduce.lanes > 1) {
-#pragma unroll
-    for (int e = 0; e < ELEMENTS; ++e) shared[e][threadIdx.x] = sum[e];
-    __syncthreads();
-    if (lane > 0) return;
-    for (int other = 1; other < reduce.lanes; ++other) {
-#pragma unroll
-      for (int e = 0; e < ELEMENTS; ++e) {
-        const float4 v = shared[e][other * columns + column];
-        sum[e].x += v.x;
-        sum[e].y += v.y;
-        sum[e].z += v.z;
-        sum[e].w += v.w;
-      }
-    }
-  }
-  const Tile tile = tile_of(g, reduce.first_tile + rest);
-#pragma unroll
-  for (int e = 0; e < ELEMENTS; ++e) {
-    if (e == reduce.elements) break;
-    const int from = element + e * columns, i = from / (128 * CONSUMERS);
-    store(g, place_of(g, tile, from - i * 128 * CONSUMERS), out, i, {sum[e].x, sum[e].y, sum[e].z, sum[e].w});
-  }
+  float4 sum = add_splits(from, size_t(TILE_FLOATS) << log_lanes, lane, parts, lanes);
+  if (add_lanes(sum, lanes, columns, column)) store(g, place, out, i, {sum.x, sum.y, sum.z, sum.w});
 }

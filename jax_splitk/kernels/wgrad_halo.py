@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
+from jax_splitk.kernels.divisor import divisor
 from jax_splitk.kernels.wgrad_limits import INT32_MAX
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, hopper_limit
@@ -35,7 +36,6 @@ MAX_LINES = 64
 MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
-REDUCE_ELEMENTS = 4  # float4 that a thread of the reduction sums where parts are few (ELEMENTS in the device code)
 MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see split_k.least_splits
 
 
@@ -124,10 +124,11 @@ def longest_part(problem: ConvWgradProblem, config: Config) -> int:
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums: a tile for each split of it, or two for each thread block of stream-k."""
-    if config.splits == 1 or rest_tiles(problem, config) == 0:
+    """fp32 partial sums: a tile for each split of it, or for each part that stream-k's cuts make of the tiles."""
+    rest = rest_tiles(problem, config)
+    if config.splits == 1 or rest == 0:
         return 0
-    return parts(problem, config) * (1 if config.splits else 2) * config.tile_bytes
+    return (parts(problem, config) + (0 if config.splits else rest - 1)) * config.tile_bytes
 
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
@@ -330,14 +331,13 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     (pad_h, _), (pad_w, _) = p.padding
     values = (
         *(p.in_channels, p.out_channels),
-        *(*p.kernel_spatial, -(-p.kernel_spatial[1] // config.taps_w)),
-        *(-(-p.in_channels // CHANNELS), -(-p.out_channels // CHANNELS)),
-        *(height, config.tile_p, -(-height // config.tile_p), width // config.tile_q),
+        *(*p.kernel_spatial, *divisor(-(-p.kernel_spatial[1] // config.taps_w))),
+        *(*divisor(-(-p.in_channels // CHANNELS)), *divisor(-(-p.out_channels // CHANNELS))),
+        *(height, config.tile_p, *divisor(units // p.batch), *divisor(width // config.tile_q)),
         pitch(p, config),
         *(pad_h, pad_w, *p.rhs_dilation),
-        units,
-        buffers(p, config),
-        *(config.splits, whole_tiles(p, config), per_part, longer),
+        *(*divisor(units), buffers(p, config)),
+        *(config.splits, whole_tiles(p, config), *divisor(per_part), *divisor(per_part + 1), longer),
     )
     return plan.Int32Struct(values)
 
@@ -373,11 +373,10 @@ def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32St
     most = config.splits or -(-parts(problem, config) // count) + 1
     lanes = split_k.reduce_lanes(count * elements, most)
     first_tile = tiles(problem, config) - count
-    each = REDUCE_ELEMENTS if lanes == 1 else 1
     return plan.Launch(
         kernel="reduce_tiles",
-        grid=(elements * lanes // (each * split_k.REDUCE_THREADS), count, 1),
+        grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
         block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((lanes, each, first_tile))),
+        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((lanes, first_tile))),
         programmatic=True,
     )

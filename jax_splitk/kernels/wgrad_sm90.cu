@@ -2,59 +2,46 @@
 //
 //   dW[tap, c, k] = sum over pixels (n, p, q) of X[n, p*stride - pad + tap*dilation, c] * dY[n, p, q, k]
 //
-// As a matrix product, D[rsc, k] = A^T B with both operands MN-major. The rsc side of a tile is a list of independent
-// 64-channel slots (tap, c0), each one TMA im2col box of 64 pixels x 64 channels; the k side is 64-channel boxes of dY.
-// In shared memory every box is 64 rows of 128 bytes under the 128-byte swizzle. With SWAP the M side of the tile is k
-// and the N side is rsc.
+// As a matrix product, D[rsc, k] = A^T B with both operands MN-major. The rsc side of a tile is a list of
+// independent 64-channel slots (tap, c0), each one TMA im2col box of 64 pixels x 64 channels; the k side is
+// 64-channel boxes of dY. In shared memory every box is 64 rows of 128 bytes under the 128-byte swizzle. With
+// SWAP the M side of the tile is k and the N side is rsc.
 //
-// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA; it leaves its registers to the
-// others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
-// Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one arrival per
-// consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0; the producers' first
-// pass over the ring does not wait.
-// With CLUSTER 2 two thread blocks whose tiles need the same boxes of one side issue every other one of these for both
-// (multicast): each box completes at the `full` barrier of the block that it lands in, which expects the whole stage
-// whoever issues it, and `empty` has the arrivals of both blocks' consumers.
-// Epilogue: fp32 goes to memory from the accumulators. Once every consumer of the block is done with the ring, it holds
-// a 16-bit tile [rsc][k], which is read back in rows of the output. If the splits of a tile form a cluster
-// (wgrad_direct with more than one row in the grid), the ring holds the fp32 tile, the blocks meet at the cluster's
-// barrier and each adds its share of the tile over all of them, in a fixed order, through distributed shared memory; a
-// last cluster barrier keeps every block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers)
-// any more. Producers do not take part: the cluster's barrier waits for threads that have not exited.
+// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA; it leaves its registers to
+// the others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
+// Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one
+// arrival per consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0;
+// the producers' first pass over the ring does not wait. With CLUSTER 2 two thread blocks whose tiles need
+// the same boxes of one side issue every other one of these for both (multicast): each box completes at the
+// `full` barrier of the block that it lands in, which expects the whole stage whoever issues it, and `empty`
+// has the arrivals of both blocks' consumers. Epilogue: fp32 goes to memory from the accumulators. Once every
+// consumer of the block is done with the ring, it holds a 16-bit tile [rsc][k], which is read back in rows of
+// the output. If the splits of a tile form a cluster (wgrad_direct with more than one row in the grid), the
+// ring holds the fp32 tile, the blocks meet at the cluster's barrier and each adds its share of the tile over
+// all of them, in a fixed order, through distributed shared memory; a last cluster barrier keeps every
+// block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers) any more. Producers do
+// not take part: the cluster's barrier waits for threads that have not exited.
 //
-// Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little of it.
+// Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
+// of it.
 //
-// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X is a
-// plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split),
-// CLUSTER_SUMS (the splits of a tile are a cluster), OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X
+// is a plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are
+// split), CLUSTER_SUMS (the splits of a tile are a cluster), OUT (split_k.cuh).
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "divisor.cuh"
 #include "split_k.cuh"
+#include "tensor_map.cuh"
 #include "wgmma_ss.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
-
-// A number that others, of 31 bits, are divided by: n / value == n * multiplier >> shift.
-struct Divisor {
-  int value;
-  uint32_t multiplier;
-  int shift;
-
-  __device__ operator int() const { return value; }
-};
-
-__device__ inline int operator/(int n, const Divisor& d) {
-  return int(uint64_t(uint32_t(n)) * d.multiplier >> d.shift);
-}
 
 // Must match `_args` in wgrad_sm90.py. Depth counts under RANK3 only.
 struct Args {
@@ -76,10 +63,11 @@ struct TailArgs {
   int whole, rest, splits;
 };
 
-// A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring memory.
+// A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
+// memory.
 constexpr bool TURNS = X_TILED && !TAIL;
 constexpr int BLOCK_K = 64;
-constexpr int SLOT = 64;                      // channels of a box
+constexpr int SLOT = 64;  // channels of a box
 constexpr int BOX_BYTES = BLOCK_K * SLOT * 2;
 constexpr int M_BOXES = TILE_M / SLOT, N_BOXES = TILE_N / SLOT;
 constexpr int X_BOXES = SWAP ? N_BOXES : M_BOXES, DY_BOXES = SWAP ? M_BOXES : N_BOXES;
@@ -93,8 +81,8 @@ constexpr int M_PER_WG = M_BOXES / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = 128 + CONSUMER_THREADS;
-// Of the two sides of a tile a pair of thread blocks shares the one with more boxes: its tiles are neighbours along the
-// other. Must match `_pair_along_m` in wgrad_sm90.py.
+// Of the two sides of a tile a pair of thread blocks shares the one with more boxes: its tiles are neighbours
+// along the other. Must match `_pair_along_m` in wgrad_sm90.py.
 constexpr bool PAIR_ALONG_M = N_BOXES >= M_BOXES;
 constexpr bool SHARE_X = PAIR_ALONG_M == bool(SWAP);
 constexpr uint16_t BOTH = 3;  // multicast mask
@@ -112,7 +100,8 @@ __device__ inline Slot slot_of(const Args& g, int index) {
   return {tap, (index - tap * g.slots) * SLOT};
 }
 
-// ---- producer ------------------------------------------------------------------------------------------------------
+// ---- producer
+// ------------------------------------------------------------------------------------------------------
 
 // The first of 64 output pixels.
 struct Pixel {
@@ -139,14 +128,26 @@ __device__ inline Pixel pixel_at(const Args& g, int index) {
 __device__ inline void advance(const Args& g, Pixel& at) {
   at.index = int(at.index + (TURNS ? uint32_t(g.step) : BLOCK_K));  // may wrap, after the last block
   at.q += g.step_q;
-  if (at.q >= g.out_w) { at.q -= g.out_w; ++at.p; }
+  if (at.q >= g.out_w) {
+    at.q -= g.out_w;
+    ++at.p;
+  }
   at.p += g.step_p;
 #if RANK3
-  if (at.p >= g.out_h) { at.p -= g.out_h; ++at.o; }
+  if (at.p >= g.out_h) {
+    at.p -= g.out_h;
+    ++at.o;
+  }
   at.o += g.step_o;
-  if (at.o >= g.out_d) { at.o -= g.out_d; ++at.n; }
+  if (at.o >= g.out_d) {
+    at.o -= g.out_d;
+    ++at.n;
+  }
 #else
-  if (at.p >= g.out_h) { at.p -= g.out_h; ++at.n; }
+  if (at.p >= g.out_h) {
+    at.p -= g.out_h;
+    ++at.n;
+  }
 #endif
   at.n += g.step_n;
 }
@@ -165,8 +166,8 @@ __device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t
 }
 
 template <bool MULTICAST>
-__device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c, const Tap& tap,
-                              const Pixel& at) {
+__device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c,
+                              const Tap& tap, const Pixel& at) {
 #if X_TILED
   load_matrix<MULTICAST>(map, full, to, c, at, g.x_once);
 #else
@@ -174,7 +175,8 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
 #if RANK3
   const int d = at.o * g.stride_d - g.pad_d;
   if constexpr (MULTICAST) {
-    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, BOTH, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
+    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, BOTH, to, c, w, h, d, at.n, tap.w, tap.h,
+                                                  tap.d);
   } else {
     cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
   }
@@ -193,14 +195,15 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
   int s = tap - row * g.kernel_w;
 #if RANK3
   int t = row / g.kernel_h;
-  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h), uint16_t(s * g.dilation_w)};
+  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h),
+          uint16_t(s * g.dilation_w)};
 #else
   return {0, uint16_t(row * g.dilation_h), uint16_t(s * g.dilation_w)};
 #endif
 }
 
-// One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four warps
-// instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
+// One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four
+// warps instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
 struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
   Tap tap[BOXES_PER_WARP];
@@ -229,7 +232,8 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
         loads.c0[i] = blockIdx.z * g.channels + slot.c0;
         loads.tap[i] = tap_at(g, slot.tap);
       } else {
-        loads.c0[i] = gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
+        loads.c0[i] =
+            gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
       }
     } else {
       loads.c0[i] = blockIdx.z * g.out_channels + (dy_tile * DY_BOXES + index) * SLOT;
@@ -239,14 +243,17 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
   return loads;
 }
 
-// Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are loops of
-// their own right at the kernel's start: all that follows waits for them, and code that lies far off is slow to come.
+// Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are
+// loops of their own right at the kernel's start: all that follows waits for them, and code that lies far off
+// is slow to come.
 template <bool EMPTY>
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint32_t ring,
                                uint32_t barriers, int warp, Loads& loads, int k_tiles) {
   int stage = 0;
   uint32_t phase = 0;
-  const auto shared = [](uint32_t address) { return static_cast<uint8_t*>(__cvta_shared_to_generic(address)); };
+  const auto shared = [](uint32_t address) {
+    return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
+  };
   const bool lead = !EMPTY || cute::elect_one_sync();
 #pragma unroll 1  // short: all of it is fetched anew in each block
   for (int kt = 0; kt < k_tiles; ++kt) {
@@ -267,11 +274,15 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
       }
     }
     advance(g, loads.at);
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
 }
 
-// ---- consumer ------------------------------------------------------------------------------------------------------
+// ---- consumer
+// ------------------------------------------------------------------------------------------------------
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
@@ -317,13 +328,17 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
     fence(acc);
     if (previous >= 0) release(&empty[previous]);
     previous = stage;
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
   cute::warpgroup_wait<0>();
   fence(acc);
 }
 
-// ---- epilogue ------------------------------------------------------------------------------------------------------
+// ---- epilogue
+// ------------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
 static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
@@ -343,8 +358,8 @@ __device__ inline Rows rows_of(const Args& g, int index) {
           min(SLOT, g.channels - slot.c0)};
 }
 
-// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are `pitch`
-// apart. Their numbers within the problem are multiples of 8.
+// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are
+// `pitch` apart. Their numbers within the problem are multiples of 8.
 struct Place {
   const Rows* slots;
   int column, columns, pitch;
@@ -363,8 +378,8 @@ __device__ inline void store_if(bool inside, float* to, float x) {
 }
 
 __device__ inline void store_if(bool inside, float* to, float x, float y) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to), "f"(x), "f"(y),
-               "r"(int(inside))
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
+               "f"(x), "f"(y), "r"(int(inside))
                : "memory");
 }
 
@@ -412,8 +427,8 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 // ---- epilogue: 16 bits ----
 
 #if OUT != 0
-// The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of the slot,
-// 16-byte chunk i at i ^ row % 8.
+// The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of
+// the slot, 16-byte chunk i at i ^ row % 8.
 __device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row, int chunk) {
   return tile + (slot * DY_BOXES + dy_box) * BOX_BYTES + row * 128 + (chunk ^ row % 8) * 16;
 }
@@ -469,10 +484,11 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      asm volatile("{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
-                       to + pass * ROWS * place.pitch),
-                   "r"(v[pass].x), "r"(v[pass].y), "r"(v[pass].z), "r"(v[pass].w), "r"(row0 + pass * ROWS), "r"(end)
-                   : "memory");
+      asm volatile(
+          "{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
+              to + pass * ROWS * place.pitch),
+          "r"(v[pass].x), "r"(v[pass].y), "r"(v[pass].z), "r"(v[pass].w), "r"(row0 + pass * ROWS), "r"(end)
+          : "memory");
     }
   }
 }
@@ -481,9 +497,10 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
 // ---- epilogue: sums of a cluster ----
 
 #if CLUSTER_SUMS
-// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels along it.
-// Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every other row, meet in a
-// write, nor where lanes read along a row. All accesses are volatile: they stay on their side of the barriers.
+// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels
+// along it. Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every
+// other row, meet in a write, nor where lanes read along a row. All accesses are volatile: they stay on their
+// side of the barriers.
 __device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
 
 __device__ inline void write(uint32_t address, float x) {
@@ -508,7 +525,8 @@ __device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc
         const int c = col0 + odd;
         const uint32_t column = tile + (c * CHUNKS + (k / 4 ^ swizzle(c))) * 16 + k % 4 * 4;
 #pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j) write(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
+        for (int j = 0; j < TILE_N / 8; ++j)
+          write(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
       }
 #else
       const uint32_t row = tile + (m0 + 8 * half) * CHUNKS * 16 + col0 * 4;
@@ -542,9 +560,10 @@ __device__ inline void add(float4& sum, uint32_t address, int block) {
 }
 
 // Writes block `block`'s share of the tile into `out`, leaving out rows and columns beyond the problem. The
-// sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is read by all
-// the others at once.
-__device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int block, int blocks, Output* out) {
+// sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is
+// read by all the others at once.
+__device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int block, int blocks,
+                                          Output* out) {
   constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;  // chunks that are under way at a time
   const int step = blocks * CONSUMER_THREADS;
   for (int i = block * CONSUMER_THREADS + threadIdx.x - 128; i < TOTAL; i += BATCH * step) {
@@ -583,16 +602,18 @@ __device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int
 }
 #endif
 
-// ---- the kernels ---------------------------------------------------------------------------------------------------
+// ---- the kernels
+// ---------------------------------------------------------------------------------------------------
 
 // What a thread block computes: a tile's sum over so many blocks of pixels from kt on.
 struct Work {
   int tile, split, kt, k_tiles;
 };
 
-// Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z over groups.
-// Split s covers pixel blocks [s, s+1) * k_tiles_per_split, or s, s + splits, ... under TURNS; the plan leaves no
-// split empty. Partial sums of split s go to partials + s * (output size); without PARTIAL the splits are a cluster.
+// Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z
+// over groups. Split s covers pixel blocks [s, s+1) * k_tiles_per_split, or s, s + splits, ... under TURNS;
+// the plan leaves no split empty. Partial sums of split s go to partials + s * (output size); without PARTIAL
+// the splits are a cluster.
 __device__ inline Work work_of_block(const Args& g) {
   const int tile = int(blockIdx.x) / CLUSTER, split = blockIdx.y;
   if constexpr (TURNS) {
@@ -604,7 +625,8 @@ __device__ inline Work work_of_block(const Args& g) {
   }
 }
 
-// Grid under TAIL: the tiles that are not split, then the splits of the others. These go to partials as tiles.
+// Grid under TAIL: the tiles that are not split, then the splits of the others. These go to partials as
+// tiles.
 __device__ inline Work work_of_block(const Args& g, const TailArgs& tail) {
   const int index = int(blockIdx.x) - tail.whole;
   if (index < 0) return {int(blockIdx.x), 0, 0, g.k_tiles};
@@ -651,7 +673,8 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 
   const uint32_t barriers = cute::cast_smem_ptr_to_uint(full);
   // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
-  if (warp < PRODUCERS) produce<true>(x_map, dy_map, g, ring, barriers, warp, loads, min(work.k_tiles, STAGES));
+  if (warp < PRODUCERS)
+    produce<true>(x_map, dy_map, g, ring, barriers, warp, loads, min(work.k_tiles, STAGES));
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp < PRODUCERS && cute::elect_one_sync()) {
@@ -697,7 +720,8 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 #if TAIL
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_tail(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
+               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out,
+               float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
 }
 

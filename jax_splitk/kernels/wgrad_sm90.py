@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
+from jax_splitk.kernels.divisor import divisor
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -33,8 +34,7 @@ SLOT = 64  # channels of a TMA box
 BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
-MAX_STAGES = 8
-MAX_STAGES_OF_TURNS = 13  # without turns that many were 5% slower than 8 (measured)
+MAX_STAGES = 8  # more gain nothing, or cost 5% (measured)
 # Blocks of pixels of a float32 result's split: see split_k.least_splits. The error is 2.8e-5 relative over 380 of them
 # (measured).
 MAX_FLOAT32_CHAIN = 128
@@ -122,11 +122,11 @@ class Config:
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
-def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1, turns: bool = False) -> int:
-    """The deepest ring that fits in shared memory and is of use; `turns`: of splits that take turns."""
+def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
+    """The deepest ring that fits in shared memory and is of use."""
     stage_bytes = (tile_m + tile_n) // SLOT * BOX_BYTES
     room = (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes
-    return min(MAX_STAGES_OF_TURNS if turns else MAX_STAGES, room)
+    return min(MAX_STAGES, room)
 
 
 def min_stages(tile_m: int, tile_n: int) -> int:
@@ -258,7 +258,7 @@ def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
     if (config.tile_m, config.tile_n) not in TILES:
         return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
     least = min_stages(config.tile_m, config.tile_n)
-    most = max_stages(config.tile_m, config.tile_n, turns=takes_turns(problem, config))
+    most = max_stages(config.tile_m, config.tile_n)
     if not least <= config.stages <= most:
         return f"stages {config.stages}; accepted with this tile: {least} to {most}"
     if not isinstance(config.swap, bool):
@@ -331,15 +331,14 @@ def variants() -> Iterator[Config]:
 
 def _with_splits(config: Config, splits: int, reduction: str) -> Config:
     if splits == 1:
-        stages = min(config.stages, MAX_STAGES)
-        return dataclasses.replace(config, stages=stages, splits=1, reduction="workspace")
+        return dataclasses.replace(config, splits=1, reduction="workspace")
     return dataclasses.replace(config, splits=splits, reduction=reduction)
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
     """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
     counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
-    cluster. Rings of more than `MAX_STAGES` are legal where splits take turns, but gain nothing: nobody looks there."""
+    cluster."""
     least = least_splits(problem)
     clusters = {
         whole_splits(problem, s)
@@ -381,7 +380,7 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     found = [_with_splits(config, s, config.reduction) for s in sorted(splits - {config.splits})]
     found.append(dataclasses.replace(config, swap=not config.swap))
     found.append(dataclasses.replace(config, cluster=3 - config.cluster))
-    found += [dataclasses.replace(config, stages=min(config.stages - 1, MAX_STAGES))] * (config.stages > 2)
+    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
     if config.splits > 1:
         found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
     return found
@@ -459,7 +458,7 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, tile and the way sums meet, not on sizes."""
+    """The device code's specialisation: it depends on dtypes, tile and the way sums meet, hardly on sizes."""
     return compiler.Source(
         "wgrad_sm90.cu",
         (
@@ -475,19 +474,9 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("RANK3", int(folded(problem).rank == 3)),
             ("TAIL", int(config.whole_tiles > 0)),
             ("CLUSTER_SUMS", int(config.in_cluster)),
+            ("DISCARD", int(takes_turns(problem, config) and split_k.discards(problem, config.splits))),
         ),
     )
-
-
-def _divisor(value: int) -> tuple[int, int, int]:
-    """`struct Divisor` of the device code: the value, and (multiplier, shift) that divide any number below 2**31.
-
-    2**(shift - 31) is the least power of 2 that is at least the value. The multiplier is 2**shift / value, rounded up,
-    so that n * multiplier / 2**shift exceeds n / value by less than 1 / value.
-    """
-    shift = 31 + (value - 1).bit_length()
-    multiplier = -(-(1 << shift) // value)  # 2**31 to 2**32 - 1: the struct's words are signed
-    return value, multiplier - (1 << 32), shift
 
 
 def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
@@ -508,12 +497,12 @@ def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
     values = (
         *(*channels, problem.taps, problem.out_channels),
-        *_divisor(-(-channels[0] // SLOT)),
-        *(word for size in (*p.kernel_spatial[-2:], *out) for word in _divisor(size)),
+        *divisor(-(-channels[0] // SLOT)),
+        *(word for size in (*p.kernel_spatial[-2:], *out) for word in divisor(size)),
         *(*ones, *p.window_strides),
         *(*zeros, *(low for low, _ in p.padding)),
         *(*ones, *p.rhs_dilation),
-        *_divisor(columns),
+        *divisor(columns),
         *(blocks, blocks // config.splits if turns else -(-blocks // config.splits)),
         *(step, rest, *steps),
         *(int(turns and dy_tiles == 1), int(turns and x_tiles == 1)),

@@ -43,14 +43,11 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "split_k.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 // Must match `_args` in wgrad_tf32.py.
 struct Args {

@@ -1,0 +1,14 @@
+// Division of 31-bit numbers by a number that the host knows, as a multiplication.
+
+// n / value == n * multiplier >> shift. Must match divisor.py.
+struct Divisor {
+  int value;
+  unsigned multiplier;
+  int shift;
+
+  __device__ operator int() const { return value; }
+};
+
+__device__ inline int operator/(int n, const Divisor& d) {
+  return int(1ull * unsigned(n) * d.multiplier >> d.shift);
+}
