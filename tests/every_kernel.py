@@ -162,9 +162,9 @@ def _sm90() -> Iterator[Run]:
         (volume, config(64, 64, True, 1)),
         (volume, config(128, 64, False, 1)),
         (matrix, config(64, 128, False, 2, reduction="cluster")),
-        # Splits that take turns: what is read by one tile and by several, a deep ring that is filled again.
+        # Splits that take turns: what is read by one tile and by several, a ring that is filled again.
         (matrix, config(128, 64, False, 3)),
-        (long, wgrad_sm90.Config(64, 64, 13, True, 2)),
+        (long, wgrad_sm90.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
     ):
         yield from (Run(wgrad_sm90, p, each) for each in given)
@@ -259,11 +259,21 @@ def _fp8() -> Iterator[Run]:
     for case, config, blocks in (
         (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 2),
         (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 5),
+        (dataclasses.replace(plain, rows=150), mixed_fp8.Config(32, 32, 2, 1, 0, 0), 4),
         (wide, mixed_fp8.Config(64, 64, 2, 2, 0, 0, 256), 6),
         (exact, mixed_fp8.Config(192, 64, 2, 2, 0, 0), 2),
         (channel, mixed_fp8.Config(64, 32, 2, 1, 0, 0), 3),
     ):
         yield _cut(mixed_fp8, case, config, blocks)
+    # Ranges of a tile that are a cluster: the ring is filled again, sums land across its end, and two parts.
+    deep = mixed.Case(40, 1088, 136, x_dtype=E4M3)
+    for case, config in (
+        (dataclasses.replace(plain, k=768), mixed_fp8.Config(32, 32, 3, 1, 4, 0, splits=2)),
+        (deep, mixed_fp8.Config(64, 64, 3, 1, 4, 0, splits=2, parts=2)),
+        (dataclasses.replace(plain, k=1024, features=203), mixed_fp8.Config(32, 32, 3, 1, 6, 0, splits=3, parts=2)),
+    ):
+        assert mixed_fp8.supports(case.problem, config) is None
+        yield Run(mixed_fp8, case.problem, config, case)
 
 
 def _wgmma() -> Iterator[Run]:
@@ -273,6 +283,7 @@ def _wgmma() -> Iterator[Run]:
     for case, tile_m, tile_n, scaling, blocks in (
         (plain, 128, 32, "weight", 2),
         (plain, 64, 32, "sum", 7),
+        (dataclasses.replace(plain, rows=150), 128, 32, "weight", 4),
         (zero, 128, 32, "sum", 2),
         (channel, 64, 64, "channel", 5),
         (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, "sum", 3),

@@ -218,8 +218,9 @@ def check_schedule(
                 slots.setdefault(tile, []).append(slot)
     assert (done == 1).all(), config
     assert bool(slots) == ("reduce_ranges" in launches) == family.is_cut(p, config)
-    assert (main.grid[0], main.cluster) == (config.blocks, (config.cluster, 1, 1))
-    assert main.grid[0] % config.cluster == 0
+    size = config.cluster * getattr(config, "splits", 1)
+    assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
+    assert main.grid[0] % size == 0
     flat = list(itertools.chain(*slots.values()))
     assert len(set(flat)) == len(flat)
     tile_floats = config.blocks // given.workers * config.tile_m * config.tile_n

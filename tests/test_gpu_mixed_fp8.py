@@ -36,6 +36,16 @@ def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.n
     return product(mixed_fp8, case, config, packed)(x)
 
 
+def in_splits(case: Case) -> list[Config]:
+    """Small rings, where ranges of a tile are a cluster: of 2, 3 and 8, the last one with as few k blocks as can be."""
+    p, found = case.problem, []
+    for tile_n, tile_m, parts, stages in ((64, 128, 1, 3), (64, 128, 2, 3), (32, 128, 2, 4), (32, 256, 1, 4)):
+        config = Config(tile_n, min(64, tile_n), stages, 1, 1, 0, tile_m, parts=parts)
+        tiles = math.prod(mixed_fp8.tile_counts(p, config))
+        found += [dataclasses.replace(config, blocks=tiles * splits, splits=splits) for splits in (2, 3, 8)]
+    return [config for config in found if mixed_fp8.supports(p, config) is None]
+
+
 def plain(case: Case) -> list[Config]:
     """Small tiles with and without clusters, their k blocks in a few ranges, and each in its own."""
     p, found = case.problem, []
@@ -44,14 +54,15 @@ def plain(case: Case) -> list[Config]:
         units = math.prod(mixed_fp8.tile_counts(p, config)) * ranges.k_blocks(p)
         for workers in sorted({min(7, units), units}):
             found.append(mixed_fp8.whole_blocks(p, dataclasses.replace(config, blocks=workers * cluster)))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *in_splits(case)[:1]]))
 
 
 def configs(case: Case, count: int) -> list[Config]:
     """Plain ones, and `count` candidates of different tiles."""
     kinds: dict[tuple[int, ...], Config] = {}
     for config in mixed_fp8.candidates(case.problem, target_for("cuda")):
-        kinds.setdefault((config.tile_n, config.chunk, config.cluster, config.tile_m), config)
+        kind = (config.tile_n, config.chunk, config.cluster, config.tile_m, config.splits, config.parts)
+        kinds.setdefault(kind, config)
     return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
 
 
@@ -86,10 +97,20 @@ FLOAT16 = [
 NAN_WEIGHTS = [CASES[5], CASES[7], Case(31, 384, 130, E4M3, 128, x_dtype=E4M3)]
 
 
+IN_SPLITS = [
+    Case(17, 768, 136, x_dtype=E4M3),
+    Case(64, 1088, 700, group_size=128, x_dtype=E4M3, out_dtype="float16", scale_dtype="float16"),
+    Case(100, 1392, 77, group_size=1392, x_dtype=E4M3),
+    Case(50, 2048, 203, "uint4", 64, x_dtype=E4M3),
+    Case(31, 1088, 130, E4M3, 32, None, "float32", E4M3),
+]
+
+
 def device_code() -> set[compiler.Source]:
     wanted = [(case, config) for case in CASES for config in configs(case, 4)]
     wanted += [(case, config) for case in (*FLOAT16, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
     wanted += [(case, config) for case in DECODED for config in plain(case)]
+    wanted += [(case, config) for case in IN_SPLITS for config in in_splits(case)]
     return {mixed_fp8.source(case.problem, config) for case, config in wanted}
 
 
@@ -98,7 +119,18 @@ def test_exact_on_integers(case: Case) -> None:
     check_exact(mixed_fp8, case, configs(case, 4), largest(case))
 
 
-@pytest.mark.parametrize(("rows", "k", "features"), [(128, 8192, 3584), (1024, 8192, 8192), (4096, 8192, 3584)])
+@pytest.mark.parametrize("case", IN_SPLITS, ids=str)
+def test_ranges_that_are_clusters_are_exact_and_deterministic(case: Case) -> None:
+    found = in_splits(case)
+    assert {config.parts for config in found} == {1, 2}
+    assert {config.splits for config in found} >= {2, 3}
+    check_exact(mixed_fp8, case, found, largest(case))
+    check_repeats(mixed_fp8, case, found[:3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "features"), [(64, 8192, 3584), (128, 8192, 3584), (1024, 8192, 8192), (4096, 8192, 3584)]
+)
 def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     case = Case(rows, k, features, x_dtype=E4M3)
     found = mixed_fp8.candidates(case.problem, target_for("cuda"))[:6]

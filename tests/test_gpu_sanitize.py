@@ -58,3 +58,7 @@ def test_the_runs_reach_every_specialisation() -> None:
     assert macros["mixed_stream", "FORMAT"] == set(range(6))
     assert macros["mixed_stream", "CLUSTER"] == {1, 2, 4, 8}
     assert macros["mixed_fp8", "CLUSTER"] == {1, 2}
+    for macro in ("EIGHTS", "WHOLE", "PARTS"):
+        assert len(macros["mixed_fp8", macro]) == len(macros["mixed_wgmma", macro]) == 2, macro
+    assert macros["mixed_fp8", "N_TILES"] == macros["mixed_wgmma", "N_TILES"] == {0, 1, 2}
+    assert macros["mixed_fp8", "SPLITS"] == {1, 2, 3}

@@ -1,6 +1,7 @@
 """The e4m3 tensor cores' family of quantized products: what is legal, which configs, plans, machine code. No GPU."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -68,6 +69,15 @@ def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulPr
     assert supports(bad) == reason
 
 
+def in_splits(splits: int, parts: int = 1, tile_n: int = 64, tile_m: int = 128, stages: int = 8) -> Config:
+    """For 3584 features and up to `tile_n` rows."""
+    blocks = 3584 // tile_m * splits
+    chunk = 64 if tile_n % 64 == 0 else 32
+    return Config(tile_n, chunk, stages, 1, blocks, 0, tile_m, splits, parts)
+
+
+SPLIT: dict[str, Any] = {"tile_n": 64, "cluster": 1, "blocks": 64, "waves": 0, "splits": 2}  # 32 tiles
+PARTED = {**SPLIT, "parts": 2}
 CONFIG_EDGES = [
     ({}, {"tile_n": 160}, "tile_n 160; accepted: 32, 64, 96, 128, 192, 256"),
     ({"chunk": 32}, {"chunk": 16}, "chunk 16; accepted: 32, 64, 128"),
@@ -101,6 +111,34 @@ CONFIG_EDGES = [
         {"blocks": 66, "waves": 0},
         "blocks 66 leaves some without any of 64 k blocks; use 64",
     ),
+    (SPLIT, {**SPLIT, "splits": 9, "blocks": 288}, "splits 9; accepted: 1 to 8"),
+    (
+        {**SPLIT, "splits": 4, "blocks": 128},
+        {**SPLIT, "splits": 5, "blocks": 160},
+        "splits 5 leaves some of 8 k blocks' ranges empty; use 4",
+    ),
+    (SPLIT, {**SPLIT, "blocks": 32}, "blocks 32 and 0 waves with clusters of 2; accepted: 64 and 0 waves"),
+    (SPLIT, {**SPLIT, "cluster": 2}, "splits 2 with cluster 2; accepted: 1"),
+    (
+        {**SPLIT, "tile_n": 128, "blocks": 32},
+        {**SPLIT, "tile_n": 192, "blocks": 32},
+        "splits 2 of tile_n 192; accepted: 1",
+    ),
+    (
+        {**SPLIT, "tile_m": 256, "blocks": 32, "stages": 3},
+        {**SPLIT, "tile_n": 64, "tile_m": 256, "blocks": 32, "stages": 2},
+        "stages 2; accepted with this tile: 3 to 8",
+    ),
+    (PARTED, {**PARTED, "parts": 3}, "parts 3; accepted: 1, 2"),
+    (PARTED, {**PARTED, "splits": 1, "blocks": 32}, "parts 2 without splits; accepted: 1"),
+    (PARTED, {**PARTED, "tile_m": 256}, "parts 2 of tile 256x64; accepted: 128 by 32, 64"),
+    (PARTED, {**PARTED, "tile_n": 128}, "parts 2 of tile 128x128; accepted: 128 by 32, 64"),
+    (
+        {**PARTED, "splits": 4, "blocks": 128},
+        {**PARTED, "splits": 8, "blocks": 256},
+        "parts 2 of ranges down to 1 k blocks; accepted: 1",
+    ),
+    ({**PARTED, "stages": 3}, {**PARTED, "stages": 2}, "stages 2; accepted with this tile: 3 to 8"),
 ]
 
 
@@ -139,8 +177,20 @@ def test_few_rows_cut_k() -> None:
     """28 or 14 tiles along 3584 features: k is cut, and taller tiles, which read less of x, are tried, too."""
     p = product(64, 8192, 3584)
     found = mixed_fp8.candidates(p, DEFAULT_CUDA)
-    assert mixed_fp8.is_cut(p, found[0])
+    assert (found[0].tile_m, found[0].splits, found[0].parts) == (128, 4, 2)
     assert {config.tile_m for config in found} == {128, 256}
+    assert {config.parts for config in found if config.splits > 1} == {1, 2}
+    near = mixed_fp8.neighbours(p, found[0], DEFAULT_CUDA)
+    assert {config.parts for config in near if config.splits > 1} == {1, 2}
+    assert any(mixed_fp8.is_cut(p, config) for config in near)
+
+
+@pytest.mark.parametrize(("config", "us"), [(in_splits(4, 1), 10.97), (in_splits(4, 2), 10.34)], ids=str)
+def test_the_model_of_splits_is_close_to_measured_times(config: Config, us: float) -> None:
+    """64 rows, 3584 features and 8192 k of int4 on an H200."""
+    p = product(64, 8192, 3584)
+    assert supports(p, config) is None
+    assert mixed_fp8.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.03)
 
 
 def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
@@ -170,12 +220,18 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
         for workers, waves in sorted(wanted):
             config = dataclasses.replace(tile, blocks=workers * cluster, waves=waves)
             found.append(mixed_fp8.whole_blocks(p, config))
+        if cluster == 1:
+            each = dataclasses.replace(tile, stages=4)
+            found += [dataclasses.replace(each, blocks=tiles * splits, splits=splits) for splits in (2, 3, 4, 8)]
     return [config for config in found if supports(p, config) is None]
 
 
-def pieces(args: plan.Int32Struct, cluster: int, clusters: int) -> list[mixed.Piece]:
-    """(tile, first k block, end, slot) of a cluster: `piece_of` of the device code."""
+def pieces(splits: int, args: plan.Int32Struct, cluster: int, clusters: int) -> list[mixed.Piece]:
+    """(tile, first k block, end, slot) of a cluster, or of a thread block: `piece_of` of the device code."""
     k_blocks, tiles_m, tiles_n, waves, length = args.values[5:10]
+    if splits > 1:
+        tile, split = divmod(cluster, splits)
+        return [(tile, split * length, min((split + 1) * length, k_blocks), -1)]
     found = []
     for index in itertools.count():
         if index < waves:
@@ -197,7 +253,7 @@ def pieces(args: plan.Int32Struct, cluster: int, clusters: int) -> list[mixed.Pi
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
     assert schedules(p)
     for config in schedules(p):
-        mixed.check_schedule(mixed_fp8, p, config, pieces)
+        mixed.check_schedule(mixed_fp8, p, config, functools.partial(pieces, config.splits))
 
 
 def test_plan_of_a_plain_problem() -> None:
@@ -298,6 +354,13 @@ COMPILED = [
     (product(qtype="float8_e4m3fn", group_size=1024), Config(64, 64, 5, 1, 1, 0, 256)),
     (product(qtype="float8_e4m3fn", scale_dtype="float32"), Config(64, 64, 5, 2, 1, 0, 256)),
     (product(qtype="float8_e4m3fn", group_size=32), Config(32, 32, 5, 1, 1, 0, 256)),
+    # Ranges of a tile as clusters, and parts.
+    *((product(64, 1024, 3584), in_splits(*each)) for each in ((4,), (4, 2), (8, 1, 64, 256), (2, 1, 96))),
+    (product(32, 1024, 3584), in_splits(3, 2, 32)),
+    (product(128, 1024, 3584, group_size=128), dataclasses.replace(in_splits(2, 1, 128), chunk=128)),
+    (product(64, 1024, 3584, qtype="float8_e4m3fn", group_size=32, scale_dtype="float32"), in_splits(4, 2, stages=5)),
+    (product(64, 1024, 3584, qtype="float4_e2m1fn", group_size=1024, out_dtype="float16"), in_splits(4, 2)),
+    (product(64, 1008, 3581, group_size=1008), in_splits(3, 2)),
 ]
 
 
@@ -314,7 +377,7 @@ def machine_code() -> dict[compiler.Source, compiler.Compiled]:
 def test_variant_is_good_machine_code(
     p: QuantizedMatmulProblem, tile: Config, machine_code: dict[compiler.Source, compiler.Compiled]
 ) -> None:
-    config = dataclasses.replace(tile, blocks=tile.cluster)
+    config = tile if tile.splits > 1 else dataclasses.replace(tile, blocks=tile.cluster)
     assert supports(p, config) is None
     made = mixed_fp8.make_plan(p, config)
     compiled = machine_code[made.source]
@@ -326,7 +389,7 @@ def test_variant_is_good_machine_code(
     assert report.stack_bytes == 0
     # A product for each 32 k and chunk, once for the whole loop; roles share what a block has from its launch.
     assert kernel.opcodes[QGMMA] == 4 * config.tile_n // config.chunk
-    threads = 128 * (config.consumers + 1)
+    threads = 128 * (config.warpgroups + 1)
     assert report.registers * threads <= REGISTERS_PER_SM
     up, down = sorted(kernel.immediates(cubin.USETMAXREG), reverse=True)
     assert (threads - 128) * up + 128 * down <= report.registers * threads

@@ -229,7 +229,9 @@ MEASURED = [
     *((64, 28672, E4M3, Config(64, 2, 4, 4, 8, 15), 65.1), (64, 8192, E4M3, Config(64, 2, 4, 4, 8, 15), 21.9)),
     *((64, 8192, E4M3, Config(64, 1, 4, 12, 8, 15), 23.6), (64, 3584, E4M3, Config(64, 2, 4, 5, 8, 14), 12.2)),
     *((8, 28672, {}, Config(8, 4, 4, 3, 2, 64), 34.3), (8, 3584, {}, Config(8, 4, 4, 3, 4, 28), 7.7)),
-    *((16, 8192, {}, Config(16, 2, 4, 4, 2, 64), 14.3), (32, 8192, {}, Config(32, 2, 4, 6, 8, 15), 17.4)),
+    *((16, 8192, {}, Config(16, 2, 4, 4, 2, 64), 12.2), (32, 8192, {}, Config(32, 2, 4, 6, 8, 15), 17.4)),
+    *((16, 3584, {}, Config(16, 2, 4, 6, 4, 28), 7.88), (16, 3584, {}, Config(16, 2, 4, 4, 2, 56), 7.49)),
+    *((16, 8192, {}, Config(16, 4, 4, 2, 2, 64), 13.4), (8, 8192, {}, Config(8, 4, 2, 4, 2, 64), 11.5)),
 ]
 
 
@@ -239,6 +241,14 @@ def test_the_model_is_close_to_measured_times(
 ) -> None:
     p = product(rows, 8192, features, **types)
     assert mixed_stream.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
+
+
+@pytest.mark.parametrize(("rows", "features", "clusters"), [(16, 3584, 56), (16, 8192, 64), (16, 28672, 64)])
+def test_pairs_that_hold_half_of_x_are_among_the_first(rows: int, features: int, clusters: int) -> None:
+    """The slice of x is loaded while the first words are."""
+    p = product(rows, 8192, features)
+    found = sorted(mixed_stream.candidates(p, DEFAULT_CUDA), key=lambda c: mixed_stream.estimate(p, c, DEFAULT_CUDA))
+    assert Config(16, 2, 4, 4, 2, clusters) in found[:4]
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------

@@ -300,6 +300,29 @@ def test_device_code_depends_on_the_cluster_and_on_few_tiles_along_the_rows() ->
     assert [(each["SPLITS"], each["N_TILES"]) for each in found] == [(2, 1), (3, 2), (1, 4), (1, 0), (1, 0)]
 
 
+@pytest.mark.parametrize(
+    ("k", "cluster", "expected"), [(1024, 1, (0, 0)), (2048, 1, (0, 0)), (1024, 4, (2, 2)), (1024, 3, (3, 2))]
+)
+def test_device_code_knows_the_ranges_of_a_cluster_only(k: int, cluster: int, expected: tuple[int, int]) -> None:
+    p = product(40, k, 200)
+    macros = dict(mixed_wgmma.source(p, in_cluster(p, (128, 64), 4, cluster)).defines)
+    assert (macros["RANGE"], macros["LAST_RANGE"]) == expected
+
+
+def test_device_code_leaves_out_what_the_sizes_do_not_need() -> None:
+    def defines(k: int, features: int, **changes: Any) -> tuple[int | str, ...]:
+        p = product(40, k, features, **changes)
+        macros = dict(mixed_wgmma.source(p, in_cluster(p, (128, 64), 4, 1)).defines)
+        return tuple(macros[name] for name in ("EIGHTS", "WHOLE", "PREPARED"))
+
+    assert defines(1024, 200) == (1, 1, 0)
+    assert defines(1024, 202) == (0, 1, 0)
+    assert defines(1088, 200) == (1, 0, 0)
+    assert defines(1020, 200, group_size=1020) == (1, 1, 1)
+    assert defines(1024, 200, x_dtype="float8_e4m3fn") == (1, 1, 1)
+    assert defines(1024, 200, qtype="uint4", zero_dtype="bfloat16") == (1, 1, 1)
+
+
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +426,23 @@ def test_parts_take_turns_in_the_ring(stages: int, parts: int) -> None:
             stage += parts
             if stage >= stages:
                 stage, phase = stage - stages, phase ^ 1
+
+
+def test_the_sums_of_a_cluster_land_behind_the_last_stage() -> None:
+    """The ring after each block's last k block: what `offer_room` and `landing` of the device code take it for."""
+    for k_blocks, splits, stages in itertools.product(range(1, 40), range(2, 9), (2, 3, 7)):
+        given = ranges.Schedule(3, k_blocks, 3 * splits, 0)
+        if given.cluster_limit("cluster", splits, 1) is None:
+            macros = dict(given.defines(splits))
+            first, last = macros["RANGE"], macros["LAST_RANGE"]
+            for rank, blocks in ((0, first), (splits - 2, first), (splits - 1, last)):
+                begin = rank * given.range_blocks
+                stage, phase = 0, 0
+                for _ in range(begin, min(begin + given.range_blocks, k_blocks)):
+                    stage += 1
+                    if stage == stages:
+                        stage, phase = 0, phase ^ 1
+                assert (blocks % stages, blocks // stages % 2) == (stage, phase)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -1,7 +1,10 @@
 // The sums of a tile that a cluster computes: each of its blocks has a range of the k blocks. Included after
-// ranges.cuh and ring.cuh, where Args (a Schedule), SPLITS (the cluster's size), STAGES, STAGE_BYTES, FACTOR
-// (of results over sums), CONSUMERS, PARTS (warpgroups that share 64 features, and have added up their sums)
-// and WARPGROUPS, their product, are known.
+// ranges.cuh and ring.cuh, where Args (a Schedule), SPLITS (the cluster's size), STAGES, STAGE_BYTES,
+// RING_BYTES, FACTOR (of results over sums), CONSUMERS, PARTS (1, or 2 warpgroups that share 64 features,
+// each with the sums of every second k block) and WARPGROUPS, their product, are known.
+//
+// Macros: RANGE, LAST_RANGE (k blocks of a block of the cluster, and of its last one; 0 without a cluster).
+// With a known number of turns the loops over k are uniform to the compiler, and what follows is constant.
 //
 // The tile's chunks belong to the blocks in turn. A block sends its sums to the chunks' owners, which add
 // them in the order of the blocks. Sums land where the ring's next stages would go: a producer tells the
@@ -11,8 +14,8 @@
 // no barrier but the first, for the initialisation of these.
 
 // k blocks of a block of the cluster.
-__device__ inline int blocks_of(const Args& g, int rank) {
-  return rank < SPLITS - 1 ? g.range : g.k_blocks - rank * g.range;
+__device__ inline int blocks_of(int rank) {
+  return RANGE == LAST_RANGE || rank < SPLITS - 1 ? RANGE : LAST_RANGE;
 }
 
 // Chunks of 64 features and 16 rows of x, in the accumulators' order; a block's lie slot by slot, a slot in
@@ -22,20 +25,20 @@ constexpr int SLOT_BYTES = SPLITS * CHUNK_BYTES, SLOTS = (CHUNKS + SPLITS - 1) /
 constexpr int PART_CHUNKS = STORE_CHUNKS / PARTS;  // that a warpgroup has the block's sums of
 using PartSums = float[8 * PART_CHUNKS];
 static_assert(STAGE_BYTES % CHUNK_BYTES == 0, "a chunk does not lie across the end of the ring");
+static_assert(PARTS == 1 || (PARTS == 2 && (SPLITS == 1 || STORE_CHUNKS % 2 == 0)), "whole chunks");
 
 // Where a block's chunks begin in the ring: behind its last stage.
-__device__ inline uint32_t landing(const Args& g, int rank) {
-  return blocks_of(g, rank) % STAGES * STAGE_BYTES;
+__device__ inline uint32_t landing(int rank) {
+  constexpr uint32_t others = RANGE % STAGES * STAGE_BYTES, last = LAST_RANGE % STAGES * STAGE_BYTES;
+  return others == last || rank < SPLITS - 1 ? others : last;
 }
 
 // Tells the cluster's blocks that this one's stages behind the last one have been read.
-__device__ inline void offer_room(const Args& g, int rank, uint64_t* empty, uint64_t* room,
-                                  uint64_t* arrived) {
+__device__ inline void offer_room(int rank, uint64_t* empty, uint64_t* room, uint64_t* arrived) {
   const int mine = (CHUNKS - rank + SPLITS - 1) / SPLITS;
   FullBarrier::arrive_and_expect_tx(arrived, mine * (SPLITS - 1) * CHUNK_BYTES);
-  const int blocks = blocks_of(g, rank);
-  int stage = blocks % STAGES;
-  uint32_t phase = blocks / STAGES & 1;
+  int stage = blocks_of(rank) % STAGES;
+  uint32_t phase = blocks_of(rank) / STAGES % 2;
   for (int bytes = SLOTS * SLOT_BYTES; bytes > 0; bytes -= STAGE_BYTES) {
     EmptyBarrier::wait(&empty[stage], phase ^ 1);
     if (++stage == STAGES) {
@@ -62,6 +65,34 @@ __device__ inline void store_floats(uint32_t address, const float* v) {
                : "memory");
 }
 
+// Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
+__device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, const float* acc,
+                                 PartSums& sums) {
+  constexpr int HALF_BYTES = PART_CHUNKS * CHUNK_BYTES;
+  const uint32_t at = shared_sums + warpgroup * 2 * HALF_BYTES + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* from = acc + 8 * PART_CHUNKS * half;
+    if (half == part) {
+#pragma unroll
+      for (int i = 0; i < 8 * PART_CHUNKS; ++i) sums[i] = from[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * PART_CHUNKS; ++i) {
+        store_floats(at + half * HALF_BYTES + i * (CHUNK_BYTES / 2), from + 4 * i);
+      }
+    }
+  }
+  cutlass::arch::NamedBarrier::sync(256, warpgroup);
+#pragma unroll
+  for (int i = 0; i < PART_CHUNKS; ++i) {
+    const uint32_t from = at + part * HALF_BYTES + i * CHUNK_BYTES;
+    const uint4 low = load_words(from), high = load_words(from + CHUNK_BYTES / 2);
+    add(reinterpret_cast<float (&)[8]>(sums[8 * i]), reinterpret_cast<const float4&>(low),
+        reinterpret_cast<const float4&>(high));
+  }
+}
+
 // Sends this block's sums, adds and stores what it owns. All consumers take part; the chunks of each follow
 // those of the one before. `arrived` is the barrier behind `room`.
 __device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t room,
@@ -70,7 +101,7 @@ __device__ inline void store_together(const Args& g, Output* out, uint32_t ring,
   constexpr int last = SPLITS - 1;
   const uint32_t arrived = room + 8;
   const auto in_ring = [](uint32_t offset) { return offset < RING_BYTES ? offset : offset - RING_BYTES; };
-  const uint32_t others = landing(g, 0), lasts = landing(g, last), to = ring + thread * 16;
+  const uint32_t others = landing(0), lasts = landing(last), to = ring + thread * 16;
   const uint32_t first = warpgroup * PART_CHUNKS, first_slot = first / SPLITS;
   int owner = first % SPLITS;
   uint32_t offset = first_slot * SLOT_BYTES + rank * CHUNK_BYTES;
@@ -95,7 +126,7 @@ __device__ inline void store_together(const Args& g, Output* out, uint32_t ring,
   wait(arrived, 0);
   for (int slot = warpgroup, i; (i = slot * SPLITS + rank) < CHUNKS; slot += WARPGROUPS) {
     const int of = i / STORE_CHUNKS, chunk = i - of * STORE_CHUNKS;
-    uint32_t from = landing(g, rank) + slot * SLOT_BYTES;
+    uint32_t from = landing(rank) + slot * SLOT_BYTES;
     float v[8] = {};
 #pragma unroll 4
     for (int block = 0; block < SPLITS; ++block, from += CHUNK_BYTES) {

@@ -11,7 +11,7 @@
 // stands in again, so that nothing unwritten is multiplied by these zeros.
 //
 // The tensor cores add e4m3 products with few bits (about 14), so that sums of PERIOD k at most are theirs:
-// they go, times their scale, onto fp32 accumulators. A tile's columns are CHUNKS pieces of CHUNK; step
+// they go, times their scale, onto fp32 accumulators. A tile's columns are TURNS pieces of CHUNK; step
 // (period, chunk) is one chain of WGMMAs into one of SUMS sets of partial sums. With two sets, the warpgroup
 // adds up the sums of a step and decodes weights of the next period while the next step is under way:
 //
@@ -24,9 +24,12 @@
 // Order of k: WGMMA takes x as it lies in memory, so lane t of four needs k 4t to 4t + 3 of each 16, of which
 // the packed words of two lanes hold two each: it reads both lanes' words and takes half of each (`Pick`).
 //
-// Work: as in ranges.cuh; a worker is a cluster.
+// Work: as in ranges.cuh; a worker is a thread block, or a cluster of CLUSTER of them.
 // With CLUSTER 2, a tile is that of two thread blocks with the same rows of x: each loads half of these rows
 // for both.
+// With SPLITS above 1 each tile is cut into that many ranges, whose thread blocks form a cluster, and its
+// sums meet in shared memory (cluster_sums.cuh). There PARTS warpgroups can share 64 features: each takes
+// every PARTS-th block of the range, and their sums meet first.
 //
 // Roles: warpgroup 0 is the producer (a thread in each of two warps issues the bulk copies of half of the
 // weights, one in a third warp the TMA of x; it leaves its registers to the others), the other warpgroups are
@@ -34,11 +37,13 @@
 // Barriers, per stage: `full` (one arrival per producer warp of this block, with the bytes of all copies into
 // it, also of those that the other block issues) and `empty` (one arrival per consumer warp of all blocks of
 // the cluster, once it has read its words and the WGMMAs that read x have retired). Both start in phase 0;
-// the producer's first pass waits on the opposite parity, which is complete. A last cluster barrier keeps
-// every block's memory until nobody writes to it any more.
+// the producer's first pass waits on the opposite parity, which is complete. With CLUSTER 2, a last cluster
+// barrier keeps every block's memory until nobody writes to it any more.
 //
 // Macros: FORMAT (dequantize_e4m3.cuh), HALF (dequantize.cuh; of no effect), OUT (split_k.cuh; no float),
-// SCALE_TYPE, GROUP (scales.cuh), PERIOD (32, 64 or 128), CONSUMERS (2 or 4), TILE_N, CHUNK, STAGES, CLUSTER.
+// SCALE_TYPE, GROUP (scales.cuh), PERIOD (32, 64 or 128), CONSUMERS (2 or 4), PARTS, SPLITS, RANGE,
+// LAST_RANGE (cluster_sums.cuh), TILE_N, CHUNK, STAGES, CLUSTER, N_TILES, EIGHTS (ranges.cuh), WHOLE (the
+// weight does not end in the middle of a block).
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -58,48 +63,66 @@ struct Args : Schedule {
   int once;  // every word is read by one thread block only
 };
 
+constexpr bool IN_CLUSTERS = SPLITS > 1;
+static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
+static_assert(CLUSTER == 1 || !IN_CLUSTERS, "a cluster shares x or a tile");
+
 constexpr int X_BYTES = TILE_N * BLOCK_K;        // of a stage
 constexpr int SHARE = TILE_N / CLUSTER;          // rows of x that a thread block loads
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;  // of the packed weight
 constexpr int STAGE_BYTES = X_BYTES + CONSUMERS * 2 * TILE_BYTES;
-constexpr int THREADS = 128 + 128 * CONSUMERS;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int WARPGROUPS = CONSUMERS * PARTS;  // of consumers
+constexpr int THREADS = 128 + 128 * WARPGROUPS;
 // Registers by role (setmaxnreg wants multiples of 8): together no more than the 168 (96) of each thread at
 // launch.
-constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 64, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 104;
+constexpr int PRODUCER_REGS = WARPGROUPS == 2 ? 40 : 64, CONSUMER_REGS = WARPGROUPS == 2 ? 232 : 104;
 
-// A stage's scales, after the ring.
-constexpr int EXTRAS_AT = STAGES * STAGE_BYTES, EXTRA_BYTES = CONSUMERS * SCALES;
+// A stage's scales, after the ring; then staging of results, and what warpgroups that share features give to
+// each other.
+constexpr int EXTRAS_AT = RING_BYTES, EXTRA_BYTES = CONSUMERS * SCALES;
+constexpr int STAGING_AT = EXTRAS_AT + STAGES * EXTRA_BYTES;
+constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
 
-constexpr int CHUNKS = TILE_N / CHUNK, PERIODS = BLOCK_K / PERIOD, STEPS = PERIOD / 32;
+constexpr int TURNS = TILE_N / CHUNK, PERIODS = BLOCK_K / PERIOD, STEPS = PERIOD / 32;
 using Sums = float[TILE_SUMS];               // of the tile
 using PeriodFragments = uint32_t[STEPS][4];  // A registers of a period, by steps of 32 k
 // A part of a period is what is read from memory at a time.
-constexpr int PARTS = PERIOD > 64 ? PERIOD / 64 : 1, PART_STEPS = STEPS / PARTS;
+constexpr int PERIOD_PARTS = PERIOD > 64 ? PERIOD / 64 : 1, PART_STEPS = STEPS / PERIOD_PARTS;
 constexpr int PART_LOADS = WORDS == 1 ? 1 : PART_STEPS;
 // Two sets of partial sums where registers allow it; `sums` in mixed_fp8.py.
 constexpr int REGISTERS = TILE_SUMS + CHUNK + 8 * STEPS + 8 * PART_LOADS;
-constexpr int SUMS = REGISTERS <= (CONSUMERS == 2 ? 224 : 80) ? 2 : 1;
+constexpr int SUMS = REGISTERS <= (WARPGROUPS == 2 ? 224 : 80) ? 2 : 1;
 
 static_assert(HAS_E4M3 && FACTOR == 1.f, "a weight that e4m3 holds");
 static_assert(OUT != 0, "sums of the tensor cores are too short for float32 results");
 static_assert(TILE_N % CHUNK == 0 && SHARE % 8 == 0, "whole chunks, and whole 8 rows of the swizzle");
 static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
-static_assert(CONSUMERS == 2 || CONSUMERS == 4, "registers are known for these");
+static_assert((CONSUMERS == 2 || CONSUMERS == 4) && WARPGROUPS <= 4, "registers are known for these");
+
+#include "cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
 __device__ inline int clusters() { return int(gridDim.x) / CLUSTER; }
 
-// A cluster's piece of that index, which follows from the index alone: nothing else need be kept in registers
+constexpr int PIECES = IN_CLUSTERS ? 1 : 0x7fffffff;  // of a worker, at most
+
+// A worker's piece of that index, which follows from the index alone: nothing else need be kept in registers
 // during a piece. begin is not below end if there is none.
-__device__ inline Piece piece_of(const Args& g, int index, int cluster = int(blockIdx.x) / CLUSTER) {
-  if (index < g.waves) return {cluster + index * clusters(), 0, g.k_blocks, -1};
-  const int rest = g.tiles_m * g.tiles_n - g.waves * clusters();
-  const int first = cluster * g.range, last = min(first + g.range, rest * g.k_blocks);
-  const int tile = first / g.k_blocks + index - g.waves, from = tile * g.k_blocks;
-  const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
-  const bool whole = begin == 0 && end == g.k_blocks;
-  return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * cluster + (index > g.waves)};
+__device__ inline Piece piece_of(const Args& g, int index, int worker = int(blockIdx.x) / CLUSTER) {
+  if constexpr (IN_CLUSTERS) {
+    const int rank = int(cute::block_rank_in_cluster()), begin = rank * RANGE;
+    return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
+  } else {
+    if (index < g.waves) return {worker + index * clusters(), 0, g.k_blocks, -1};
+    const int rest = g.tiles_m * g.tiles_n - g.waves * clusters();
+    const int first = worker * g.range, last = min(first + g.range, rest * g.k_blocks);
+    const int tile = first / g.k_blocks + index - g.waves, from = tile * g.k_blocks;
+    const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
+    const bool whole = begin == 0 && end == g.k_blocks;
+    return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.waves)};
+  }
 }
 
 __device__ inline int cluster_rank() { return int(blockIdx.x) % CLUSTER; }
@@ -132,7 +155,7 @@ __device__ inline void produce_x(const TensorMap& map, const Args& g, uint8_t* r
   constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const int rank = cluster_rank();
   Writer out;
-  for (int index = 0;; ++index) {
+  for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const int row = place_of(g, piece.tile, rank).n * TILE_N + rank * SHARE;
@@ -157,14 +180,14 @@ __device__ inline void produce_weight(const Args& g, const uint8_t* words, const
   const uint64_t hint =
       uint64_t(g.once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   Writer out;
-  for (int index = 0;; ++index) {
+  for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const int first_tile = place_of(g, piece.tile, cluster_rank()).m * CONSUMERS + first;
 #pragma unroll 1
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = out.begin(barriers, SHARED_BY * (2 * TILE_BYTES + SCALES));
-      const bool half = 2 * block + 1 == g.k_tiles;
+      const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
 #pragma unroll
       for (int i = 0; i < SHARED_BY; ++i) {
         const int tile = min(first_tile + i, g.feature_tiles - 1);
@@ -216,7 +239,7 @@ __device__ inline Pair to_floats(const RawPair& raw) {
 
 constexpr uint32_t NOBODY = 1u << 31;
 
-// The ring as a consumer goes through it.
+// The ring as a consumer goes through it: every PARTS-th stage.
 struct Reader {
   uint32_t ring, full;
   uint32_t words;     // of the two lanes that this one takes from, in the first stage
@@ -224,11 +247,12 @@ struct Reader {
   uint32_t pick;      // which half of the lanes' words
   uint32_t empty;     // the first stage's barrier of the block that this lane tells; NOBODY if it tells none
   uint32_t released;  // that of the stage before this one
-  int stage = 0;
+  int stage;
   uint32_t phase = 0;
 
-  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp) {
-    const int lane = threadIdx.x % 32, warpgroup = warp / 4;
+  __device__ Reader(uint32_t ring_address, uint64_t* barriers, int warp, int warpgroup, int part)
+      : stage(part) {
+    const int lane = threadIdx.x % 32;
     ring = ring_address;
     full = cute::cast_smem_ptr_to_uint(barriers);
     const uint32_t from = lane / 4 * 4 + lane % 2 * 2;
@@ -258,8 +282,9 @@ struct Reader {
 
   __device__ void advance() {
     released = empty + stage * 8;
-    if (++stage == STAGES) {
-      stage = 0;
+    stage += PARTS;
+    if (stage >= STAGES) {
+      stage -= STAGES;
       phase ^= 1;
     }
   }
@@ -322,10 +347,10 @@ struct Words {
 
 // When, of a period's chunks, what is next is loaded (not in the first one, where the LDS would come between
 // the turn's first products), and how many of its steps are decoded before a chunk's sums are added.
-constexpr int LOAD_CHUNK = CHUNKS > 2 ? 1 : 0;
+constexpr int LOAD_CHUNK = TURNS > 2 ? 1 : 0;
 
 __device__ constexpr int steps_before(int chunk) {
-  constexpr int SHARES = CHUNKS > 1 ? CHUNKS - 1 - LOAD_CHUNK : 1;
+  constexpr int SHARES = TURNS > 1 ? TURNS - 1 - LOAD_CHUNK : 1;
   return chunk <= LOAD_CHUNK ? 0 : (chunk - LOAD_CHUNK) * STEPS / SHARES;
 }
 
@@ -373,28 +398,28 @@ __device__ inline void consume(Reader& in, int blocks, Sums& acc) {
       const int following = (period + 1) % PERIODS;
       PeriodFragments& to = a[(period + 1) % 2];
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const int step = period * CHUNKS + chunk;
+      for (int chunk = 0; chunk < TURNS; ++chunk) {
+        const int step = period * TURNS + chunk;
         multiply_batch<STEPS>(a[period % 2], b + (chunk * CHUNK * BLOCK_K + period * PERIOD >> 4),
                               sum[step % SUMS], GMMA::ScaleOut::Zero);
         // The fragments of the next period are free from the end of the period's first step on.
         const int decoded = steps_before(chunk);
         if (chunk == LOAD_CHUNK && LOAD_CHUNK > 0) next_words(following, last);
-        if (CHUNKS > 1 && chunk > 0) decode(following, steps_before(chunk - 1), decoded, to);
+        if (TURNS > 1 && chunk > 0) decode(following, steps_before(chunk - 1), decoded, to);
         if (SUMS == 2 && step > 0) {
           cute::warpgroup_wait<1>();
-          promote(sum[(step + 1) % 2], scale, acc, (step + CHUNKS - 1) % CHUNKS);
+          promote(sum[(step + 1) % 2], scale, acc, (step + TURNS - 1) % TURNS);
         }
         if (GROUPS > 0 && chunk == 0) scale = to_floats(next);
         if (chunk == LOAD_CHUNK) {
           if (LOAD_CHUNK == 0) next_words(following, last);
-          if constexpr (CHUNKS == 1) decode(following, 0, STEPS, to);
+          if constexpr (TURNS == 1) decode(following, 0, STEPS, to);
         } else if (decoded > steps_before(chunk - 1) && decoded < STEPS && decoded % PART_STEPS == 0) {
           words.load(in, following, decoded / PART_STEPS);
         }
         if constexpr (SUMS == 1) {
           cute::warpgroup_wait<0>();
-          if (step == PERIODS * CHUNKS - 1) in.release();
+          if (step == PERIODS * TURNS - 1) in.release();
           promote(sum[0], scale, acc, chunk);
         }
       }
@@ -404,7 +429,7 @@ __device__ inline void consume(Reader& in, int blocks, Sums& acc) {
       // product.
       cute::warpgroup_wait<0>();
       in.release();
-      promote(sum[(PERIODS * CHUNKS - 1) % 2], scale, acc, CHUNKS - 1);
+      promote(sum[(PERIODS * TURNS - 1) % 2], scale, acc, TURNS - 1);
     }
     if (blocks == 0) break;
     if constexpr (PERIODS == 1) {
@@ -426,28 +451,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mixed_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
               const uint8_t* scales, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * STAGES];  // full, empty
+  constexpr int BARRIERS = 2 * STAGES + 2;  // full, empty, room, arrived
+  __shared__ uint64_t barriers[BARRIERS];
+  uint64_t *empty = barriers + STAGES, *room = empty + STAGES, *arrived = room + 1;
   const uint32_t raw_address = cute::cast_smem_ptr_to_uint(raw), ring_address = (raw_address + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&barriers[i], PRODUCERS);
-      EmptyBarrier::init(&barriers[STAGES + i], 4 * CONSUMERS * CLUSTER);
+  if (cute::elect_one_sync()) {
+#pragma unroll 1  // for all of them in a row are slower: code that is new
+    for (int i = threadIdx.x / 32; i < BARRIERS; i += THREADS / 32) {
+      const int arrivals = i < STAGES        ? PRODUCERS
+                           : i < 2 * STAGES  ? 4 * CONSUMERS * CLUSTER
+                           : i == 2 * STAGES ? SPLITS
+                                             : 4 * WARPGROUPS + 1;
+      EmptyBarrier::init(&barriers[i], arrivals);
     }
     cutlass::arch::fence_barrier_init();
-  }
-  if (threadIdx.x == 32 * X_WARP) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    if (threadIdx.x / 32 == X_WARP) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    }
   }
   if constexpr (CLUSTER > 1) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   } else {
     __syncthreads();
+    if constexpr (IN_CLUSTERS) cute::cluster_arrive_relaxed();
   }
 
   // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
-  if (warp < 0) {
+  if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp + 4 < PRODUCERS && cute::elect_one_sync()) {
       if (warp + 4 == X_WARP) {
@@ -456,22 +488,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         produce_weight(g, words, scales, ring_address, barriers, (warp + 4) * SHARED_BY);
       }
     }
+    if constexpr (IN_CLUSTERS) {
+      __syncwarp();
+      cute::cluster_wait();  // for the other blocks' barriers
+      if (warp + 4 == X_WARP && cute::elect_one_sync()) {
+        offer_room(int(cute::block_rank_in_cluster()), empty, room, arrived);
+      }
+    }
     return;
   }
 
   cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
-  const uint32_t staging_address = ring_address + EXTRAS_AT + STAGES * EXTRA_BYTES;
-  Reader in(ring_address, barriers, warp);
-  for (int index = 0;; ++index) {
+  if constexpr (IN_CLUSTERS) cute::cluster_wait();
+  const int first = warp / 4 / CONSUMERS;  // of its k blocks
+  Reader in(ring_address, barriers, warp, warp / 4 % CONSUMERS, first);
+  for (int index = 0; index < PIECES; ++index) {
     Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     Sums acc;
-    consume(in, piece.end - piece.begin, acc);
+    consume(in, (piece.end - piece.begin + PARTS - 1 - first) / PARTS, acc);
     // Computed again, not kept in registers meanwhile: where this is.
     int thread, block;
     asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
-    const int lane = thread % 32, warp = thread / 32 - 4, warpgroup = warp / 4, rank = block % CLUSTER;
-    const uint32_t staging = staging_address + warp * STAGING_BYTES;
+    const int lane = thread % 32, warp = thread / 32 - 4, rank = block % CLUSTER;
+    const int part = warp / 4 / CONSUMERS, warpgroup = warp / 4 - part * CONSUMERS;
+    const uint32_t staging = ring_address + STAGING_AT + warp * STAGING_BYTES;
     piece = piece_of(g, index, block / CLUSTER);
     const Place at = place_of(g, piece.tile, rank);
     if constexpr (GROUP == 0) {
@@ -489,7 +530,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Last: no scale overflows before its time.
 #pragma unroll
     for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= E4M3_FACTOR;
-    if (piece.slot >= 0) {
+    if constexpr (IN_CLUSTERS) {
+      const uint32_t address = cute::cast_smem_ptr_to_uint(room);
+      if constexpr (PARTS > 1) {
+        PartSums sums;
+        add_parts(ring_address + SHARED_SUMS_AT, warpgroup, part, acc, sums);
+        store_together(g, out, ring_address, address, staging, at, warpgroup * PARTS + part, sums);
+      } else {
+        store_together(g, out, ring_address, address, staging, at, warpgroup, acc);
+      }
+    } else if (piece.slot >= 0) {
       store_slot(slot_of(partials, piece.slot, rank, warpgroup) + thread % 128, acc);
     } else {
       const int m = (at.m * CONSUMERS + warpgroup) * SLOT + warp % 4 * 16;
@@ -502,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   }
-  launch_dependent_grids();
+  if constexpr (!IN_CLUSTERS) launch_dependent_grids();
   if constexpr (CLUSTER > 1) {
     cute::cluster_arrive();
     cute::cluster_wait();

@@ -5,8 +5,8 @@ Weights of 4 bits, and e4m3 ones, are exact in e4m3 and are decoded into the A r
 by TMA as it lies in memory. The tensor cores add e4m3 products with few bits, so their sums of 32, 64 or 128 k go,
 times the group's scale, onto fp32 accumulators (as in DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The sums of one
 part of the tile are added up while the products of the next one, or another warpgroup's, run. The k blocks of the
-output's tiles can be cut into ranges, as in mixed_wgmma; clusters of two thread blocks share the activation by
-multicast. The result is deterministic.
+output's tiles can be cut into ranges, as in mixed_wgmma, whose sums meet in the workspace or in a cluster; clusters of
+two thread blocks with a tile each share the activation by multicast. The result is deterministic.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from jax_splitk.kernels.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES
 from jax_splitk.kernels.ranges import BLOCK_K, SLOT, k_blocks
 from jax_splitk.kernels.split_k import OUT_CODES
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
-from jax_splitk.target import Target, hopper_limit
+from jax_splitk.target import Target, hopper_limit, resident_blocks
 
 name = "mixed_fp8"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 1
+ABI = 2
 
 SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 BARRIER_BYTES = 256  # static shared memory
 MAX_STAGES = 8
-MIN_STAGES = 2
+MIN_STAGES = {1: 2, 2: 3}  # by parts: a warpgroup waits for its next stage before it gives back the one it has
 STAGING_BYTES = 4 * 16 * 48  # of a warpgroup's results on their way to memory
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
 
@@ -42,6 +42,8 @@ TILES_M = (128, 256)
 TILES_N = (32, 64, 96, 128, 192, 256)
 MAX_REGISTERS = 232
 WIDEST_OF_256 = 64  # with four warpgroups a thread has few registers
+WIDEST_OF_SPLITS = 128  # with more rows there are tiles enough
+PARTS_TILES_N = (32, 64)  # with two parts, of the lower tile
 CHUNKS = (32, 64, 128)
 CLUSTERS = (1, 2)
 
@@ -58,7 +60,11 @@ class Config:
       blocks: thread blocks.
       waves: whole tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
         for each cluster.
-      tile_m: features of a thread block's output tile, 64 for each warpgroup; see `TILES_M`.
+      tile_m: features of a thread block's output tile, 64 for each warpgroup, or for two; see `TILES_M`.
+      splits: equal ranges of the k blocks of every tile, whose thread blocks form a cluster; 1 if ranges meet in the
+        workspace.
+      parts: warpgroups that share 64 features of such a cluster's tile, and take turns with the k blocks of a range; 1
+        or 2.
     """
 
     tile_n: int
@@ -68,11 +74,18 @@ class Config:
     blocks: int
     waves: int
     tile_m: int = 128
+    splits: int = 1
+    parts: int = 1
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply (CONSUMERS in the device code)."""
+        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
         return self.tile_m // SLOT
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply (WARPGROUPS in the device code)."""
+        return self.consumers * self.parts
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -95,7 +108,7 @@ def _registers(problem: QuantizedMatmulProblem, config: Config, sets: int) -> in
 
 def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Sets of partial sums that a thread's registers hold (SUMS in the device code)."""
-    return 2 if _registers(problem, config, 2) <= (224 if config.consumers == 2 else 80) else 1
+    return 2 if _registers(problem, config, 2) <= (224 if config.warpgroups == 2 else 80) else 1
 
 
 def _fits(problem: QuantizedMatmulProblem, config: Config) -> bool:
@@ -108,19 +121,32 @@ def _stage_bytes(problem: QuantizedMatmulProblem, tile_n: int, tile_m: int) -> i
     return BLOCK_K * tile_n + dequantize.weight_bytes(problem, tile_m, BLOCK_K)
 
 
-def _fixed_bytes(tile_m: int) -> int:
+def _fixed_bytes(tile_n: int, tile_m: int, parts: int) -> int:
     """Shared memory beside the ring."""
-    return tile_m // SLOT * STAGING_BYTES + ALIGNMENT_BYTES + BARRIER_BYTES
+    staging = tile_m // SLOT * parts * STAGING_BYTES
+    return staging + ranges.part_bytes(tile_m, tile_n, parts) + ALIGNMENT_BYTES + BARRIER_BYTES
 
 
 def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Shared memory of a thread block."""
-    return config.stages * _stage_bytes(problem, config.tile_n, config.tile_m) + _fixed_bytes(config.tile_m)
+    ring = config.stages * _stage_bytes(problem, config.tile_n, config.tile_m)
+    return ring + _fixed_bytes(config.tile_n, config.tile_m, config.parts)
 
 
-def max_stages(problem: QuantizedMatmulProblem, tile_n: int, tile_m: int = TILES_M[0]) -> int:
+def _cluster_stages(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Stages that hold the sums which the blocks of a cluster send to one of them."""
+    received = ranges.received_bytes(config.tile_m, config.tile_n, config.splits)
+    return -(-received // _block_bytes(problem, config))
+
+
+def _block_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Of x and words: STAGE_BYTES of the device code."""
+    return BLOCK_K * (config.tile_n + config.tile_m * problem.bits // 8)
+
+
+def max_stages(problem: QuantizedMatmulProblem, tile_n: int, tile_m: int = TILES_M[0], parts: int = 1) -> int:
     """The deepest ring that fits in shared memory."""
-    room = SHARED_BYTES - _fixed_bytes(tile_m)
+    room = SHARED_BYTES - _fixed_bytes(tile_n, tile_m, parts)
     return min(MAX_STAGES, room // _stage_bytes(problem, tile_n, tile_m))
 
 
@@ -130,14 +156,14 @@ def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, i
 
 
 def schedule(problem: QuantizedMatmulProblem, config: Config) -> ranges.Schedule:
-    """A cluster is a worker."""
+    """A cluster whose blocks have a tile each is a worker, as is a thread block of any other kind."""
     tiles = math.prod(tile_counts(problem, config))
     return ranges.Schedule(tiles, k_blocks(problem), config.blocks // config.cluster, config.waves)
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
     """Whether any tile has more than one range, so that partial sums meet in the workspace."""
-    return schedule(problem, config).is_cut
+    return config.splits == 1 and schedule(problem, config).is_cut
 
 
 def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -195,12 +221,43 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
         return f"chunk {config.chunk} of tile_n {config.tile_n}; accepted with this weight: at most {config.chunk // 2}"
     if config.tile_m > TILES_M[0] and config.tile_n > WIDEST_OF_256:
         return f"tile_n {config.tile_n} with tile_m {config.tile_m}; accepted: at most {WIDEST_OF_256}"
-    most = max_stages(p, config.tile_n, config.tile_m)
-    if not MIN_STAGES <= config.stages <= most:
-        return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
+    reason = _splits_limit(p, config)
+    if reason is not None:
+        return reason
     given = schedule(p, config)
+    least, most = MIN_STAGES[config.parts], max_stages(p, config.tile_n, config.tile_m, config.parts)
+    if config.splits > 1:
+        reason = given.units_limit() or given.cluster_limit("splits", config.splits, config.parts)
+        if reason is not None:
+            return reason
+        least = max(least, _cluster_stages(p, config))
+    if not least <= config.stages <= most:
+        return f"stages {config.stages}; accepted with this tile: {least} to {most}"
+    if config.splits > 1:
+        return None
     accepted = f"multiples of {config.cluster} up to {given.units * config.cluster}"
     return given.units_limit() or given.limit(config.blocks, config.cluster, accepted, "clusters")
+
+
+def _splits_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
+    """Of which tiles the ranges can form a cluster, and have two parts."""
+    if config.splits != 1:
+        if config.cluster != 1:
+            return f"splits {config.splits} with cluster {config.cluster}; accepted: 1"
+        if config.tile_n > WIDEST_OF_SPLITS:
+            return f"splits {config.splits} of tile_n {config.tile_n}; accepted: 1"
+    if config.parts == 1:
+        return None
+    if config.parts != 2:
+        return f"parts {config.parts}; accepted: 1, 2"
+    if config.splits == 1:
+        return f"parts {config.parts} without splits; accepted: 1"
+    if config.tile_m > TILES_M[0] or config.tile_n not in PARTS_TILES_N:
+        tiles = f"{TILES_M[0]} by {', '.join(map(str, PARTS_TILES_N))}"
+        return f"parts {config.parts} of tile {config.tile_m}x{config.tile_n}; accepted: {tiles}"
+    if max_stages(p, config.tile_n, config.tile_m, config.parts) < MIN_STAGES[config.parts]:
+        return f"parts {config.parts} of tile {config.tile_m}x{config.tile_n}; accepted with this weight: 1"
+    return None
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -212,8 +269,8 @@ def _widths(problem: QuantizedMatmulProblem) -> list[int]:
     return fitting[:1] + [n for n in TILES_N if min(128, problem.rows / 2) <= n < problem.rows]
 
 
-def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
-    """Tiles and clusters that `candidates` may use, with one thread block for each tile: what has to compile."""
+def _tiles(problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    """Tiles, clusters and parts that `candidates` may use, with one thread block for each tile."""
     for tile_n, tile_m in itertools.product(_widths(problem), TILES_M):
         if tile_m > TILES_M[0] and (tile_n > WIDEST_OF_256 or problem.features <= TILES_M[0]):
             continue
@@ -223,12 +280,27 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
             chunks.append(128)
         # Wide tiles read so much of x that two blocks had better share it.
         clusters = CLUSTERS if tile_n >= 128 and problem.features > tile_m else CLUSTERS[:1]
-        for chunk, cluster in itertools.product(chunks, clusters):
-            config = Config(tile_n, chunk, max_stages(problem, tile_n, tile_m), cluster, 1, 1, tile_m)
+        for chunk, cluster, parts in itertools.product(chunks, clusters, (1, 2)):
+            stages = max_stages(problem, tile_n, tile_m, parts)
+            config = Config(tile_n, chunk, stages, cluster, 1, 1, tile_m, parts=parts)
             if not _fits(problem, config):
                 continue
             tiles = math.prod(tile_counts(problem, config))
             yield dataclasses.replace(config, blocks=tiles * cluster)
+
+
+def _in_splits(problem: QuantizedMatmulProblem, tile: Config) -> Iterator[Config]:
+    for splits in ranges.SPLITS:
+        blocks = math.prod(tile_counts(problem, tile)) * splits
+        yield dataclasses.replace(tile, blocks=blocks, waves=0, splits=splits)
+
+
+def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    """One of each kind that is other device code: what has to compile."""
+    for tile in _tiles(problem):
+        for config in (tile, *_in_splits(problem, tile)):
+            if _config_limit(problem, config) is None:
+                yield config
 
 
 def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
@@ -236,32 +308,36 @@ def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
     return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers * config.cluster)
 
 
-def _schedules(problem: QuantizedMatmulProblem, variant: Config, target: Target) -> list[Config]:
-    """Ways to give the tiles of a variant to thread blocks."""
-    tiles, resident = variant.blocks // variant.cluster, target.cores // variant.cluster
-    found = [variant] if tiles <= resident else []
+def _schedules(problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
+    """Ways to give the tiles to thread blocks."""
+    tiles, resident = tile.blocks // tile.cluster, target.cores // tile.cluster
+    found = [tile] if tiles <= resident else []
     for other in ranges.schedules(tiles, k_blocks(problem), resident):
-        found.append(dataclasses.replace(variant, blocks=other.workers * variant.cluster, waves=other.waves))
+        found.append(dataclasses.replace(tile, blocks=other.workers * tile.cluster, waves=other.waves))
+    for config in _in_splits(problem, tile):
+        if config.blocks <= resident_blocks(target, config.splits):
+            found.append(config)
     return [config for config in dict.fromkeys(found) if _config_limit(problem, config) is None]
 
 
 def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-    """Of every variant the few schedules that the model puts first; the most promising first."""
+    """Of every tile, cluster and parts the few schedules that the model puts first; the most promising first."""
     return ranges.candidates(
-        variants(problem),
-        lambda variant: _schedules(problem, variant, target),
+        _tiles(problem),
+        lambda tile: _schedules(problem, tile, target),
         lambda config: estimate(problem, config, target),
         4 if problem.rows <= 64 else 3,
     )
 
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
-    """Other schedules of the tile, one stage less, the other chunk and cluster, and the next tiles."""
+    """Other schedules of the tile, one stage less, the other chunk, cluster and parts, and the next tiles."""
     width = TILES_N.index(config.tile_n)
     found = [dataclasses.replace(config, stages=config.stages - 1)]
     tiles_n = TILES_N[max(0, width - 1) : width + 2]
-    for tile_n, tile_m, chunk, cluster in itertools.product(tiles_n, TILES_M, CHUNKS, CLUSTERS):
-        other = Config(tile_n, chunk, max_stages(problem, tile_n, tile_m), cluster, cluster, 1, tile_m)
+    for tile_n, tile_m, chunk, cluster, parts in itertools.product(tiles_n, TILES_M, CHUNKS, CLUSTERS, (1, 2)):
+        stages = max_stages(problem, tile_n, tile_m, parts)
+        other = Config(tile_n, chunk, stages, cluster, cluster, 1, tile_m, parts=parts)
         if tile_n % chunk:
             continue
         same = (tile_n, chunk, cluster, tile_m) == (config.tile_n, config.chunk, config.cluster, config.tile_m)
@@ -286,6 +362,13 @@ _HBM_BYTES = 4.0e12
 _PARTIAL_BYTES = 6.7e12  # partial sums stay in L2 for the most part
 _LAUNCH_SECONDS = 3.9e-6
 _CLUSTER_SECONDS = 0.2e-6  # a larger launch, and two barriers
+# Where a tile's ranges are a cluster; as in mixed_wgmma, and two times of 64 rows.
+_SPLIT_PIECE_SECONDS = 0.25e-6  # the last sums are waited for, and stored
+_STORE_BYTES_PER_SM = 66e9  # of fp32 sums
+_SPLIT_SECONDS = 0.1e-6  # a larger launch, and waiting for the last: of each block but the first
+_SPLIT_BYTES_PER_SM = 55e9  # distributed shared memory
+_PARTS_SECONDS = 0.25e-6  # adding up two warpgroups' sums
+_IN_PARTS = 0.85  # times a block's clocks, of which more warps hide more
 _PIECE_SECONDS = 1.4e-6  # of a piece of work: its last sums are waited for, and stored
 _REDUCE_SECONDS = 1.4e-6
 
@@ -295,21 +378,28 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     of L2, at least the time of device memory, plus launch and second kernel."""
     periods = BLOCK_K // period(problem, config)
     mma = config.consumers * _MMA_PER_COLUMN * config.tile_n
-    per_chunk = _ISSUE_PER_CHUNK[2 if config.consumers > 2 else sums(problem, config)]  # others hide it
+    per_chunk = _ISSUE_PER_CHUNK[2 if config.warpgroups > 2 else sums(problem, config)]  # others hide it
     promotion = config.tile_n / 2 * _PROMOTION + per_chunk * config.tile_n / config.chunk
     issue = config.consumers * (_ISSUE[problem.qtype] + periods * promotion)
     busy = _MMA_PART * mma + _ISSUE_PART * issue + _BLOCK_CLOCKS
+    busy *= _IN_PARTS if config.parts > 1 else 1
     load = BLOCK_K * config.tile_n / config.cluster + dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
     step = max(busy, load / _L2_BYTES_PER_CLOCK) / _CLOCK
 
     # Rounds of thread blocks, where not all fit.
-    rounds = -(-config.blocks // (target.cores // config.cluster * config.cluster))
+    resident = resident_blocks(target, config.splits) // config.cluster * config.cluster
+    rounds = -(-config.blocks // resident)
     given = schedule(problem, config)
-    seconds = rounds * (given.blocks_each * step + given.pieces * _PIECE_SECONDS)
+    sent = config.tile_m * config.tile_n * 4 // config.splits  # bytes that a thread block stores, or sends to another
+    piece = _PIECE_SECONDS if config.splits == 1 else _SPLIT_PIECE_SECONDS + sent / _STORE_BYTES_PER_SM
+    seconds = rounds * (given.blocks_each * step + given.pieces * piece)
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+    if config.splits > 1:
+        seconds += (config.splits - 1) * (_SPLIT_SECONDS + sent / _SPLIT_BYTES_PER_SM)
+        seconds += _PARTS_SECONDS * (config.parts - 1)
     if config.cluster > 1:
         seconds += _CLUSTER_SECONDS
-    if given.is_cut:
+    if is_cut(problem, config):
         slots = config.blocks + given.rest * config.cluster
         seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
     return seconds
@@ -319,7 +409,8 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
 
 def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, groups and tile, not on sizes or the schedule."""
+    """The device code's specialisation: it depends on dtypes, groups, tile and splits, and of the sizes on what
+    `ranges.defines` says, and in clusters that share a tile on the ranges of k."""
     return compiler.Source(
         "mixed_fp8.cu",
         (
@@ -330,18 +421,22 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("GROUP", dequantize.group_code(problem)),
             ("PERIOD", period(problem, config)),
             ("CONSUMERS", config.consumers),
+            ("PARTS", config.parts),
+            ("SPLITS", config.splits),
+            *schedule(problem, config).defines(config.splits),
             ("TILE_N", config.tile_n),
             ("CHUNK", config.chunk),
             ("STAGES", config.stages),
             ("CLUSTER", config.cluster),
+            *ranges.defines(problem, tile_counts(problem, config)[1]),
         ),
     )
 
 
 def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    tiles = tile_counts(problem, config)
-    return ranges.args(problem, tiles, schedule(problem, config), int(tiles[1] == 1))
+    tiles, given = tile_counts(problem, config), schedule(problem, config)
+    return ranges.args(problem, tiles, given, int(tiles[1] == 1))
 
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
@@ -363,14 +458,13 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         plan.Launch(
             kernel="mixed_fp8",
             grid=(config.blocks, 1, 1),
-            block=(128 * (config.consumers + 1), 1, 1),
+            block=(128 * (config.warpgroups + 1), 1, 1),
             params=(plan.MapParam(0), args, *(plan.Pointer(buffer) for buffer in (1, 2, out, workspace))),
             shared_bytes=shared_bytes(problem, config) - BARRIER_BYTES,
-            cluster=(config.cluster, 1, 1),
+            cluster=(config.cluster * config.splits, 1, 1),
         )
     ]
-    given = schedule(problem, config)
-    if given.is_cut:
-        tile = (config.tile_m * config.cluster, config.tile_n)
+    if is_cut(problem, config):
+        tile, given = (config.tile_m * config.cluster, config.tile_n), schedule(problem, config)
         launches.append(ranges.reduce_launch(args, given, tile, plan.Pointer(workspace), plan.Pointer(out)))
     return plan.DevicePlan(source(problem, config), tuple(buffers), (x_map,), tuple(launches), f"{name} {config}")

@@ -203,9 +203,9 @@ def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
 
 
 def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
-    """Stages that fit; more than some 100 kB bring nothing."""
+    """Stages that fit; what is more than some 70 kB delays the first of them."""
     rest = SHARED_BYTES - shared_bytes(p, dataclasses.replace(config, stages=0))
-    return min(rest // stage_bytes(p, config), MAX_STAGES, max(2, -(-(100 << 10) // stage_bytes(p, config))))
+    return min(rest // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
 
 
 def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
@@ -220,10 +220,12 @@ def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 # Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
-# to an earlier fit of 120 times of bfloat16. Of other formats the instructions are counted.
+# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and short rings again, to the times of 1 to 16
+# rows that the shipped tables hold. Of other formats the instructions are counted.
 _CLOCK = 1.755e9
 _HBM_BYTES = 4.5e12
 _X_BYTES_PER_SM = 60e9  # the slice of x, while the first row tiles are loaded
+_X_BYTES_PER_SM_HIDDEN = 400e9  # up to 16 rows of 16 bits, whose instructions take longer
 _DECODE = {
     "int4": 78,
     "uint4": 78,
@@ -237,7 +239,7 @@ _ROW, _ROW_E4M3 = 0.95, 1.18  # clocks of a tile for each row of x
 _ONE_WARPGROUP = 1.16  # times its tiles: nothing runs while it waits for products
 _STAGE = 155  # clocks of a stage beside its tiles
 _WAITED = 96  # more of them where a warpgroup waits for each tile's products (IN_FLIGHT of the device code)
-_FILL = 1560  # clocks from a stage's end to its next words
+_FILL, _FILL_E4M3 = 2100, 1560  # clocks from a stage's end to its next words
 _ROUND = 170  # clocks at the end of a row tile
 _SUM = 0.9  # more of them for each row of x, warpgroup and block, whose sums are added
 _ONE_STAGE = 240  # more of them where the row tile was a single stage
@@ -250,19 +252,21 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     rounds = -(-problem.feature_tiles // config.clusters)
     stages = -(-k_stages(problem, config) // config.cluster)
     zero = has_zero(problem)
-    if products(problem) == "float8_e4m3fn":
+    e4m3 = products(problem) == "float8_e4m3fn"
+    if e4m3:
         tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
     else:
         tile = _DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)
     tile *= _ONE_WARPGROUP if config.warpgroups == 1 else 1
     waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
     stage = _STAGE + (_WAITED if waited else 0) + stage_tiles(config) * tile
-    stage = max(stage, (_FILL + stage) / config.stages)  # or as fast as a short ring fills
+    stage = max(stage, ((_FILL_E4M3 if e4m3 else _FILL) + stage) / config.stages)  # or as fast as a short ring fills
     end = _ROUND + _SUM * config.tile_n * (config.warpgroups + config.cluster) + (_ONE_STAGE if stages == 1 else 0)
     busy = rounds * (stages * stage + end) / _CLOCK
     sms = min(config.clusters * config.cluster, target.cores)
     memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters / problem.feature_tiles
-    x = x_bytes(problem, config) / _X_BYTES_PER_SM
+    hidden = not e4m3 and config.tile_n <= WIDEST_OF_FOUR
+    x = x_bytes(problem, config) / (_X_BYTES_PER_SM_HIDDEN if hidden else _X_BYTES_PER_SM)
     return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
 
 

@@ -24,7 +24,8 @@
 // every PARTS-th block of the range, and their sums meet first.
 //
 // What runs once counts: cold code takes some 4 ns an instruction, and the whole of a small product 10 us. So
-// the cluster's size is known at compile time, and the tiles along n where they are few.
+// the cluster's size and its ranges are known at compile time, the tiles along n where they are few, and what
+// the sizes need not.
 //
 // Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA and bulk copies; it leaves
 // its registers to the others), the other warpgroups are consumers of 64 features each. The ring goes on from
@@ -36,8 +37,8 @@
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3 (x is e4m3, which prepare_x makes fp16), OUT (split_k.cuh),
 // SCALE_TYPE, ZERO_TYPE, GROUP (scales.cuh), SCALING, PERIOD (SUM: 32, 64 or 128), CONSUMERS, PARTS, SPLITS
-// (blocks of a cluster), N_TILES (tiles along n, not more than a band has; 0 for any number), TILE_N, STAGES,
-// CTAS_PER_SM.
+// (blocks of a cluster), RANGE, LAST_RANGE (cluster_sums.cuh), TILE_N, STAGES, CTAS_PER_SM, N_TILES, EIGHTS
+// (ranges.cuh), WHOLE (the weight does not end in the middle of a block), PREPARED (after prepare_x).
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -93,15 +94,6 @@ static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
 
 #include "cluster_sums.cuh"
 
-__device__ inline Place locate(const Args& g, int tile) {
-  if constexpr (N_TILES > 0) {
-    static_assert(N_TILES <= BAND);
-    return {tile / N_TILES, tile % N_TILES};
-  } else {
-    return place_of(g, tile);
-  }
-}
-
 // ---- work ------------------------------------------------------------------------------------------------
 
 // A thread block's pieces, one after the other.
@@ -111,8 +103,8 @@ struct Work {
   __device__ explicit Work(const Args& g) {
     if constexpr (IN_CLUSTERS) {
       const int rank = int(cute::block_rank_in_cluster());
-      unit = rank * g.range;
-      end = unit + blocks_of(g, rank);
+      unit = rank * RANGE;
+      end = unit + blocks_of(rank);
     } else {
       const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
       unit = int(blockIdx.x) * g.range;
@@ -123,7 +115,7 @@ struct Work {
   __device__ bool next(const Args& g, Piece& piece) {
     if constexpr (IN_CLUSTERS) {  // without divisions, which the first loads wait for
       if (unit >= end) return false;
-      piece = {int(cute::cluster_id_in_grid().x), unit, end, -1};
+      piece = {int(blockIdx.x) / SPLITS, unit, end, -1};
       unit = end;
       return true;
     } else {
@@ -166,7 +158,7 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
   uint32_t phase = 0;
   Work work(g);
   for (Piece piece; work.next(g, piece);) {
-    const Place at = locate(g, piece.tile);
+    const Place at = place_of(g, piece.tile);
     const int tile = min(at.m * CONSUMERS + warp, g.feature_tiles - 1);
     const uint8_t* words = weight.words + (size_t(tile) * g.k_tiles + 2 * piece.begin) * TILE_BYTES;
     const size_t row = (size_t(tile) * g.groups + piece.begin * GROUPS) * ROW;
@@ -180,7 +172,7 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, const Weig
       FullBarrier::arrive_and_expect_tx(&full[stage], bytes);
       [[maybe_unused]] const uint32_t extra = ring_address + EXTRAS_AT + stage * EXTRA_BYTES;
       if (has_weight) {
-        const bool half = 2 * block + 1 == g.k_tiles;
+        const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
         copy_block(ring_address + stage * STAGE_BYTES + 2 * BOX_BYTES + warp * 2 * TILE_BYTES, words,
                    2 * TILE_BYTES, half, &full[stage], hint);
         words += 2 * TILE_BYTES;
@@ -496,35 +488,6 @@ __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
          threadIdx.x % 128;
 }
 
-// Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
-__device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, const Accumulator& acc,
-                                 PartSums& sums) {
-  static_assert(PARTS == 1 || STORE_CHUNKS % 2 == 0, "whole chunks");
-  constexpr int HALF_BYTES = PART_CHUNKS * CHUNK_BYTES;
-  const uint32_t at = shared_sums + warpgroup * 2 * HALF_BYTES + threadIdx.x % 128 * 16;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float* from = acc + 8 * PART_CHUNKS * half;
-    if (half == part) {
-#pragma unroll
-      for (int i = 0; i < 8 * PART_CHUNKS; ++i) sums[i] = from[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2 * PART_CHUNKS; ++i) {
-        store_floats(at + half * HALF_BYTES + i * (CHUNK_BYTES / 2), from + 4 * i);
-      }
-    }
-  }
-  cutlass::arch::NamedBarrier::sync(256, warpgroup);
-#pragma unroll
-  for (int i = 0; i < PART_CHUNKS; ++i) {
-    const uint32_t from = at + part * HALF_BYTES + i * CHUNK_BYTES;
-    const uint4 low = load_words(from), high = load_words(from + CHUNK_BYTES / 2);
-    add(reinterpret_cast<float (&)[8]>(sums[8 * i]), reinterpret_cast<const float4&>(low),
-        reinterpret_cast<const float4&>(high));
-  }
-}
-
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
@@ -559,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (cute::elect_one_sync()) {
-      wait_on_dependent_grids();  // for prepare_x
+      if constexpr (PREPARED) wait_on_dependent_grids();
       uint8_t* ring = raw + (ring_address - raw_address);
       produce(x_map, g, {words, scale, zero, sums}, ring, full, empty, warp + PRODUCERS);
     }
@@ -567,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (IN_CLUSTERS) {
       cute::cluster_wait();  // for the other blocks' barriers
       if (warp == -1 && cute::elect_one_sync()) {
-        offer_room(g, int(cute::block_rank_in_cluster()), empty, room, arrived);
+        offer_room(int(cute::block_rank_in_cluster()), empty, room, arrived);
       }
     }
     return;
@@ -582,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   for (Piece piece; work.next(g, piece);) {
     Accumulator acc;
     Period channel = {};
-    const Place at = locate(g, piece.tile);
+    const Place at = place_of(g, piece.tile);
     if constexpr (GROUP == 0) {
       const size_t row = min(at.m * CONSUMERS + warpgroup, g.feature_tiles - 1) * ROW + warp % 4 * 16 +
                          threadIdx.x % 32 / 4 * 2;
@@ -625,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       }
     }
   }
-  launch_dependent_grids();
+  if constexpr (!IN_CLUSTERS) launch_dependent_grids();
 }
 
 // A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
@@ -646,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const float4* from = slot_of(partials, slot, warpgroup) + chunk * 2 * SLOT_CHUNK;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }
-  const Place at = locate(g, tiles_before + tile);
+  const Place at = place_of(g, tiles_before + tile);
   const int warp = threadIdx.x / 32;
   store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
         at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);

@@ -21,7 +21,7 @@ from jax_splitk import compiler, plan
 from jax_splitk.kernels import dequantize, ranges
 from jax_splitk.kernels.dequantize import FORMAT_CODES, TYPE_CODES, has_zero, per_channel
 from jax_splitk.kernels.ranges import BLOCK_K, INT32_MAX, SLOT, k_blocks
-from jax_splitk.kernels.split_k import OUT_CODES, whole_splits
+from jax_splitk.kernels.split_k import OUT_CODES
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.target import Target, hopper_limit, resident_blocks
@@ -29,17 +29,14 @@ from jax_splitk.target import Target, hopper_limit, resident_blocks
 name = "mixed_wgmma"
 implementation = "cutlass"
 platform = "cuda"
-ABI = 2
+ABI = 3
 
 SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the ring
 BARRIER_BYTES = 256  # static shared memory
 MAX_STAGES = {1: 8, 2: 10}  # by parts, which hold two stages each
 MIN_STAGES = {1: 2, 2: 3}  # by parts: a warpgroup waits for its next stage before it gives back the one it has
-MAX_CLUSTER = 8
 STAGING_BYTES = 16 * 48  # of a warp, for 16-bit results
-CHUNK_ROWS = 16  # of x, of the sums that a block of a cluster sends to another at a time
-CHUNK_BYTES = SLOT * CHUNK_ROWS * 4
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
 
@@ -48,8 +45,6 @@ SCALINGS = ("weight", "sum", "channel")
 TILES_M = (64, 128, 256)
 TILES_N = (16, 32, 64, 96, 128, 192, 256)
 PARTS_TILES_M, PARTS_TILES_N = (64, 128), (32, 64)
-CLUSTERS = (2, 3, 4, 5, 6, 8)  # that are tried
-MAX_N_TILES = 4  # tiles along the rows, known at compile time up to so many
 # The widest tile_n whose accumulators leave room for the rest, by consumer warpgroups: one set of them, or two ("sum").
 MAX_TILE_N = {1: 256, 2: 256, 4: 64}
 MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
@@ -104,17 +99,11 @@ def _stage_bytes(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int) -> i
     return BLOCK_K * 2 * tile_n + dequantize.weight_bytes(problem, tile_m, BLOCK_K) + sums
 
 
-def _least_range(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k blocks of the last thread block of a cluster, which has the fewest."""
-    given = schedule(problem, config)
-    return given.k_blocks - (config.cluster - 1) * given.range_blocks
-
-
 def _after_ring(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, parts: int) -> int:
     """Shared memory for results on their way to memory, and for sums on their way from one part to the other."""
     warpgroups = tile_m // SLOT * parts
     staging = 0 if problem.out_dtype == "float32" else 4 * warpgroups * STAGING_BYTES
-    return staging + warpgroups * (parts - 1) * (tile_n // CHUNK_ROWS // parts) * CHUNK_BYTES
+    return staging + ranges.part_bytes(tile_m, tile_n, parts)
 
 
 def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -126,9 +115,13 @@ def shared_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 def _cluster_stages(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Stages that hold the sums which the blocks of a cluster send to one of them."""
-    chunks = config.consumers * config.tile_n // CHUNK_ROWS
-    received = -(-chunks // config.cluster) * config.cluster * CHUNK_BYTES
-    return -(-received // (BLOCK_K * 2 * config.tile_n + config.tile_m * BLOCK_K * problem.bits // 8))
+    received = ranges.received_bytes(config.tile_m, config.tile_n, config.cluster)
+    return -(-received // _block_bytes(problem, config))
+
+
+def _block_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Of x and words: STAGE_BYTES of the device code."""
+    return BLOCK_K * (2 * config.tile_n + config.tile_m * problem.bits // 8)
 
 
 def max_stages(problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, ctas_per_sm: int = 1, parts: int = 1) -> int:
@@ -166,6 +159,11 @@ def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
 def needs_copy(problem: QuantizedMatmulProblem) -> bool:
     """Whether x is not as TMA can load it for WGMMA: rows of 16 bytes, elements of 16 bits."""
     return problem.k % 8 != 0 or problem.x_dtype == "float8_e4m3fn"
+
+
+def _prepared(problem: QuantizedMatmulProblem) -> bool:
+    """Whether prepare_x runs first (PREPARED in the device code)."""
+    return needs_copy(problem) or has_zero(problem)
 
 
 def _operand_dtype(problem: QuantizedMatmulProblem) -> str:
@@ -233,7 +231,7 @@ def _problem_limit(p: QuantizedMatmulProblem) -> str | None:
     units = k_blocks(p) * -(-p.features // 128) * -(-p.rows // 128)
     if units > ranges.MAX_UNITS:
         return f"{units} blocks of 128 features, rows and k; accepted: at most {ranges.MAX_UNITS}"
-    if (needs_copy(p) or has_zero(p)) and (p.rows + 256) * k_blocks(p) > INT32_MAX:
+    if _prepared(p) and (p.rows + 256) * k_blocks(p) > INT32_MAX:
         copied = f"dtype {p.x_dtype}" if p.k % 8 == 0 else f"k={p.k} (no multiple of 8)"
         what = "zero points" if has_zero(p) else copied
         return f"{(p.rows + 256) * k_blocks(p)} blocks of 128 k of x with {what}; accepted: at most {INT32_MAX}"
@@ -298,23 +296,14 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     if reason is not None:
         return reason
     if config.cluster != 1:
-        if not 2 <= config.cluster <= MAX_CLUSTER:
-            return f"cluster {config.cluster}; accepted: 1 to {MAX_CLUSTER}"
-        nearest = whole_splits(k_blocks(p), config.cluster)
-        if nearest != config.cluster:
-            return f"cluster {config.cluster} leaves some of {k_blocks(p)} k blocks' ranges empty; use {nearest}"
-        if (config.blocks, config.waves) != (given.tiles * config.cluster, 0):
-            each = f"{given.tiles * config.cluster} and 0 waves"
-            return (
-                f"blocks {config.blocks} and {config.waves} waves with clusters of {config.cluster}; accepted: {each}"
-            )
+        reason = given.cluster_limit("cluster", config.cluster, config.parts)
+        if reason is not None:
+            return reason
         least = max(least, _cluster_stages(p, config))
         if config.stages < least:
             return (
                 f"stages {config.stages} with clusters of {config.cluster}; accepted with this tile: {least} to {most}"
             )
-        if config.parts > 1 and _least_range(p, config) < config.parts:
-            return f"parts {config.parts} of ranges down to {_least_range(p, config)} k blocks; accepted: 1"
         return None
     return given.limit(config.blocks, 1, f"1 to {given.units}", "blocks")
 
@@ -366,7 +355,7 @@ def _tiles(problem: QuantizedMatmulProblem) -> Iterator[Config]:
 
 
 def _clusters(problem: QuantizedMatmulProblem, tile: Config) -> Iterator[Config]:
-    for size in CLUSTERS:
+    for size in ranges.SPLITS:
         yield dataclasses.replace(tile, blocks=math.prod(tile_counts(problem, tile)) * size, waves=0, cluster=size)
 
 
@@ -488,7 +477,7 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
     elif is_cut(problem, config):
         slots = config.blocks + given.rest
         seconds += _REDUCE_SECONDS + 2 * slots * config.tile_m * config.tile_n * 4 / _PARTIAL_BYTES
-    if needs_copy(problem) or has_zero(problem):
+    if _prepared(problem):
         seconds += _PREPARE_SECONDS + 2 * problem.rows * problem.k * 2 / _HBM_BYTES
     return seconds
 
@@ -497,9 +486,8 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 
 
 def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, groups, tile and cluster, and of the sizes on whether
-    there are a few tiles along the rows, and how many."""
-    n_tiles = tile_counts(problem, config)[1]
+    """The device code's specialisation: it depends on dtypes, groups, tile and cluster, and of the sizes on what
+    `ranges.defines` says, and in clusters that share a tile on the ranges of k."""
     return compiler.Source(
         "mixed_wgmma.cu",
         (
@@ -515,18 +503,20 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("CONSUMERS", config.consumers),
             ("PARTS", config.parts),
             ("SPLITS", config.cluster),
-            ("N_TILES", n_tiles if n_tiles <= MAX_N_TILES else 0),
+            *schedule(problem, config).defines(config.cluster),
             ("TILE_N", config.tile_n),
             ("STAGES", config.stages),
             ("CTAS_PER_SM", ctas_per_sm(problem, config)),
+            ("PREPARED", int(_prepared(problem))),
+            *ranges.defines(problem, tile_counts(problem, config)[1]),
         ),
     )
 
 
 def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
-    tiles = tile_counts(problem, config)
-    return ranges.args(problem, tiles, schedule(problem, config), int(tiles[1] == 1))
+    tiles, given = tile_counts(problem, config), schedule(problem, config)
+    return ranges.args(problem, tiles, given, int(tiles[1] == 1))
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
@@ -543,7 +533,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
     sums = plan.Pointer(workspace, _copy_bytes(problem))
     partials = plan.Pointer(workspace, _copy_bytes(problem) + _sums_bytes(problem, config))
 
-    prepared = needs_copy(problem) or has_zero(problem)
+    prepared = _prepared(problem)
     pitch = _pitch(problem)  # k itself where rows are not copied
     dims = (problem.k, problem.rows)
     x_map = plan.TiledMap(

@@ -7,7 +7,8 @@
 // a slot, in the accumulators' order, and reduce_ranges adds the slots of a tile in the order of their
 // ranges.
 //
-// Macros: OUT (split_k.cuh), CONSUMERS (warpgroups of 64 features each), TILE_N, CLUSTER.
+// Macros: OUT (split_k.cuh), CONSUMERS (warpgroups of 64 features each), TILE_N, CLUSTER, N_TILES (tiles
+// along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8).
 
 // The first of a kernel's arguments; must match `args` in ranges.py.
 struct Schedule {
@@ -36,10 +37,15 @@ struct Place {
 
 // Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
 __device__ inline Place place_of(const Schedule& g, int tile, int rank = 0) {
-  if (g.tiles_n == 1) return {tile * CLUSTER + rank, 0};  // without divisions, which the first loads wait for
-  const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
-  const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
-  return {m * CLUSTER + rank, first + inside - m * width};
+  if constexpr (N_TILES > 0) {  // without divisions, which the first loads wait for
+    static_assert(N_TILES <= BAND);
+    constexpr int ALONG_N = N_TILES > 0 ? N_TILES : 1;  // the compiler looks here in any case
+    return {tile / ALONG_N * CLUSTER + rank, tile % ALONG_N};
+  } else {
+    const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
+    const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
+    return {m * CLUSTER + rank, first + inside - m * width};
+  }
 }
 
 // ---- results ---------------------------------------------------------------------------------------------
@@ -58,28 +64,26 @@ __device__ inline uint32_t packed(float low, float high) {
 // l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
 __device__ inline void store(const Schedule& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
                              const float (&v)[8], int lane) {
-  if constexpr (OUT != 0) {
+  if constexpr (OUT != 0 && EIGHTS) {
     // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
-    if (g.features % 8 == 0) {
-      const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
-      __syncwarp();
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
-                   "r"(packed(v[6], v[7]))
-                   : "memory");
-      __syncwarp();
-      const int row = n + lane / 2, feature = m + lane % 2 * 8;
-      const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
-      if (row < g.rows && feature < g.features) {
-        *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
-      }
-      return;
+    const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
+    __syncwarp();
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
+                 "r"(packed(v[6], v[7]))
+                 : "memory");
+    __syncwarp();
+    const int row = n + lane / 2, feature = m + lane % 2 * 8;
+    const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
+    if (row < g.rows && feature < g.features) {
+      *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
     }
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
-    if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
+    for (int i = 0; i < 8; ++i) {
+      const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
+      if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
+    }
   }
 }
 

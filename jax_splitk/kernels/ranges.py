@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jax_splitk import plan
+from jax_splitk.kernels.split_k import whole_splits
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
 
 BLOCK_K = 128  # two tiles of the packed weight
@@ -15,6 +16,10 @@ SLOT = 64  # features of a warpgroup
 REDUCE_COLUMNS = 16  # rows of x of a thread block of reduce_ranges
 INT32_MAX = 2**31 - 1
 MAX_UNITS = INT32_MAX // 2
+MAX_SPLITS = 8  # thread blocks of a cluster that shares a tile
+SPLITS = (2, 3, 4, 5, 6, 8)  # that are tried
+CHUNK_BYTES = SLOT * REDUCE_COLUMNS * 4  # of the sums that such blocks send to each other
+MAX_N_TILES = 4  # tiles along the rows, known at compile time up to so many
 
 _Config = TypeVar("_Config")
 
@@ -55,6 +60,31 @@ class Schedule:
     def is_cut(self) -> bool:
         """Whether any tile has more than one range."""
         return self.rest > 0 and self.range_blocks % self.k_blocks != 0
+
+    def defines(self, splits: int) -> tuple[tuple[str, int], ...]:
+        """Macros of the device code: the k blocks of each thread block of a cluster that shares a tile. 0 without such
+        clusters, so that all sizes share a compilation."""
+        ranges = (self.range_blocks, self.last_range(splits)) if splits > 1 else (0, 0)
+        return tuple(zip(("RANGE", "LAST_RANGE"), ranges, strict=True))
+
+    def last_range(self, splits: int) -> int:
+        """k blocks of the last thread block of a cluster that shares a tile: it has the fewest."""
+        return self.k_blocks - (splits - 1) * self.range_blocks
+
+    def cluster_limit(self, field: str, splits: int, parts: int) -> str | None:
+        """Why the tiles cannot be cut into `splits` ranges each, which a cluster has, None where they can; `field` is
+        the config's that says so."""
+        if not 2 <= splits <= MAX_SPLITS:
+            return f"{field} {splits}; accepted: 1 to {MAX_SPLITS}"
+        nearest = whole_splits(self.k_blocks, splits)
+        if nearest != splits:
+            return f"{field} {splits} leaves some of {self.k_blocks} k blocks' ranges empty; use {nearest}"
+        if (self.workers, self.waves) != (self.tiles * splits, 0):
+            each = f"{self.tiles * splits} and 0 waves"
+            return f"blocks {self.workers} and {self.waves} waves with clusters of {splits}; accepted: {each}"
+        if self.last_range(splits) < parts:
+            return f"parts {parts} of ranges down to {self.last_range(splits)} k blocks; accepted: 1"
+        return None
 
     @property
     def blocks_each(self) -> int:
@@ -123,12 +153,33 @@ def k_blocks(problem: QuantizedMatmulProblem) -> int:
     return -(-problem.k // BLOCK_K)
 
 
+def received_bytes(tile_m: int, tile_n: int, splits: int) -> int:
+    """Of the ring of a thread block, for the sums of its cluster's blocks."""
+    chunks = tile_m // SLOT * tile_n // REDUCE_COLUMNS
+    return -(-chunks // splits) * splits * CHUNK_BYTES
+
+
+def part_bytes(tile_m: int, tile_n: int, parts: int) -> int:
+    """Shared memory for sums on their way from one part to the other."""
+    return (parts - 1) * tile_m // SLOT * tile_n // REDUCE_COLUMNS * CHUNK_BYTES
+
+
 def size_limit(p: QuantizedMatmulProblem) -> str | None:
     """Why the device code cannot count the problem's rows, k or features; None where it can."""
     for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
         if not 0 < size <= INT32_MAX - 256:
             return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
     return None
+
+
+def defines(p: QuantizedMatmulProblem, n_tiles: int) -> tuple[tuple[str, int], ...]:
+    """Macros of the device code that follow from the sizes: `n_tiles` along the rows where they are few, and whether
+    rows of the output, and the weight's k, end where its accesses do."""
+    return (
+        ("N_TILES", n_tiles if n_tiles <= MAX_N_TILES else 0),
+        ("EIGHTS", int(p.features % 8 == 0)),
+        ("WHOLE", int(p.k_tiles % 2 == 0)),
+    )
 
 
 def args(p: QuantizedMatmulProblem, tiles: tuple[int, int], schedule: Schedule, *own: int) -> plan.Int32Struct:
