@@ -248,7 +248,7 @@ def _compile_once(source: Source, in_worker: bool) -> Compiled:
 
 
 def _cubin_path(key: str) -> pathlib.Path:
-    return storage.cache_dir() / "cubin" / f"{key}.cubin"
+    return storage.cache_dir() / f"cubin/{key}.cubin"
 
 
 def _load(key: str) -> Compiled | None:

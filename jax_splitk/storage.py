@@ -37,7 +37,7 @@ def expanded(path: str) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(path))
 
 
-def read(path: pathlib.Path) -> bytes | None:
+def read(path: str | pathlib.Path) -> bytes | None:
     """The file's content, or None when it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:

@@ -106,4 +106,4 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 def families(op: str, platform: str | None = None) -> tuple[Family, ...]:
     """Families of an operation, of one platform or of all."""
-    return tuple(f for f in FAMILIES[op] if platform is None or f.platform == platform)
+    return FAMILIES[op] if platform is None else tuple(f for f in FAMILIES[op] if f.platform == platform)

@@ -18,7 +18,12 @@ SCHEMA = 2
 
 def _fields(value: Any) -> dict[str, Any]:
     """`dataclasses.asdict` of a flat one, at a fraction of its time."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: getattr(value, name) for name in _names(type(value))}
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @dataclasses.dataclass(frozen=True)

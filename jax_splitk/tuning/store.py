@@ -39,7 +39,7 @@ def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
     if storage.mode() == "off":
         return None
     for name, folder in layers():
-        found = read(folder / key.file, key, target)
+        found = read(os.path.join(folder, key.file), key, target)  # a pathlib.Path takes longer than a missing file
         if found is not None:
             return found, name
     return None
@@ -50,10 +50,10 @@ def shipped(key: Key, target: Target | None = None) -> Entry | None:
     return read(SHIPPED / key.file, key, target)
 
 
-_warned: set[pathlib.Path] = set()
+_warned: set[str] = set()
 
 
-def read(path: pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
+def read(path: str | pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
     """The entry in a file; None when there is none that can be used, with a warning if there is one that cannot."""
     data = storage.read(path)
     if data is None:
@@ -61,8 +61,8 @@ def read(path: pathlib.Path, key: Key, target: Target | None = None) -> Entry | 
     try:
         return entries.loads(data, key, target)
     except InvalidEntry as error:
-        if path not in _warned:
-            _warned.add(path)
+        if str(path) not in _warned:
+            _warned.add(str(path))
             logger.warning("%s is ignored: %s", path, error)
         return None
 
