@@ -46,13 +46,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def device_code_first(request: pytest.FixtureRequest) -> None:
     """Compiles what a module's `device_code()` lists in parallel, since its tests would compile one by one.
 
-    One of several processes (pytest-xdist) compiles; the others wait, and find the machine code on disk.
+    One of several processes (pytest-xdist) compiles; the others wait, and read from disk what they come to need.
     """
     wanted = getattr(request.module, "device_code", None)
     if wanted is None:
         return
     folder = storage.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    compiled = folder / f"tests.{run}.{request.module.__name__}"
     with (folder / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        compiler.compile_sources(wanted())
+        if not compiled.exists():
+            compiler.compile_sources(wanted())
+            compiled.touch()

@@ -1,14 +1,15 @@
-"""Fresh random problems and the seed that names them."""
+"""Fresh random problems and the seed that names them: JAX_SPLITK_TEST_SEED repeats those of a run that printed it."""
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import numpy as np
 
 from benchmarks.cases import Case
 
-SEED = int(np.random.SeedSequence().generate_state(1)[0])
+SEED = int(os.environ.get("JAX_SPLITK_TEST_SEED") or np.random.SeedSequence().generate_state(1)[0])
 
 
 def generator(salt: int) -> np.random.Generator:
@@ -22,7 +23,7 @@ def seeded(salt: int) -> Iterator[np.random.Generator]:
     try:
         yield generator(salt)
     except BaseException as error:
-        error.add_note(f"drawn by numpy.random.default_rng([{SEED}, {salt}])")
+        error.add_note(f"drawn by numpy.random.default_rng([{SEED}, {salt}]); JAX_SPLITK_TEST_SEED={SEED} repeats it")
         raise
 
 
