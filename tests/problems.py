@@ -1,15 +1,27 @@
-"""Fresh random problems and the seed that names them: JAX_SPLITK_TEST_SEED repeats those of a run that printed it."""
+"""Fresh random problems and the seed that names them."""
 
 import contextlib
 import dataclasses
 import os
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from benchmarks.cases import Case
 
-SEED = int(os.environ.get("JAX_SPLITK_TEST_SEED") or np.random.SeedSequence().generate_state(1)[0])
+
+def _seed() -> int:
+    """Another one in each run of the tests, the same in all its processes (pytest-xdist); JAX_SPLITK_TEST_SEED repeats
+    the run that named it."""
+    if "JAX_SPLITK_TEST_SEED" in os.environ:
+        return int(os.environ["JAX_SPLITK_TEST_SEED"])
+    if "PYTEST_XDIST_TESTRUNUID" in os.environ:
+        return zlib.crc32(os.environ["PYTEST_XDIST_TESTRUNUID"].encode())
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
+SEED = _seed()
 
 
 def generator(salt: int) -> np.random.Generator:

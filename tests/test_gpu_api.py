@@ -86,7 +86,7 @@ LIMITED: dict[str, tuple[Conv | mixed.Case, str, int]] = {
     "grouped": (dataclasses.replace(IMAGES, batch=16, groups=8), "bfloat16", 1 << 20),
     "depthwise": (dataclasses.replace(IMAGES, batch=16, groups=64), "bfloat16", 1 << 16),
     "zero_points": (mixed.Case(80, 1024, 320, "uint4", 64, "bfloat16"), "bfloat16", 1 << 21),
-    "e4m3": (mixed.Case(200, 4096, 320, x_dtype="float8_e4m3fn"), "float8_e4m3fn", 1 << 22),
+    "e4m3": (mixed.Case(700, 4096, 1500, x_dtype="float8_e4m3fn"), "float8_e4m3fn", 1 << 25),
 }
 
 

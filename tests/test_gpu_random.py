@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +16,7 @@ from jax_splitk.problem import ConvWgradProblem
 from tests import float64, poison, random_problems
 from tests.problems import seeded
 
-# Each process draws other problems: one of several (pytest-xdist) runs them all.
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("random_problems")]
+pytestmark = pytest.mark.gpu
 
 MIXTURES = 20
 LEAST = 60  # problems of each family
@@ -41,32 +41,28 @@ class Run:
         return poison.run(plan, self.problem, *inputs)
 
 
-@pytest.fixture(scope="module")
-def mixtures() -> list[list[Run]]:
-    """The runs of each 25 problems; their device code is compiled in parallel, and while the next ones are drawn."""
-    found: list[list[Run]] = []
-    with seeded(51) as rng, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        configs, compiling = random_problems.Configs(rng), []
+@functools.cache
+def drawn() -> tuple[set[compiler.Source], list[list[Run]]]:
+    """Device code, and the runs of each 25 problems: the same in every process of a run of the tests."""
+    with seeded(51) as rng:
+        configs = random_problems.Configs(rng)
         problems = random_problems.problems(rng, MIXTURES)
-        size = len(problems) // MIXTURES
-        for first in range(0, len(problems), size):
-            before = set(configs.sources)
-            found.append(
-                [
-                    Run(p, family, configs.draw(family, p), seed=number)
-                    for number, p in enumerate(problems[first : first + size], start=first)
-                    for family in random_problems.FAMILIES
-                    if family.supports(p, None, random_problems.TARGET) is None
-                ]
-            )
-            compiling.append(pool.submit(compiler.compile_sources, configs.sources - before))
-        for future in compiling:
-            future.result()
-    served = collections.Counter(run.family.name for runs in found for run in runs)
+        runs = [
+            Run(p, family, configs.draw(family, p), seed=number)
+            for number, p in enumerate(problems)
+            for family in random_problems.FAMILIES
+            if family.supports(p, None, random_problems.TARGET) is None
+        ]
+    served = collections.Counter(run.family.name for run in runs)
     print(f"{len(problems)} problems, {len(configs.sources)} sources, {dict(served)}")
     assert len(problems) == 500
     assert all(served[family.name] >= LEAST for family in random_problems.FAMILIES), served
-    return found
+    size = len(problems) // MIXTURES
+    return configs.sources, [[run for run in runs if run.seed // size == number] for number in range(MIXTURES)]
+
+
+def device_code() -> set[compiler.Source]:
+    return drawn()[0]
 
 
 def check(runs: Iterable[Run], failure: Callable[[Run], str | None]) -> None:
@@ -119,12 +115,12 @@ def locality(run: Run) -> str | None:
 
 
 @pytest.mark.parametrize("number", range(MIXTURES))
-def test_random_problems_are_exact(mixtures: list[list[Run]], number: int) -> None:
+def test_random_problems_are_exact(number: int) -> None:
     with seeded(51):
-        check(mixtures[number], exactness)
+        check(drawn()[1][number], exactness)
 
 
-def test_nan_reaches_what_depends_on_it_and_nothing_else(mixtures: list[list[Run]]) -> None:
+def test_nan_reaches_what_depends_on_it_and_nothing_else() -> None:
     """In every ninth problem, of all kinds in turns."""
     with seeded(51):
-        check((run for runs in mixtures for run in runs if run.seed % 9 == 0), locality)
+        check((run for runs in drawn()[1] for run in runs if run.seed % 9 == 0), locality)

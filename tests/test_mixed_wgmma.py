@@ -21,6 +21,7 @@ from tests import cubin, mixed
 HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
 REGISTERS_PER_SM = 65536
 SHARED_PER_SM = 228 * 1024
+RESERVED_SHARED = 1024  # of each block, by CUDA
 
 
 def product(rows: int = 64, k: int = 1024, features: int = 1024, **changes: Any) -> QuantizedMatmulProblem:
@@ -288,7 +289,7 @@ def test_every_legal_config_fits_into_shared_memory(p: QuantizedMatmulProblem) -
         config = in_cluster(p, tile, stages, 2, parts)
         if supports(p, config) is None:
             together = mixed_wgmma.ctas_per_sm(p, config)
-            assert together * (mixed_wgmma.shared_bytes(p, config) + 1024) <= SHARED_PER_SM
+            assert together * (mixed_wgmma.shared_bytes(p, config) + RESERVED_SHARED) <= SHARED_PER_SM
 
 
 def test_device_code_depends_on_the_cluster_and_on_few_tiles_along_the_rows() -> None:
@@ -597,7 +598,7 @@ def test_variant_is_good_machine_code(
             continue
         together, threads = mixed_wgmma.ctas_per_sm(p, config), launch.block[0]
         assert report.registers * threads * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + 1024) * together <= SHARED_PER_SM
+        assert (launch.shared_bytes + RESERVED_SHARED) * together <= SHARED_PER_SM
         assert launch.shared_bytes + kernel.shared_bytes - 1024 <= mixed_wgmma.SHARED_BYTES
         # Two tiles of 64 k, each of four products.
         assert kernel.opcodes[HGMMA] == 8
@@ -640,7 +641,7 @@ def test_clusters_are_good_machine_code() -> None:
         kernel, report = cubin.kernels(compiled.image)[launch.kernel], cubin.reports(compiled.log)[launch.kernel]
         assert report.stack_bytes == 0
         assert report.registers * launch.block[0] * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + kernel.shared_bytes) * together <= SHARED_PER_SM
+        assert (launch.shared_bytes + kernel.shared_bytes + RESERVED_SHARED) * together <= SHARED_PER_SM
         assert kernel.opcodes[HGMMA] == 8
         # What runs once counts at these sizes.
         assert len(kernel.instructions) <= 1800, (config, len(kernel.instructions))

@@ -214,6 +214,8 @@ def test_integer_leaves_have_float0_cotangents(form: str) -> None:
     for grad, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(weight), strict=True):
         assert grad.shape == leaf.shape
         assert grad.dtype == (leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jax.dtypes.float0)
+    assert np.any(np.asarray(grads.scale))
+    assert grads.zero_point.dtype == jax.dtypes.float0 or not np.any(np.asarray(grads.zero_point))
 
 
 def test_padding_gets_no_cotangent() -> None:
@@ -350,7 +352,8 @@ def test_export_with_a_symbolic_batch() -> None:
     ({"x": jnp.ones((3, 64), jnp.int8)}, TypeError, "x of dtype int8; accepted: bfloat16, float16, float8_e4m3fn, fl"),
     ({"x": jnp.ones((3, 63))}, ValueError, "x of shape (3, 63) and w of shape (64, 5); accepted: x of [..., 64]"),
     ({"x": jnp.ones(())}, ValueError, "x of shape () and w of shape (64, 5)"),
-    ({"w": jnp.ones((64, 5))}, TypeError, "a weight of type ArrayImpl; accepted: QuantizedArray"),
+    ({"w": jnp.ones((64, 5))}, TypeError, "w of type ArrayImpl; accepted: QuantizedArray, PackedWeight, a qwix QArray"),
+    ({"w": QuantizedArray(jnp.ones((0, 5), jnp.int4), jnp.ones((1, 5)))}, ValueError, "accepted: k of at least 1"),
     ({"w": QuantizedArray(jnp.ones((2, 64, 5), jnp.int4), jnp.ones((2, 1, 5)))}, ValueError, "a weight of shape (2, "),
     ({"preferred_element_type": jnp.int32}, TypeError, "accepted: bfloat16, float16, float32"),
     ({"preferred_element_type": "foo"}, TypeError, "preferred_element_type='foo'; accepted: bfloat16, float16, float3"),

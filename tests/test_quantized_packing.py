@@ -10,6 +10,7 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+from jax_splitk.quantized.matmul import quantized_matmul
 from jax_splitk.quantized.packing import LAYOUT_VERSION
 from tests.quantized import BITS, CASES, GROUPS, every_code, table
 
@@ -267,6 +268,7 @@ def test_no_features(symmetric: bool) -> None:
     ((128, 4), (8, 4), "groups of 16 along axis 0 and 1 along axis 1; accepted: 32, 64, 128 or 128 along axis 0"),
     ((4, 128), (4, 2), "groups of 1 along axis 0 and 64 along axis 1; accepted: 32, 64, 128 or 4 along axis 0"),
     ((2, 64, 4), (2, 1, 4), "a weight of shape (2, 64, 4); accepted: [k, features] (jax.vmap"),
+    ((0, 4), (0, 4), "a weight of shape (0, 4); accepted: k of at least 1"),
 ])  # fmt: skip
 def test_prepack_errors(shape: tuple[int, ...], scale_shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -283,6 +285,21 @@ def test_leaves_that_do_not_belong(change: dict[str, Any]) -> None:
     packed = prepack(every_code("int4", 64, 128, 64)[0])
     with pytest.raises(ValueError, match=r"accepted: \(\d, \d, 512\), \(\d, \d, 64\) and"):
         unpack(dataclasses.replace(packed, **change))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"qtype": "int3"}, "of qtype 'int3'; accepted: int4, uint4, int8, "),
+    ({"group_size": 48}, "group_size 48; accepted: 32, 64, 128 where it divides k, or k"),
+    ({"group_size": 256}, "of shape (192, 5) with group_size 256; accepted"),
+    ({"group_size": 128}, "group_size 128; accepted"),
+    ({"group_size": 0}, "group_size 0; accepted"),
+    ({"group_size": 0, "shape": (0, 5)}, "group_size 0; accepted"),
+])  # fmt: skip
+def test_static_parts_that_no_kernel_reads(change: dict[str, Any], message: str) -> None:
+    packed = dataclasses.replace(prepack(every_code("int4", 192, 5, 64)[0]), **change)
+    for function in (unpack, lambda w: quantized_matmul(jnp.ones((3, 192)), w)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(packed)
 
 
 def test_other_versions() -> None:

@@ -191,7 +191,7 @@ def test_every_unit_is_done_once_and_every_part_is_added() -> None:
                 slots = [slot for of_tile in written.values() for slot in of_tile]
                 assert len(set(slots)) == len(slots)
                 assert (max(slots, default=-1) + 1) * config.tile_bytes <= plan.workspace_bytes
-                assert (len(plan.launches) == 2) >= bool(slots)
+                assert (len(plan.launches) == 2) == (plan.workspace_bytes > 0) == bool(slots)
                 for tile in range(first_rest, count):
                     first, parts, rest = 0, config.splits, tile - first_rest
                     if config.splits == 0:

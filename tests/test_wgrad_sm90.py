@@ -167,6 +167,14 @@ def test_extents_fit_32_bit_integers() -> None:
     assert supports(matrix(64, 2**15, 2**16)) == f"{2**31} weights; accepted: 1 to {most - 1024}"
 
 
+def test_input_coordinates_fit_32_bit_integers() -> None:
+    """Of the 64 pixels beyond the output, too, that a block of them may reach."""
+    row = lambda width: spatial((1, width), (1, 1), batch=1, window_strides=(1, 8))  # noqa: E731
+    assert supports(row(8 * (2**28 - 65))) is None
+    reason = supports(row(8 * (2**28 - 64)))
+    assert reason == f"padded input of up to {2**31 + 1} pixels in spatial dimension 1; accepted: at most {2**31 - 1}"
+
+
 def test_groups_fit_the_grid() -> None:
     most = 65535
     assert supports(matrix(64, 64 * most, 64 * most, feature_group_count=most)) is None
@@ -440,6 +448,15 @@ def test_tail_limits() -> None:
     for changes in ({"splits": 1}, {"reduction": "cluster"}, {"cluster": 2}):
         reason = supports(p, dataclasses.replace(config, **changes)) or ""
         assert reason == "whole_tiles 20; accepted but for several splits in the workspace, one group: 0"
+
+
+def test_tail_fits_the_grid() -> None:
+    p = matrix(128, 16448, 16384)
+    config = Config(64, 64, 4, False, 2, whole_tiles=257)
+    assert math.prod(wgrad_sm90.tile_counts(p, config)) == 65535 + 257
+    assert supports(p, config) is None
+    reason = supports(p, dataclasses.replace(config, whole_tiles=256))
+    assert reason == "whole_tiles 256; accepted for 65792 tiles: 0, or at least 257"
 
 
 def test_pairs_cover_the_tiles() -> None:

@@ -1,7 +1,8 @@
 // The sums of a tile that a cluster computes: each of its blocks has a range of the k blocks. Included after
 // ranges.cuh and ring.cuh, where Args (a Schedule), SPLITS (the cluster's size), STAGES, STAGE_BYTES,
 // RING_BYTES, FACTOR (of results over sums), CONSUMERS, PARTS (1, or 2 warpgroups that share 64 features,
-// each with the sums of every second k block) and WARPGROUPS, their product, are known.
+// each with the sums of every second k block), WARPGROUPS, their product, and SHARED_SUMS_AT (where they meet
+// behind the ring) are known.
 //
 // Macros: RANGE, LAST_RANGE (k blocks of a block of the cluster, and of its last one; 0 without a cluster).
 // With a known number of turns the loops over k are uniform to the compiler, and what follows is constant.
@@ -93,10 +94,10 @@ __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, 
   }
 }
 
-// Sends this block's sums, adds and stores what it owns. All consumers take part; the chunks of each follow
-// those of the one before. `arrived` is the barrier behind `room`.
-__device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t room,
-                                      uint32_t staging, const Place& at, int warpgroup, const float* sums) {
+// Sends this block's sums, adds and stores what it owns; the chunks of each consumer follow those of the one
+// before.
+__device__ inline void exchange(const Args& g, Output* out, uint32_t ring, uint32_t room, uint32_t staging,
+                                const Place& at, int warpgroup, const float* sums) {
   const int thread = threadIdx.x % 128, rank = int(cute::block_rank_in_cluster());
   constexpr int last = SPLITS - 1;
   const uint32_t arrived = room + 8;
@@ -138,5 +139,18 @@ __device__ inline void store_together(const Args& g, Output* out, uint32_t ring,
     for (float& sum : v) sum *= FACTOR;
     store(g, out, staging, (at.m * CONSUMERS + of) * SLOT + thread / 32 * 16, at.n * TILE_N + chunk * 16, v,
           thread % 32);
+  }
+}
+
+// Ends the block's part of a tile. All consumers take part. `arrived` is the barrier behind `room`.
+__device__ inline void store_together(const Args& g, Output* out, uint32_t ring, uint32_t room,
+                                      uint32_t staging, const Place& at, int warpgroup, int part,
+                                      const float* acc) {
+  if constexpr (PARTS > 1) {
+    PartSums sums;
+    add_parts(ring + SHARED_SUMS_AT, warpgroup, part, acc, sums);
+    exchange(g, out, ring, room, staging, at, warpgroup * PARTS + part, sums);
+  } else {
+    exchange(g, out, ring, room, staging, at, warpgroup, acc);
   }
 }

@@ -531,14 +531,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= E4M3_FACTOR;
     if constexpr (IN_CLUSTERS) {
-      const uint32_t address = cute::cast_smem_ptr_to_uint(room);
-      if constexpr (PARTS > 1) {
-        PartSums sums;
-        add_parts(ring_address + SHARED_SUMS_AT, warpgroup, part, acc, sums);
-        store_together(g, out, ring_address, address, staging, at, warpgroup * PARTS + part, sums);
-      } else {
-        store_together(g, out, ring_address, address, staging, at, warpgroup, acc);
-      }
+      store_together(g, out, ring_address, cute::cast_smem_ptr_to_uint(room), staging, at, warpgroup, part,
+                     acc);
     } else if (piece.slot >= 0) {
       store_slot(slot_of(partials, piece.slot, rank, warpgroup) + thread % 128, acc);
     } else {

@@ -567,14 +567,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       if constexpr (!IN_CLUSTERS) acc[i] *= FACTOR;
     }
     if constexpr (IN_CLUSTERS) {
-      const uint32_t address = cute::cast_smem_ptr_to_uint(room);
-      if constexpr (PARTS > 1) {
-        PartSums sums;
-        add_parts(ring_address + SHARED_SUMS_AT, warpgroup, part, acc, sums);
-        store_together(g, out, ring_address, address, staging, at, warpgroup * PARTS + part, sums);
-      } else {
-        store_together(g, out, ring_address, address, staging, at, warpgroup, acc);
-      }
+      store_together(g, out, ring_address, cute::cast_smem_ptr_to_uint(room), staging, at, warpgroup, part,
+                     acc);
     } else if (piece.slot >= 0) {
       store_slot(slot_of(partials, piece.slot, warpgroup), acc);
     } else {

@@ -15,7 +15,7 @@ from jax_splitk.problem import ConvWgradProblem
 OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro OUT
 REDUCE_THREADS = 256
 MAX_LANES = 32
-MAX_SPLITS = 65535  # the grid's y
+MAX_GRID_Y = 65535  # of a launch: splits, or tiles
 FILL = 132 * 1024  # threads that keep the machine busy
 LINE_FLOATS = 32  # of an L2 line
 DISCARD_BYTES = 4 << 20
@@ -38,7 +38,7 @@ def splits_limit(splits: int, blocks: int, what: str, least: int = 1) -> str | N
 
     No split may be without a block. `least` is 0 where that is a schedule of its own.
     """
-    most = min(blocks, MAX_SPLITS)
+    most = min(blocks, MAX_GRID_Y)
     if not least <= splits <= most:
         return f"splits {splits}; accepted for {blocks} {what}: {least} to {most}"
     nearest = whole_splits(blocks, splits)

@@ -12,7 +12,9 @@ from jax_splitk.kernels import wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem
 
 SLICES = (128, 64, 32, 16, 8)  # about as many channels of X in a stage
-SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
+SHARED_PER_SM = 228 * 1024
+_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
+SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
 BANKS = 32
 # Consumers' registers by (thread blocks on an SM, consumer warpgroups): CONSUMER_REGS in the device code, and those
@@ -308,4 +310,4 @@ def ctas_per_sm(v: Volume, config: Config) -> int:
 
 def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
     fits = _registers(v, config, steps) <= REGISTERS.get((2, config.consumers), 0)
-    return 2 if fits and 2 * shared_bytes(v, config) <= SHARED_BYTES else 1
+    return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1

@@ -339,7 +339,7 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
         return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
     if shared_bytes(p, config) > SHARED_BYTES:
         return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    most = min(tiles(p, config), split_k.MAX_SPLITS)
+    most = min(tiles(p, config), split_k.MAX_GRID_Y)
     if not 1 <= config.splits <= most:
         return f"splits {config.splits}; accepted for {tiles(p, config)} tiles: 1 to {most}"
     return None
@@ -382,7 +382,7 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
 def _splits(p: ConvWgradProblem, config: Config, target: Target) -> list[int]:
     wave = target.cores * ctas_per_sm(p, config) / block_count(p, config)
     wanted = {int(wave), round(wave / 2), int(2 * wave)}
-    least, most = least_splits(p, config), min(tiles(p, config), split_k.MAX_SPLITS)
+    least, most = least_splits(p, config), min(tiles(p, config), split_k.MAX_GRID_Y)
     return sorted({min(max(s, least, 1), most) for s in wanted})
 
 

@@ -274,8 +274,12 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
   if (drain || rows != g.tile_p || !ahead) {
     cute::warpgroup_wait<0>();
     fence(acc);
+    if (waited < at.lines) {
+      // Lines that no product reads: no warp may be behind when they are released, and could be filled anew.
 #pragma unroll 1
-    for (; waited < at.lines; ++waited) FullBarrier::wait(&full[first + waited], turn.phase);
+      for (; waited < at.lines; ++waited) FullBarrier::wait(&full[first + waited], turn.phase);
+      cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
+    }
     held.release(empty, held.end);
   }
 }

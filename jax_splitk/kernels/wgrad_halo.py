@@ -126,8 +126,8 @@ def longest_part(problem: ConvWgradProblem, config: Config) -> int:
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     """fp32 partial sums: a tile for each split of it, or for each part that stream-k's cuts make of the tiles."""
     rest = rest_tiles(problem, config)
-    if config.splits == 1 or rest == 0:
-        return 0
+    if config.splits == 1 or rest == 0 or (not config.splits and units_per_tile(problem, config) == 1):
+        return 0  # every tile is some block's alone
     return (parts(problem, config) + (0 if config.splits else rest - 1)) * config.tile_bytes
 
 
@@ -191,8 +191,8 @@ def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
         return f"{lines(p, config)} rows; accepted: at most {MAX_LINES}"
     if shared_bytes(p, config) > SHARED_BYTES:
         return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    if tiles(p, config) > 65535:
-        return f"{tiles(p, config)} tiles; accepted: at most 65535"
+    if tiles(p, config) > split_k.MAX_GRID_Y:
+        return f"{tiles(p, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
     units = units_per_tile(p, config)
     if tiles(p, config) * units > INT32_MAX:
         return f"{tiles(p, config) * units} strips of work; accepted: at most {INT32_MAX}"

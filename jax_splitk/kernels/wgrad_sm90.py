@@ -251,7 +251,7 @@ def _tma_limit(p: ConvWgradProblem) -> str | None:
             return f"padding {high} less the dilated window's reach {reach} {where}; accepted: {lowest} to {highest}"
         if reach > farthest:
             return f"dilated window's reach {reach} {where}; accepted: at most {farthest}"
-    return None
+    return wgrad_limits.padded_input(p, BLOCK_K)
 
 
 def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
@@ -280,6 +280,9 @@ def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
             return f"whole_tiles {config.whole_tiles}; accepted but for several splits in the workspace, one group: 0"
         if not 0 < config.whole_tiles < tiles:
             return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
+        if tiles - config.whole_tiles > split_k.MAX_GRID_Y:
+            least = tiles - split_k.MAX_GRID_Y
+            return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
     if config.cluster == 2 and tile_counts(problem, config)[0 if _pair_along_m(config) else 1] == 1:
         return f"cluster 2 with one tile along {'M' if _pair_along_m(config) else 'N'}; accepted: 1"
     return None

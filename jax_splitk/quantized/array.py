@@ -194,9 +194,10 @@ def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool,
     if symmetric:
         span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
     else:
-        negative = greatest(jnp.maximum(-groups, 0))
-        span, steps = greatest(jnp.maximum(groups, 0)) + negative, fmt.high - fmt.low
-        zero_point = nearest(fmt, fmt.low + steps * (negative / jnp.where(span == 0, 1, span)))
+        # Halves, whose sum no group's range overflows.
+        negative, positive = (greatest(jnp.maximum(sign * groups, 0)) / 2 for sign in (-1, 1))
+        span, steps = negative + positive, (fmt.high - fmt.low) / 2
+        zero_point = nearest(fmt, fmt.low + 2 * steps * (negative / jnp.where(span == 0, 1, span)))
     scale = _round_up(jnp.where(span == 0, 1, span / steps), scale_dtype)
     value = groups / scale.astype(groups.dtype)
     if zero_point is not None:

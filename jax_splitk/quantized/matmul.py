@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jax_splitk import _compat
 from jax_splitk.arguments import dtype_of
 from jax_splitk.quantized import primitive, problem, reference
+from jax_splitk.quantized.array import ZERO_INTEGERS
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.quantized.problem import OUT_DTYPES
 from jax_splitk.quantized.reference import Layout, Leaves
@@ -34,7 +35,8 @@ def quantized_matmul(
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Reverse-mode differentiation, as with every
     `jax.custom_vjp`, with respect to x, the scales and floating zero points, each computed only where it is asked for:
     x's for adapters on a frozen weight (QLoRA, arXiv:2305.14314), those of scales and zero points for
-    quantization-aware training. Integer leaves have cotangents of dtype float0.
+    quantization-aware training. Integer leaves have cotangents of dtype float0, and those that packing made floats
+    (integer zero points) cotangents of 0.
 
     Kernels take a PackedWeight and an x of 16 or 8 bits; which one computes the product, or XLA, is decided at
     lowering, as for `conv_wgrad`, under the `jax_splitk.options` in force, and `jax_splitk.explain` and
@@ -95,7 +97,8 @@ def quantized_matmul(
     operands = (x, *leaves, back_leaves)
     every = jax.tree.leaves(operands)
     x, *arguments = jax.tree.map(lambda leaf: _compat.vary_like(leaf, *every), operands)
-    call = _Call(layout, x.dtype, out_dtype, options, back)
+    integer_zeros = isinstance(w, PackedWeight) and w.zero_dtype in ZERO_INTEGERS
+    call = _Call(layout, x.dtype, out_dtype, options, back, integer_zeros)
     out = _matmul_jitted(call, x.reshape(-1, k), *arguments)
     return out.reshape(*x.shape[:-1], features)
 
@@ -117,6 +120,7 @@ class _Call:
     out_dtype: np.dtype
     options: Options
     back: _Back | None
+    integer_zeros: bool  # before packing made them floats
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
@@ -126,6 +130,9 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         layout = Layout(w.shape, w.qtype, w.group_size, w.layout)
         return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout
+    if not hasattr(w, "qvalue"):
+        accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
+        raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
     layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)
     return (q.qvalue, q.scale, q.zero_point), layout
@@ -166,7 +173,8 @@ class _Wanted:
 
 
 def _forward(call: _Call, x: Any, values: Any, scale: Any, zero_point: Any, back_leaves: Any) -> tuple[jax.Array, Any]:
-    wanted = _Wanted(x.perturbed, scale.perturbed, zero_point is not None and zero_point.perturbed)
+    floating_zeros = zero_point is not None and not call.integer_zeros
+    wanted = _Wanted(x.perturbed, scale.perturbed, floating_zeros and zero_point.perturbed)
     leaves = (values.value, scale.value, None if zero_point is None else zero_point.value)
     back = None
     if back_leaves is not None and wanted.x:

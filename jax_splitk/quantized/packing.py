@@ -159,7 +159,7 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
 def per_feature(q: Any) -> QuantizedArray:
     """A quantized weight [k, features] whose scales (and zero points) are [groups, features].
 
-    Raises ValueError for another rank and for what `as_quantized` refuses.
+    Raises ValueError for another rank, for no k and for what `as_quantized` refuses.
     """
     return _spread(as_quantized(q))
 
@@ -167,6 +167,8 @@ def per_feature(q: Any) -> QuantizedArray:
 def _spread(q: QuantizedArray) -> QuantizedArray:
     if q.ndim != 2:
         raise ValueError(f"a weight of shape {q.shape}; accepted: [k, features] (jax.vmap for a batch of weights)")
+    if q.shape[0] < 1:
+        raise ValueError(f"a weight of shape {q.shape}; accepted: k of at least 1")
     if q.shape[1] == q.scale.shape[1]:
         return q
     repeats = q.shape[1] // q.scale.shape[1]
@@ -183,6 +185,14 @@ def checked(packed: PackedWeight) -> PackedWeight:
     if packed.layout != LAYOUT_VERSION:
         raise ValueError(f"a PackedWeight of layout {packed.layout}; accepted: {LAYOUT_VERSION}; pack it again")
     k, features = packed.shape
+    if packed.qtype not in FORMATS:
+        raise ValueError(f"a PackedWeight of qtype {packed.qtype!r}; accepted: {', '.join(FORMATS)}")
+    if packed.group_size not in (*GROUP_SIZES, k) or packed.group_size < 1 or k % packed.group_size:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(
+            f"a PackedWeight of shape {packed.shape} with group_size {packed.group_size}; accepted: {sizes} where it "
+            f"divides k, or k (at least 1)"
+        )
     words = (_tiles(features), _tiles(k), TILE * TILE * FORMATS[packed.qtype].bits // 32)
     scale = (_tiles(features), _padded_groups(k, packed.group_size), TILE)
     zero_point = None if packed.zero_point is None else tuple(packed.zero_point.shape)
