@@ -13,7 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk import _compat
+from jax_splitk import _compat, residuals
 from jax_splitk.arguments import dtype_of, integer
 from jax_splitk.primitive import conv_wgrad_p
 from jax_splitk.problem import DTYPES, Pairs, conv_output_spatial, dilated
@@ -283,7 +283,8 @@ def conv_general_dilated(
     """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
 
     The forward convolution and the input gradient are lax's. Reverse-mode differentiation only, as with every
-    `jax.custom_vjp`. The first eleven parameters are lax's, in lax's order.
+    `jax.custom_vjp`. The first eleven parameters are lax's, in lax's order; lax's twelfth, out_sharding, and with it
+    explicit sharding of channels, is not served.
 
     Args:
       compute_dtype: bfloat16, float16, float32 or float64, to which lhs and rhs are converted before the convolution;
@@ -303,6 +304,8 @@ def conv_general_dilated(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if compute_dtype is not None:
         compute = _float_dtype("compute_dtype", compute_dtype)
+        if jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
+            raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
     elif lhs.dtype != rhs.dtype or lhs.dtype.name not in DTYPES:
         accepted = f"one of {', '.join(DTYPES)} for both, or compute_dtype="
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: {accepted}")
@@ -371,20 +374,20 @@ def _conv_fwd(conv: _Conv, lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
     small_lhs, small_rhs = lhs.value.astype(conv.compute_dtype), rhs.value.astype(conv.compute_dtype)
     out = conv.forward(small_lhs, small_rhs, conv.out_dtype)
     # An operand is kept only where somebody differentiates with respect to the other one.
-    return out, (small_lhs if rhs.perturbed else None, small_rhs if lhs.perturbed else None)
+    return out, (residuals.kept(small_lhs, rhs.perturbed), residuals.kept(small_rhs, lhs.perturbed))
 
 
-def _conv_bwd(conv: _Conv, residuals: Any, g: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    lhs, rhs = residuals
+def _conv_bwd(conv: _Conv, operands: Any, g: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    lhs, rhs = operands
     lhs_type, rhs_type = conv.types
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return None, None
     g = g.astype(conv.compute_dtype)
     d_lhs = d_rhs = None
-    if rhs is not None:
+    if residuals.is_kept(rhs):
         transpose = jax.linear_transpose(lambda x: conv.forward(x, rhs), lhs_type.update(dtype=conv.compute_dtype))
         d_lhs = transpose(g)[0].astype(lhs_type.dtype)
-    if lhs is not None:
+    if residuals.is_kept(lhs):
         wanted = rhs_type.dtype if rhs_type.dtype.name in DTYPES else conv.compute_dtype
         d_rhs = _conv_wgrad(
             lhs,

@@ -144,6 +144,11 @@ CONV_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"compute_dtype": jnp.int8}, TypeError, f"int8'>; accepted: {DTYPES}"),
     ({"compute_dtype": "float8_e4m3fn"}, TypeError, f"compute_dtype='float8_e4m3fn'; accepted: {DTYPES}"),
+    (
+        {"lhs": LHS.astype(jnp.complex64), "compute_dtype": jnp.float32},
+        TypeError,
+        "lhs is complex64 and rhs is float32; accepted: real numbers",
+    ),
     ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
     ({"lhs": LHS[0]}, ValueError, f"lhs of shape (9, 8, 6) and rhs of shape {RHS_SHAPE}; accepted: one rank of at le"),
 ]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_splitk import quantized_matmul
 from jax_splitk.kernels import mixed_host, wgrad_host
-from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize
+from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.quantized import CASES, GROUPS, every_code
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
@@ -247,6 +247,49 @@ def test_only_what_is_asked_for_is_computed() -> None:
     assert [products(wrt) for wrt in ("x", "scale", "zero_point")] == [2, 2, 2]
     everything = jax.make_jaxpr(jax.grad(lambda x, q: quantized_matmul(x, q).sum(), (0, 1), allow_int=True))(x, q)
     assert count(str(everything)) == 4
+
+
+# Of one product: whether under jax.checkpoint, and with respect to what.
+DERIVATIVES = ((True, (0, 1)), (True, 1), (False, (0, 1)), (False, 1), (True, 0), (False, 0), (False, (0, 1)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_derivatives_of_one_product_one_after_the_other(form: str) -> None:
+    """JAX keeps one residual tree of a traced call for all of them."""
+    q, _ = every_code("int4", 128, 128, 64, None, "float32")
+    x, packed = normals(15, 5, 128), FORMS[form](q)
+
+    def ours(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sin(quantized_matmul(x, dataclasses.replace(packed, scale=scale)) / 64).sum()
+
+    def dense(x: jax.Array, scale: jax.Array) -> jax.Array:
+        weight = dataclasses.replace(packed, scale=scale)
+        weight = dequantize(unpack(weight) if form == "packed" else weight)
+        return jnp.sin(jnp.dot(x, weight, precision="highest") / 64).sum()
+
+    for rematerialised, argnums in DERIVATIVES:
+        found = jax.grad(jax.checkpoint(ours) if rematerialised else ours, argnums)(x, packed.scale)
+        expected = jax.grad(dense, argnums)(x, packed.scale)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert relative(a, np.asarray(b, np.float64)) < 1e-4
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_scales_of_some_of_several_equal_layers(trained: tuple[int, ...]) -> None:
+    layers = [quantize(normals(16 + i, 128, 128) / 12, "int4", group_size=64) for i in range(3)]
+    x = normals(19, 5, 128)
+
+    def network(scales: dict[int, jax.Array], product: Callable[..., jax.Array]) -> jax.Array:
+        h = x
+        for i, q in enumerate(layers):
+            h = jnp.tanh(product(h, dataclasses.replace(q, scale=scales.get(i, q.scale))))
+        return h.sum()
+
+    scales = {i: layers[i].scale for i in trained}
+    found = jax.jit(jax.grad(lambda s: network(s, quantized_matmul)))(scales)
+    expected = jax.grad(lambda s: network(s, lambda h, q: jnp.dot(h, dequantize(q), precision="highest")))(scales)
+    for i in trained:
+        assert relative(found[i], np.asarray(expected[i], np.float64)) < 1e-4
 
 
 def test_unused_output_has_no_cotangent() -> None:

@@ -265,8 +265,8 @@ def test_no_features(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize(("shape", "scale_shape", "message"), [
-    ((128, 4), (8, 4), "groups of 16 along axis 0 and 1 along axis 1; accepted: 32, 64, 128 or 128 along axis 0"),
-    ((4, 128), (4, 2), "groups of 1 along axis 0 and 64 along axis 1; accepted: 32, 64, 128 or 4 along axis 0"),
+    ((128, 4), (8, 4), "groups of 16 along axis 0 and 1 along axis 1; accepted: 32, 64, 128 along axis 0"),
+    ((4, 128), (4, 2), "groups of 1 along axis 0 and 64 along axis 1; accepted: 4, 32, 64, 128 along axis 0"),
     ((2, 64, 4), (2, 1, 4), "a weight of shape (2, 64, 4); accepted: [k, features] (jax.vmap"),
     ((0, 4), (0, 4), "a weight of shape (0, 4); accepted: k of at least 1"),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk import _compat
+from jax_splitk import _compat, residuals
 from jax_splitk.arguments import dtype_of
 from jax_splitk.quantized import primitive, problem, reference
 from jax_splitk.quantized.array import ZERO_INTEGERS
@@ -162,40 +162,31 @@ def _matmul(
     return primitive.bind(x, (values, scale, zero_point), call.layout, call.out_dtype, call.options)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which cotangents somebody asks for."""
-
-    x: bool
-    scale: bool
-    zero_point: bool
-
-
 def _forward(call: _Call, x: Any, values: Any, scale: Any, zero_point: Any, back_leaves: Any) -> tuple[jax.Array, Any]:
-    floating_zeros = zero_point is not None and not call.integer_zeros
-    wanted = _Wanted(x.perturbed, scale.perturbed, floating_zeros and zero_point.perturbed)
+    of_zero_point = zero_point is not None and not call.integer_zeros and zero_point.perturbed
+    wanted = tuple(residuals.flag(asked) for asked in (x.perturbed, scale.perturbed, of_zero_point))
     leaves = (values.value, scale.value, None if zero_point is None else zero_point.value)
     back = None
-    if back_leaves is not None and wanted.x:
-        back = tuple(None if leaf is None else leaf.value for leaf in back_leaves)
+    if back_leaves is not None:
+        back = tuple(None if leaf is None else residuals.kept(leaf.value, x.perturbed) for leaf in back_leaves)
     # The activation is kept only for the weight's cotangents.
-    kept = x.value if wanted.scale or wanted.zero_point else None
+    kept = residuals.kept(x.value, scale.perturbed or of_zero_point)
     out = primitive.bind(x.value, leaves, call.layout, call.out_dtype, call.options)
     return out, (wanted, kept, leaves, back)
 
 
-def _backward(call: _Call, residuals: Any, g: Any) -> tuple[jax.Array | None, ...]:
-    wanted, x, leaves, back_leaves = residuals
+def _backward(call: _Call, forward: Any, g: Any) -> tuple[jax.Array | None, ...]:
+    wanted, x, leaves, back_leaves = forward
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return None, None, None, None, None
     _, scale, zero_point = leaves
-    dx = _product_transposed(call, g, leaves, back_leaves) if wanted.x else None
+    of_x, of_scale, of_zero_point = map(residuals.is_set, wanted)
+    dx = _product_transposed(call, g, leaves, back_leaves) if of_x else None
     d_scale = d_zero_point = None
-    if wanted.scale:
+    if of_scale:
         d_scale = reference.scale_cotangent(call.layout, x, g, leaves)
         d_scale = reference.group_order(call.layout, d_scale, scale)
-    if wanted.zero_point:
+    if of_zero_point:
         d_zero_point = reference.zero_point_cotangent(call.layout, x, g, leaves)
         d_zero_point = reference.group_order(call.layout, d_zero_point, zero_point)
     return dx, None, d_scale, d_zero_point, None

@@ -108,7 +108,7 @@ def prepack(q: Any) -> PackedWeight:
         along = given.group_size // spread.group_size
         raise ValueError(
             f"groups of {spread.group_size} along axis 0 and {along} along axis 1; accepted: "
-            f"{', '.join(map(str, GROUP_SIZES))} or {k} along axis 0"
+            f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0"
         )
     return _prepack(spread)
 
