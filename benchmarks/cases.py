@@ -1,7 +1,6 @@
 """Named 2D convolutions: the shapes that the benchmarks report, and small odd ones for tests."""
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -267,9 +266,3 @@ def find(selectors: Iterable[str]) -> list[Case]:
         accepted = f"the tags {', '.join(tags())} and the names {', '.join(c.name for c in WGRAD_CASES)}"
         raise ValueError(f"cases={', '.join(unknown)}; accepted: {accepted}")
     return [case for case in WGRAD_CASES if not wanted or wanted & {case.name, *case.tags}]
-
-
-def input_bytes(problem: ConvWgradProblem) -> int:
-    """Bytes of one set of inputs, lhs and g."""
-    elements = math.prod(problem.lhs_shape) + math.prod(problem.g_shape)
-    return elements * jnp.dtype(problem.dtype).itemsize

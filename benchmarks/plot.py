@@ -167,12 +167,20 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
     axes.set_title("\n".join([f"weight {weight}", *said]), fontsize=8)
 
 
+def existing_file(text: str) -> pathlib.Path:
+    """The argparse type of a report."""
+    path = pathlib.Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file; accepted: what a benchmark wrote with --json")
+    return path
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plot", description="A chart of reports of benchmarks.wgrad or benchmarks.quantized."
     )
     parser.add_argument(
-        "reports", type=pathlib.Path, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
+        "reports", type=existing_file, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
     )
     parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table, of benchmarks.quantized only")
     options = parser.parse_args(argv)

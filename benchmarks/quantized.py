@@ -26,17 +26,13 @@ from benchmarks import quantized_products as contestants
 from benchmarks import timing
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
-from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say
+from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say, tuning_entry
 from jax_splitk import compiler, execute, kernels
 from jax_splitk.explain import Decision
 from jax_splitk.plan import DevicePlan
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.problem import X_DTYPES
 from jax_splitk.target import local_platform, target_for
-from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 
 ROTATED_BYTES = 300 * 2**20  # an H200's L2 holds 50 MiB
 MAX_SETS = 24
@@ -213,7 +209,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     ours = bench.products["ours"]
     compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
     compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
-    decision, tuned = decide(case), tuning_entry(case)
+    decision, tuned = decide(case), tuning_entry(case.problem())
     most = max(map(len, bench.weights.values()))
     xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
     functions = {
@@ -280,13 +276,6 @@ def on_sets(function: Callable[..., Any], xs: Sequence[jax.Array], weights: Sequ
 def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], bench: Bench) -> float:
     words, scale = bench.weights["ours"][0]
     return contestants.relative_error(case, xs[0], words, scale, function(0))
-
-
-def tuning_entry(case: Case) -> Entry | None:
-    """What the caches have for the case."""
-    target = target_for(local_platform())
-    found = store.lookup(key_for(case.problem(), target, Options()), target)
-    return None if found is None else found[0]
 
 
 def floor_us(case: Case) -> float | None:

@@ -16,6 +16,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ import jax_splitk
 from benchmarks import cases, ceilings, timing
 from benchmarks.cases import Case
 from jax_splitk import compiler, plan
+from jax_splitk.kernels import Problem
 from jax_splitk.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import Entry
@@ -121,7 +123,7 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
     compiled = {"ours": jax.jit(ours).lower(lhs, g).compile(), "xla": jax.jit(xla).lower(lhs, g).compile()}
     # After the compilation, which tunes what no cache has, if tuning is on.
     (decision,) = jax_splitk.explain(ours, lhs, g).decisions
-    tuned = tuning_entry(case)
+    tuned = tuning_entry(case.problem())
     limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
     input_sets = timing.random_input_sets([case.lhs_shape, case.g_shape], case.dtype, **limits)
     times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
@@ -148,10 +150,10 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
     )
 
 
-def tuning_entry(case: Case) -> Entry | None:
-    """What the caches have for the case."""
+def tuning_entry(problem: Problem) -> Entry | None:
+    """What the caches have for the problem."""
     target = target_for(local_platform())
-    found = store.lookup(key_for(case.problem(), target, Options()), target)
+    found = store.lookup(key_for(problem, target, Options()), target)
     return None if found is None else found[0]
 
 
@@ -320,7 +322,7 @@ def environment() -> dict[str, Any]:
         "driver": driver(),
         "jax": jax.__version__,
         "jaxlib": packages.get("jaxlib"),
-        "jax_splitk": packages.get("jax_splitk", packages.get("jax-splitk")),
+        "jax_splitk": packages.get("jax_splitk") or packages.get("jax-splitk") or version_in_tree(),
         "packages": {name: packages[name] for name in sorted(packages) if name.startswith(wanted)},
         "nvrtc": nvrtc_version(),
         "plan_version": plan.PLAN_VERSION,
@@ -328,6 +330,12 @@ def environment() -> dict[str, Any]:
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(kernels.glob("*.cu*"))
         },
     }
+
+
+def version_in_tree() -> str:
+    """The package's version in pyproject.toml beside it, for a tree that is used without being installed."""
+    pyproject = pathlib.Path(jax_splitk.__file__).parents[1] / "pyproject.toml"
+    return tomllib.loads(pyproject.read_text())["project"]["version"]
 
 
 def nvrtc_version() -> str | None:

@@ -248,7 +248,7 @@ def _stream() -> Iterator[Run]:
 
 def _cut(family: Any, case: mixed.Case, config: Any, blocks: int) -> Run:
     """A product whose tiles are cut into ranges, for so many thread blocks or fewer."""
-    whole = family.whole_blocks(case.problem, dataclasses.replace(config, blocks=blocks))
+    whole = mixed.whole_blocks(family, case.problem, dataclasses.replace(config, blocks=blocks))
     return Run(family, case.problem, whole, case)
 
 

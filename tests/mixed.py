@@ -160,6 +160,13 @@ def problems(
     return found
 
 
+def whole_blocks(family: Any, p: QuantizedMatmulProblem, config: Any) -> Any:
+    """`config` of mixed_fp8 or mixed_wgmma with the nearest number of thread blocks not above its own that leaves none
+    without work."""
+    given = family.schedule(p, config)
+    return dataclasses.replace(config, blocks=given.whole().workers * (config.blocks // given.workers))
+
+
 # ---- checks without a GPU ------------------------------------------------------------------------------------------
 
 

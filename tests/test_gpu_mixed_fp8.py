@@ -27,6 +27,7 @@ from tests.mixed import (
     integers,
     product,
     rounded,
+    whole_blocks,
 )
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,7 @@ def plain(case: Case) -> list[Config]:
         config = Config(tile_n, min(64, tile_n), 2, cluster, cluster, 0, tile_m)
         units = math.prod(mixed_fp8.tile_counts(p, config)) * ranges.k_blocks(p)
         for workers in sorted({min(7, units), units}):
-            found.append(mixed_fp8.whole_blocks(p, dataclasses.replace(config, blocks=workers * cluster)))
+            found.append(whole_blocks(mixed_fp8, p, dataclasses.replace(config, blocks=workers * cluster)))
     return list(dict.fromkeys([*found, *in_splits(case)[:1]]))
 
 

@@ -33,6 +33,7 @@ from tests.mixed import (
     integers,
     product,
     rounded,
+    whole_blocks,
 )
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def plain(case: Case, sizes: Iterable[int] = (2, 3, 8)) -> list[Config]:
         config = Config(128, 32 if p.rows <= 32 else 64, 2, scaling, 1, 0)
         units = math.prod(mixed_wgmma.tile_counts(p, config)) * ranges.k_blocks(p)
         for blocks in sorted({min(7, units), units}):
-            found.append(mixed_wgmma.whole_blocks(p, dataclasses.replace(config, blocks=blocks)))
+            found.append(whole_blocks(mixed_wgmma, p, dataclasses.replace(config, blocks=blocks)))
         tiles = units // ranges.k_blocks(p)
         for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in sizes} - {1}:
             found.append(dataclasses.replace(config, blocks=tiles * size, cluster=size))

@@ -219,7 +219,7 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
         wanted = {(tiles, 1), (1, tiles), (1, 0), (min(7, units), 0), (units, 0), (max(1, tiles // 2 - 1), 2)}
         for workers, waves in sorted(wanted):
             config = dataclasses.replace(tile, blocks=workers * cluster, waves=waves)
-            found.append(mixed_fp8.whole_blocks(p, config))
+            found.append(mixed.whole_blocks(mixed_fp8, p, config))
         if cluster == 1:
             each = dataclasses.replace(tile, stages=4)
             found += [dataclasses.replace(each, blocks=tiles * splits, splits=splits) for splits in (2, 3, 4, 8)]

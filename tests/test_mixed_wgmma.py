@@ -332,7 +332,8 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     tile = Config(128, 32, 2, mixed_wgmma.scalings(p)[0], 1, 0)
     tiles = math.prod(mixed_wgmma.tile_counts(p, tile))
     wanted = {(tiles, 1), (1, tiles), (1, 0), (7, 0), (tiles * ranges.k_blocks(p), 0), (max(1, tiles // 2 - 1), 2)}
-    found = [mixed_wgmma.whole_blocks(p, dataclasses.replace(tile, blocks=b, waves=w)) for b, w in sorted(wanted)]
+    found = [dataclasses.replace(tile, blocks=blocks, waves=waves) for blocks, waves in sorted(wanted)]
+    found = [mixed.whole_blocks(mixed_wgmma, p, config) for config in found]
     found += [dataclasses.replace(tile, blocks=tiles * size, cluster=size) for size in (2, 3, 4, 8)]
     return [config for config in found if supports(p, config) is None]
 
@@ -582,7 +583,7 @@ def test_variant_is_good_machine_code(
     stages: int,
     machine_code: dict[compiler.Source, compiler.Compiled],
 ) -> None:
-    config = mixed_wgmma.whole_blocks(p, Config(*tile, stages, scaling, 5, 0))
+    config = mixed.whole_blocks(mixed_wgmma, p, Config(*tile, stages, scaling, 5, 0))
     assert supports(p, config) is None
     made = mixed_wgmma.make_plan(p, config)
     compiled = machine_code[made.source]

@@ -50,6 +50,16 @@ def test_a_report_without_floors_is_refused(tmp_path: pathlib.Path, capsys: pyte
     assert "no result has floor_us; accepted: reports of an H200" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_a_missing_report_is_refused(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / name
+    with pytest.raises(SystemExit) as exit_:
+        plot.main([str(REPORT), str(file), str(tmp_path / "out.svg")])
+    assert exit_.value.code == 2
+    said = f"argument report: {str(file)!r} is no file; accepted: what a benchmark wrote with --json"
+    assert said in capsys.readouterr().err
+
+
 def test_later_reports_replace_cases_and_add_others() -> None:
     report = json.loads(REPORT.read_text())
     names = [result["case"]["name"] for result in report["results"]]

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import math
 import pathlib
+import tomllib
+import types
 import xml.etree.ElementTree
 from typing import Any
 
@@ -12,8 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import quantized, quantized_products
+from benchmarks import quantized, quantized_products, wgrad
 from benchmarks.quantized_cases import ROWS, WEIGHTS, Case, crossover, select
+
+PYPROJECT = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 
@@ -72,6 +77,7 @@ def report_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_report(report_file: pathlib.Path) -> None:
     report = json.loads(report_file.read_text())
     assert report["environment"]["platform"] == "cpu"
+    assert report["environment"]["jax_splitk"]
     assert report["abi"]["mixed_host"] == 1
     assert report["failures"] == {}
     assert [result["name"] for result in report["results"]] == ["192x512_n1", "192x512_n9"]  # 4096 rows are not quick
@@ -83,6 +89,19 @@ def test_report(report_file: pathlib.Path) -> None:
         assert result["fp8_product"] is False
         assert [found["family"] for found in result["configs"]] == ["mixed_host"] * 2
         assert all(found["error"] < 5e-3 and found["us"] > 0 for found in result["configs"])
+
+
+@pytest.mark.parametrize(
+    ("distributions", "version"),
+    [([("numpy", "2.5.2")], PYPROJECT["version"]), ([("numpy", "2.5.2"), ("jax_splitk", "9.8.7")], "9.8.7")],
+)
+def test_reports_name_the_version(
+    distributions: list[tuple[str, str]], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the installed package, else of the tree."""
+    found = [types.SimpleNamespace(name=name, version=version) for name, version in distributions]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    assert wgrad.environment.__wrapped__()["jax_splitk"] == version
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4", "int8", "float8_e4m3fn", "nf4"])

@@ -303,11 +303,6 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
                 yield config
 
 
-def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
-    """`config` with the nearest number of thread blocks not above its own that leaves none without work."""
-    return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers * config.cluster)
-
-
 def _schedules(problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
     """Ways to give the tiles to thread blocks."""
     tiles, resident = tile.blocks // tile.cluster, target.cores // tile.cluster
@@ -433,12 +428,6 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     )
 
 
-def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    tiles, given = tile_counts(problem, config), schedule(problem, config)
-    return ranges.args(problem, tiles, given, int(tiles[1] == 1))
-
-
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
     """Exact launches. Buffers: x, words, scale, result, workspace."""
     buffers = dequantize.buffers(problem)
@@ -453,7 +442,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         strides=(problem.k,),
         box=(BLOCK_K // 2, config.tile_n // config.cluster),
     )
-    args = _args(problem, config)
+    args = ranges.args(problem, tile_counts(problem, config), schedule(problem, config))
     launches = [
         plan.Launch(
             kernel="mixed_fp8",

@@ -367,11 +367,6 @@ def variants(problem: QuantizedMatmulProblem) -> Iterator[Config]:
                 yield config
 
 
-def whole_blocks(problem: QuantizedMatmulProblem, config: Config) -> Config:
-    """`config` with the nearest number of thread blocks not above its own that leaves none without work."""
-    return dataclasses.replace(config, blocks=schedule(problem, config).whole().workers)
-
-
 def _schedules(problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
     """Ways to give the tiles to thread blocks."""
     tiles = math.prod(tile_counts(problem, tile))
@@ -513,12 +508,6 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
     )
 
 
-def _args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    tiles, given = tile_counts(problem, config), schedule(problem, config)
-    return ranges.args(problem, tiles, given, int(tiles[1] == 1))
-
-
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     """`struct PrepareArgs` of the device code, in its order."""
     pitch = _pitch(problem) if needs_copy(problem) else 0
@@ -543,7 +532,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePla
         strides=(pitch * 2,),
         box=(64, config.tile_n),
     )
-    args = _args(problem, config)
+    args = ranges.args(problem, tile_counts(problem, config), schedule(problem, config))
     zero = plan.Pointer(3 if has_zero(problem) else 2)
     pointers = (plan.Pointer(1), plan.Pointer(2), zero, sums, plan.Pointer(out), partials)
     launches = [

@@ -182,10 +182,11 @@ def defines(p: QuantizedMatmulProblem, n_tiles: int) -> tuple[tuple[str, int], .
     )
 
 
-def args(p: QuantizedMatmulProblem, tiles: tuple[int, int], schedule: Schedule, *own: int) -> plan.Int32Struct:
-    """`struct Schedule` of the device code, in its order, and what a kernel's `struct Args` adds to it."""
+def args(p: QuantizedMatmulProblem, tiles: tuple[int, int], schedule: Schedule) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order: `struct Schedule`, and whether every word is read once."""
     packed = (p.feature_tiles, p.k_tiles, p.groups, schedule.k_blocks)
-    return plan.Int32Struct((p.rows, p.features, *packed, *tiles, schedule.waves, schedule.range_blocks, *own))
+    once = int(tiles[1] == 1)
+    return plan.Int32Struct((p.rows, p.features, *packed, *tiles, schedule.waves, schedule.range_blocks, once))
 
 
 def reduce_launch(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
-from jax_splitk.kernels.wgrad_limits import INT32_MAX
+from jax_splitk.kernels.wgrad_limits import INT32_MAX, group_channels
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -104,11 +104,6 @@ def plane(p: ConvWgradProblem) -> Plane:
         pair(p.rhs_dilation, 1),
         pair(tuple(low for low, _ in p.padding), 0),
     )
-
-
-def group_channels(p: ConvWgradProblem) -> tuple[int, int]:
-    """(input, output) channels of a group."""
-    return p.in_channels // p.feature_group_count, p.out_channels // p.feature_group_count
 
 
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:

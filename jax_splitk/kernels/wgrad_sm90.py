@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
 from jax_splitk.kernels.divisor import divisor
+from jax_splitk.kernels.wgrad_limits import group_channels
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -156,11 +157,6 @@ def takes_turns(problem: ConvWgradProblem, config: Config) -> bool:
 def least_splits(problem: ConvWgradProblem) -> int:
     """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
     return split_k.least_splits(problem, k_tiles(problem), MAX_FLOAT32_CHAIN)
-
-
-def group_channels(p: ConvWgradProblem) -> tuple[int, int]:
-    """(input, output) channels of a feature group."""
-    return p.in_channels // p.feature_group_count, p.out_channels // p.feature_group_count
 
 
 def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
