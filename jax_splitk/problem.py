@@ -113,7 +113,12 @@ class ConvWgradProblem:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.kernel_spatial, self.in_channels // self.feature_group_count, self.out_channels)
+        return (*self.kernel_spatial, self.group_channels[0], self.out_channels)
+
+    @property
+    def group_channels(self) -> tuple[int, int]:
+        """(input, output) channels of a feature group."""
+        return self.in_channels // self.feature_group_count, self.out_channels // self.feature_group_count
 
     @property
     def taps(self) -> int:

@@ -235,7 +235,7 @@ def test_is_the_first_family_for_grouped_problems() -> None:
 def test_blocks_and_jobs_cover_every_pair_of_a_group_once(case: Case) -> None:
     """As the device code's block_channels, job_at and store_job number them."""
     p = case.problem()
-    group_in, group_out = wgrad_grouped.group_channels(p)
+    group_in, group_out = p.group_channels
     _, bundle_in, bundle_out = wgrad_grouped.bundle(p)
     taps_w = p.kernel_spatial[1]
     for config in {(c.in_block, c.out_block): c for c in wgrad_grouped.variants(p)}.values():

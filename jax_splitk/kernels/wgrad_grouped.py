@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
-from jax_splitk.kernels.wgrad_limits import INT32_MAX, group_channels
+from jax_splitk.kernels.wgrad_limits import INT32_MAX
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -108,7 +108,7 @@ def plane(p: ConvWgradProblem) -> Plane:
 
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     """(groups, input channels, output channels) of a bundle."""
-    group_in, group_out = group_channels(p)
+    group_in, group_out = p.group_channels
     groups = max(1, UNIT // group_in, UNIT // group_out)
     return groups, groups * group_in, groups * group_out
 
@@ -190,7 +190,7 @@ def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """The ring, which the slices' sums take over at the end: for each output channel those of its group."""
-    sums = math.prod(plane(p).kernel) * min(config.in_block, group_channels(p)[0]) * config.out_block * 4
+    sums = math.prod(plane(p).kernel) * min(config.in_block, p.group_channels[0]) * config.out_block * 4
     return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
 
 
@@ -261,7 +261,7 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
 def _group_limit(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
-    group_in, group_out = group_channels(p)
+    group_in, group_out = p.group_channels
     if group_in not in GROUP_CHANNELS or group_out not in GROUP_CHANNELS:
         accepted = ", ".join(map(str, GROUP_CHANNELS))
         return f"{group_in} input and {group_out} output channels per group; accepted: {accepted}"
@@ -517,7 +517,7 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
     """The device code's specialisation: it depends on the window, the groups and the image's tiles, not on splits."""
     s, j = plane(problem), job(problem, config)
-    group_in, group_out = group_channels(problem)
+    group_in, group_out = problem.group_channels
     _, tiles_h, tiles_w = tile_counts(problem, config)
     return compiler.Source(
         "wgrad_grouped.cu",

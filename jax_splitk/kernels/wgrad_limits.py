@@ -1,7 +1,6 @@
-"""What several families of weight gradients cannot serve, and the channels of a feature group.
+"""What several families of weight gradients cannot serve.
 
-Each function `f(problem, ...) -> str | None` returns the reason, or None where there is none, so that `or` between them
-reports the first.
+Each function returns the reason, or None where there is none, so that `or` between them reports the first.
 """
 
 import math
@@ -10,11 +9,6 @@ from jax_splitk.problem import ConvWgradProblem
 
 INT32_MAX = 2**31 - 1
 MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyond them
-
-
-def group_channels(p: ConvWgradProblem) -> tuple[int, int]:
-    """(input, output) channels of a feature group."""
-    return p.in_channels // p.feature_group_count, p.out_channels // p.feature_group_count
 
 
 def groups(p: ConvWgradProblem) -> str | None:

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from jax_splitk import compiler, plan
 from jax_splitk.kernels import split_k, wgrad_limits
 from jax_splitk.kernels.divisor import divisor
-from jax_splitk.kernels.wgrad_limits import group_channels
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target, hopper_limit
 
@@ -161,7 +160,7 @@ def least_splits(problem: ConvWgradProblem) -> int:
 
 def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
     """(tiles along M, tiles along N) of a feature group."""
-    channels, n = group_channels(problem)
+    channels, n = problem.group_channels
     m = problem.taps * -(-channels // SLOT) * SLOT
     if config.swap:
         m, n = n, m
@@ -223,7 +222,7 @@ def _problem_limit(p: ConvWgradProblem) -> str | None:
 def _group_limit(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count > MAX_GRID_Z:
         return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_Z}"
-    channels, out_channels = group_channels(p)
+    channels, out_channels = p.group_channels
     if p.feature_group_count > 1 and (channels % SLOT or out_channels % SLOT):
         each = f"{channels} input and {out_channels} output channels each"
         return f"feature_group_count {p.feature_group_count} with {each}; accepted: multiples of {SLOT} channels, or 1"
@@ -490,7 +489,7 @@ def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     for size in reversed(out):
         rest, digit = divmod(rest, size)
         steps.insert(0, digit)
-    blocks, channels = k_tiles(problem), group_channels(problem)
+    blocks, channels = k_tiles(problem), problem.group_channels
     columns = _columns_and_blocks(problem, config)[0]
     tiles_m, tiles_n = tile_counts(problem, config)
     x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
