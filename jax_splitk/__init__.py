@@ -16,5 +16,6 @@ from jax_splitk.tuning.ahead import tune as tune
 from jax_splitk.tuning.ahead import tune_problems as tune_problems
 from jax_splitk.tuning.options import options as options
 from jax_splitk.tuning.result import TuningResult as TuningResult
+from jax_splitk.tuning.store import FrozenCacheMiss as FrozenCacheMiss
 
 registration.register()

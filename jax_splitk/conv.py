@@ -166,8 +166,10 @@ def conv_wgrad(
 
     Raises:
       ValueError: shapes that do not belong together, an argument outside its range, a config that is not legal.
-      TypeError: dtypes that differ or are not among the above; a config of no known family.
+      TypeError: dtypes that differ or are not among the above; a config of no known family, or with a field of another
+        type than its family's.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
+      FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
     """
     options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
     return _conv_wgrad(
@@ -297,7 +299,7 @@ def conv_general_dilated(
       The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as lax's function and `conv_wgrad` do.
+      ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as lax's function and `conv_wgrad` do.
     """
     options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
     check_options("conv_wgrad", options)

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import cases
@@ -218,6 +219,34 @@ def test_options_are_checked() -> None:
     assert {f.name for f in kernels.families("conv_wgrad", "cuda")} >= {"wgrad_sm90", "wgrad_halo", "wgrad_gather"}
 
 
+OF_TYPE: dict[Any, Any] = {int: 1, bool: False, str: "word"}
+OF_OTHERS: dict[Any, tuple[Any, ...]] = {
+    int: (True, 1.0, 2.5, "1", None, np.int64(1), (1,)),
+    bool: (0, 1, None, "", np.False_),
+    str: (1, None, b"word", np.str_("word")),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "family"),
+    [pytest.param(op, family, id=family.name) for op, families in kernels.FAMILIES.items() for family in families],
+)
+def test_a_configs_fields_are_of_exactly_their_types(op: str, family: kernels.Family) -> None:
+    fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(family.Config)}
+    right = {name: OF_TYPE[kind] for name, kind in fields.items()}
+    check_options(op, Options(family.Config(**right)))
+    for name, kind in fields.items():
+        for value in OF_OTHERS[kind]:
+            config = family.Config(**{**right, name: value})
+            module = "numpy." if isinstance(value, np.generic) else ""  # some of whose types have Python's names
+            of = f"{name}={value!r} of type {module}{type(value).__name__}; accepted: {kind.__name__}"
+            said = f"config={config!r} has {of}"
+            with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+                check_options(op, Options(config))
+            with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+                check_options(op, Options(config, family.implementation))
+
+
 @pytest.mark.parametrize("case", cases.WGRAD_CASES, ids=lambda case: case.name)
 def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
     problem = case.problem()
@@ -335,7 +364,9 @@ def test_targets_of_this_machine() -> None:
     assert not A100.is_hopper
     assert not dataclasses.replace(DEFAULT_CUDA, platform="rocm").is_hopper
     cpu = target_for("cpu")
-    assert (cpu.platform, cpu.is_hopper, cpu.cores) == ("cpu", False, os.cpu_count())
+    assert (cpu.platform, cpu.is_hopper, cpu.cores) == ("cpu", False, len(os.sched_getaffinity(0)))
+    assert cpu.device_kind not in ("", "cpu")  # one CPU's decisions are not another's
+    assert target_for("cpu") is cpu
     assert target_for("tpu").platform == "tpu"
 
 

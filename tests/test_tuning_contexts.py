@@ -25,7 +25,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk import storage
-from jax_splitk.kernels import wgrad_host
+from jax_splitk.kernels import mixed_host, wgrad_host
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA
 from jax_splitk.tuning import agreement, select, store, tuner
@@ -54,6 +54,12 @@ def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, ja
     rhs = jnp.zeros(case.rhs_shape, lhs.dtype)
     forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
     return lhs, g, np.asarray(jax.vjp(forward, rhs)[1](g)[0])
+
+
+def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
+    """Operands of `quantized_matmul` that the host kernel takes."""
+    w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
+    return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
 
 
 def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
@@ -179,7 +185,7 @@ def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     said = f"{key.problem}: the TuningResult in force is passed over: it decides for z80"
     assert record.getMessage().startswith(said)
-    assert f"and this is cpu (cpu, {CPU.cores} cores" in record.getMessage()
+    assert f"and this is {CPU.device_kind} (cpu, {CPU.cores} cores" in record.getMessage()
     caplog.clear()
     with result_of(ONE), result_of(ONE, dataclasses.replace(CASE, batch=5)):  # without a word of this problem
         lowered_config(wgrad, lhs, g)
@@ -330,6 +336,21 @@ def test_options_are_checked_on_entry(arguments: dict[str, Any], error: str) -> 
         check_options("conv_wgrad", Options(**arguments))
 
 
+@pytest.mark.parametrize("splits", ["a", 2.5, 2.0, True, None])
+def test_a_config_of_wrong_types_is_refused_on_entry(splits: Any) -> None:
+    lhs, g, _ = operands(generator(18))
+    error = re.escape(f"has splits={splits!r} of type {type(splits).__name__}; accepted: int")
+    with pytest.raises(TypeError, match=error):
+        wgrad(lhs, g, config=wgrad_host.Config(splits, 64))
+    with pytest.raises(TypeError, match=error):
+        jax_splitk.conv_general_dilated(
+            lhs, jnp.zeros(CASE.rhs_shape), **CASE.lax_arguments(), config=wgrad_host.Config(splits, 64)
+        )
+    x, w = product(2)
+    with pytest.raises(TypeError, match=error):
+        jax_splitk.quantized_matmul(x, w, config=mixed_host.Config(splits, 24))
+
+
 # ---- layers and modes ----------------------------------------------------------------------------------------------
 
 
@@ -397,12 +418,16 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
     assert storage.mode() == mode
     if mode == "frozen":
-        with pytest.raises(
-            store.FrozenCacheMiss, match=r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
-        ):
+        told = r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
+        with pytest.raises(jax_splitk.FrozenCacheMiss, match=told):
             lower(wgrad, lhs, g)
-        with pytest.raises(store.FrozenCacheMiss):  # also where nothing could be measured
+        with pytest.raises(jax_splitk.FrozenCacheMiss):  # also where nothing could be measured
             export.export(jax.jit(wgrad))(lhs, g)
+        other = dataclasses.replace(CASE, batch=31)  # which no test has compiled before
+        with pytest.raises(jax_splitk.FrozenCacheMiss, match=told):
+            wgrad(*operands(generator(12), other)[:2], other)
+        with pytest.raises(jax_splitk.FrozenCacheMiss, match=told):
+            jax_splitk.quantized_matmul(*product(31))
         select.select(CASE.problem(), CPU, Options())  # only looked at
         # What needs no decision is no miss.
         assert lowered_config(lambda x, y: wgrad(x, y, config=THREE), lhs, g) == THREE
@@ -533,6 +558,31 @@ def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         assert waits
 
 
+@pytest.mark.parametrize(("seconds", "decision_ms"), [(5, 3_600_000), (7200, 7_200_000)])
+def test_the_wait_for_a_measurement_is_an_hour_at_least(
+    seconds: int, decision_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", str(seconds))
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append((name.rpartition("/")[2], milliseconds))
+
+        def blocking_key_value_get(self, name: str, milliseconds: int) -> str:
+            waits.append((name.rpartition("/")[2], milliseconds))
+            return "miss"
+
+        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
+            return []
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
+    key = key_for(CASE.problem(), CPU, Options())
+    assert agreement.agree(key, CPU, lambda: None) == (True, None)
+    assert agreement.obstacle(key, Candidate("wgrad_host", ONE), None) is None
+    assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
+
+
 def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (select.autotune(CPU), select.autotune(DEFAULT_CUDA)) == (False, True)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
@@ -584,3 +634,48 @@ def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) ->
     lhs, g, expected = operands(generator(17))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", "~no_such_user_here/cache")
     np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+
+
+def test_a_layer_that_is_no_folder_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lhs, g, expected = operands(generator(19))
+    typo, file, empty, good = (tmp_path / name for name in ("typo", "file", "empty", "good"))
+    file.touch(), empty.mkdir(), good.mkdir()
+
+    def told() -> list[str]:
+        lines = [(r.levelno, r.getMessage()) for r in caplog.records if "CACHE_PATH" in r.getMessage()]
+        assert all(level == logging.WARNING for level, _ in lines)
+        return [line for _, line in lines]
+
+    layers = map(str, (empty, typo, f"{file}/", "/dev/null", typo, good))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", os.pathsep.join(layers))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
+    lower(wgrad, lhs, g)
+    assert told() == []  # nothing was to be read
+    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
+    wrong = [f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, file, "/dev/null")]
+    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    assert told() == wrong
+    key = key_for(CASE.problem(), CPU, Options())
+    put(good, key, entry_of(key, THREE).dumps())
+    assert lowered_config(wgrad, lhs, g) == THREE  # behind the wrong ones
+    put(typo, key, entry_of(key, TWO).dumps())
+    assert lowered_config(wgrad, lhs, g) == TWO  # made meanwhile
+    assert told() == wrong
+
+
+def test_what_comes_after_a_hit_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lhs, g, _ = operands(generator(20))
+    key = key_for(CASE.problem(), CPU, Options())
+    near = tmp_path / "near"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{tmp_path / 'far'}")
+    put(cache, key, entry_of(key, TWO).dumps())
+    assert lowered_config(wgrad, lhs, g) == TWO
+    (cache / key.file).unlink()
+    put(near, key, entry_of(key, THREE).dumps())
+    assert lowered_config(wgrad, lhs, g) == THREE
+    assert store._looked_at == set()
+    assert "CACHE_PATH" not in caplog.text

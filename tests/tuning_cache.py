@@ -31,6 +31,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(store, "_warned", set())
+    monkeypatch.setattr(store, "_looked_at", set())
     return tmp_path / "user"
 
 

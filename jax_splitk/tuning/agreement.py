@@ -22,9 +22,17 @@ logger = logging.getLogger("jax_splitk")
 
 _MISS = "miss"
 
+# The least that a process waits for process 0's decision, which may be a measurement.
+_DECISION_MS = 3_600_000
+
 
 def timeout_seconds() -> float:
-    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`: how long a process waits for the others; 60 by default."""
+    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at a barrier for all others to come.
+
+    There are two for each problem: before the decision, where a process that waited in vain takes the deterministic
+    choice, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
+    0's decision, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
+    """
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
 
 
@@ -65,8 +73,8 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
         finally:  # the others wait: whatever happens here, they get an answer
             client.key_value_set(f"{name}/entry", _MISS if entry is None else entry.dumps())
         return True, entry
-    # Process 0 may be measuring; it answers in any case, and its death ends the job.
-    text = client.blocking_key_value_get(f"{name}/entry", max(wait_ms, 3_600_000))
+    # It answers in any case, and its death ends the job.
+    text = client.blocking_key_value_get(f"{name}/entry", max(wait_ms, _DECISION_MS))
     if text == _MISS:
         return True, None
     try:

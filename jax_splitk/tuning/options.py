@@ -52,11 +52,27 @@ def check_options(op: str, options: Options) -> None:
     if not known:
         accepted = ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families(op))
         raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
+    _check_fields(options.config)
     if options.implementation not in (None, known[0].implementation):
         raise ValueError(
             f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
             f"not {options.implementation!r}"
         )
+
+
+def _check_fields(config: Any) -> None:
+    """TypeError unless each field of a family's config is of exactly its type, as where a config is read from a file
+    (tuning/entry.py): bool is an int, and 2.0 equals 2. Families may take it for granted."""
+    for field in dataclasses.fields(config):
+        value, accepted = getattr(config, field.name), field.type
+        if type(value) is not accepted:
+            names = f"type {_name(type(value))}; accepted: {_name(accepted)}"
+            raise TypeError(f"config={config!r} has {field.name}={value!r} of {names}")
+
+
+def _name(kind: Any) -> str:
+    """With the module where it is not Python's own: NumPy, too, has types called bool and str."""
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _check_values(options: Options) -> None:

@@ -3,7 +3,7 @@
 The writable layer is `JAX_SPLITK_CACHE_DIR` (storage.cache_dir()), then come the read-only layers of
 `JAX_SPLITK_CACHE_PATH` (separated by colons), then the tables that ship with the package. Writes are atomic and hold no
 lock, so any number of processes may share a layer; the last writer of a key wins, having merged what it found. A file
-that is damaged, foreign or newer is a miss with one warning.
+that is damaged, foreign or newer is a miss with one warning, and so is a read-only layer that is no folder.
 """
 
 import logging
@@ -20,17 +20,23 @@ from jax_splitk.tuning.key import Key
 logger = logging.getLogger("jax_splitk")
 
 SHIPPED = pathlib.Path(__file__).resolve().parent.parent / "tables"
+READ_ONLY = "read-only cache"
 
 
 class FrozenCacheMiss(RuntimeError):
-    """A problem has no entry and `JAX_SPLITK_CACHE_MODE=frozen` forbids deciding without one."""
+    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one.
+
+    Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
+    exported. The message is the problem and the command that tunes it. An explicit config, `implementation="xla"`, a
+    `TuningResult` in force that has the problem, and what only XLA can compute need no decision.
+    """
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
     """(name, folder) of the layers in the order of their precedence; the first is the writable one."""
     read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
     folders = [("user cache", storage.cache_dir())]
-    folders += [("read-only cache", storage.expanded(p)) for p in read_only]
+    folders += [(READ_ONLY, storage.expanded(p)) for p in read_only]
     return [*folders, ("shipped table", SHIPPED)]
 
 
@@ -42,6 +48,8 @@ def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
         found = read(os.path.join(folder, key.file), key, target)  # a pathlib.Path takes longer than a missing file
         if found is not None:
             return found, name
+        if name == READ_ONLY:
+            _warn_unless_folder(str(folder))
     return None
 
 
@@ -51,6 +59,16 @@ def shipped(key: Key, target: Target | None = None) -> Entry | None:
 
 
 _warned: set[str] = set()
+_looked_at: set[str] = set()
+
+
+def _warn_unless_folder(folder: str) -> None:
+    """One warning for a read-only layer that cannot hold anything; it is looked at once, since each miss comes here."""
+    if folder in _looked_at:
+        return
+    _looked_at.add(folder)
+    if not os.path.isdir(folder):
+        logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
 
 
 def read(path: str | pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
