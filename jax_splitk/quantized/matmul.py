@@ -64,8 +64,8 @@ def quantized_matmul(
       [..., features]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
 
     Raises:
-      TypeError: dtypes other than those above, a weight of another type, a config of no known family, or with a field of
-        another type than its family's.
+      TypeError: dtypes other than those above, a weight of another type, a config of no known family, or with a field
+        of another type than its family's.
       ValueError: shapes that do not belong together, an unknown implementation, a config that is not legal.
       NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
         device can tell is raised at lowering.
