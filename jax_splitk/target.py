@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import platform as this_machine
 
 import jax
 
@@ -38,7 +39,10 @@ DEFAULT_CUDA = Target("cuda", "NVIDIA H200", "9.0", 132)
 
 @functools.cache
 def target_for(platform: str) -> Target:
-    """The local devices' description where there are any of that platform, else a default one."""
+    """The local devices' description where there are any of that platform, else a default one.
+
+    Of a CPU it is this machine's, also where what is lowered is exported.
+    """
     if platform == "cuda":
         if jax.default_backend() != "gpu":
             return DEFAULT_CUDA
@@ -46,7 +50,26 @@ def target_for(platform: str) -> Target:
         capability = str(getattr(device, "compute_capability", ""))
         cores = int(getattr(device, "core_count", DEFAULT_CUDA.cores))
         return Target("cuda", device.device_kind, capability, cores)
-    return Target(platform, platform, "", os.cpu_count() or 1)
+    kind = _cpu_model() if platform == "cpu" else platform
+    return Target(platform, kind, "", _hardware_threads())
+
+
+def _cpu_model() -> str:
+    """The processor's name: decisions for one need not suit another of as many cores."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            name = next(names, "")
+    except OSError:  # not Linux
+        name = ""
+    return name or this_machine.processor() or "cpu"
+
+
+def _hardware_threads() -> int:
+    """Those this process may run on, which is what XLA's thread pool has; a container or taskset may grant few."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def hopper_limit(target: Target | None) -> str | None:

@@ -91,11 +91,11 @@ def test_what_xla_partitions_is_xlas() -> None:
     """By the shardings of arguments, of jit and inside the function; and what is lowered then has no call of ours."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("data"), P()))
-    sharded = jax.ShapeDtypeStruct(LHS.shape, jnp.float32, sharding=split)
-    lhs, rhs = jax.ShapeDtypeStruct(LHS.shape, jnp.float32), jax.ShapeDtypeStruct(RHS.shape, jnp.float32)
+    lhs, rhs = LHS, RHS
+    sharded = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype, sharding=split)
     grad = jax.grad(loss)
     constrained = jax.jit(lambda w, x: grad(w, lax.with_sharding_constraint(x, split)))
-    held = jax.device_put(jnp.ones(LHS.shape), split)
+    held = jax.device_put(jnp.ones(lhs.shape, lhs.dtype), split)
     for fn, args in (
         (grad, (rhs, sharded)),
         (jax.jit(grad), (rhs, held)),

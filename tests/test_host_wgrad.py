@@ -353,3 +353,50 @@ def test_candidates_are_legal_and_estimated(problem: ConvWgradProblem) -> None:
     for config in configs:
         assert wgrad_host.supports(problem, config) is None
         assert 0 < wgrad_host.estimate(problem, config) < 1
+
+
+def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> ConvWgradProblem:
+    return make_problem((14, 14), (3, 3), channels=channels, dtype=dtype, **changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "most"),
+    [
+        (dense((64, 64)), 4096),
+        (dense((512, 8)), 4096),
+        (dense((64, 128), "bfloat16"), 8192),
+        (dense((512, 512), "float16"), 8192),
+        (dense((128, 128), strides=(2, 2)), 16384),
+        (dense((128, 128), rhs_dilation=(2, 2)), 4096),
+        (make_problem((512,), (9,), channels=(64, 64)), 4096),
+    ],
+    ids=str,
+)
+def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: int) -> None:
+    reason = str(wgrad_host.preferred(problem))
+    assert f" = {problem.in_channels * problem.out_channels} of a dense {problem.dtype} " in reason
+    assert reason.endswith(f"preferred below {most}")
+    assert wgrad_host.supports(problem) is None
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dense((32, 127)),
+        dense((3, 64), strides=(2, 2)),
+        dense((64, 64), "bfloat16"),
+        dense((64, 128), strides=(2, 2)),
+        dense((512, 512), groups=4),
+        dense((128, 128), lhs_dilation=(2, 2)),
+        make_problem((14, 14), (1, 1), channels=(1024, 1024), dtype="float16"),
+        make_problem((14, 14), (2, 2), channels=(256, 256), strides=(2, 2)),
+        make_problem((8, 8, 8), (3, 3, 3), channels=(128, 128)),
+    ],
+    ids=str,
+)
+def test_what_xla_is_slower_at_is_preferred(problem: ConvWgradProblem) -> None:
+    assert wgrad_host.preferred(problem) is None
+
+
+def test_calls_that_take_longer_than_their_work_are_xlas() -> None:
+    assert "so small" in str(wgrad_host.preferred(make_problem((2,), (1,), channels=(4, 4))))

@@ -6,10 +6,10 @@ in CUTLASS's parallel split-k.
 """
 
 import dataclasses
-import os
 
 import numpy as np
 
+from jax_splitk.kernels.host import ceil_div, threads
 from jax_splitk.plan import CustomCall, HostPlan
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.quantized.problem import QuantizedMatmulProblem
@@ -54,14 +54,10 @@ class _Layout:
     total_bytes: int
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _layout(problem: QuantizedMatmulProblem, config: Config) -> _Layout:
-    tasks = config.splits * _ceil_div(problem.rows, config.row_block) * problem.feature_tiles
+    tasks = config.splits * ceil_div(problem.rows, config.row_block) * problem.feature_tiles
     slots = min(tasks, _MAX_SLOTS)
-    partial_bytes = _ceil_div(4 * problem.rows * problem.features, _ALIGN) * _ALIGN if config.splits > 1 else 0
+    partial_bytes = ceil_div(4 * problem.rows * problem.features, _ALIGN) * _ALIGN if config.splits > 1 else 0
     slot_bytes = 4 * TILE * (TILE + _CHUNK + min(config.row_block, problem.rows))
     total_bytes = _ALIGN + config.splits * partial_bytes + slots * slot_bytes
     return _Layout(tasks, slots, partial_bytes, slot_bytes, total_bytes)
@@ -102,15 +98,11 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> HostPlan:
     return HostPlan(CustomCall(TARGET, attributes, workspace_bytes(problem, config)))
 
 
-def _threads(target: Target | None) -> int:
-    return (target.cores if target else os.cpu_count()) or 1
-
-
 def candidates(problem: QuantizedMatmulProblem, target: Target | None = None) -> list[Config]:
     """The legal configs worth trying: few splits where features and rows make tasks enough, and three row blocks."""
-    threads = _threads(target)
-    blocks = sorted({min(block, _ceil_div(max(problem.rows, 1), _CHUNK) * _CHUNK) for block in (_CHUNK, 96, 384)})
-    splits = sorted({1, 2, 4, 8, threads, 2 * threads})
+    count = threads(target)
+    blocks = sorted({min(block, ceil_div(max(problem.rows, 1), _CHUNK) * _CHUNK) for block in (_CHUNK, 96, 384)})
+    splits = sorted({1, 2, 4, 8, count, 2 * count})
     configs = [Config(s, b) for b in blocks for s in splits]
     return [config for config in configs if supports(problem, config) is None]
 
@@ -139,15 +131,15 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target | N
 
     The largest task (all but the last have its size), as often as one thread has its turn, then the partials' sum.
     """
-    threads = _threads(target)
+    count = threads(target)
     layout = _layout(problem, config)
-    rows, depth = min(config.row_block, problem.rows), _ceil_div(problem.k_tiles, config.splits) * TILE
+    rows, depth = min(config.row_block, problem.rows), ceil_div(problem.k_tiles, config.splits) * TILE
     task = TILE * depth / _DECODE_RATE + rows * depth / _CONVERT_RATE + 2 * TILE * rows * depth / _PRODUCT_RATE
-    rounds = _ceil_div(layout.tasks, max(1, min(threads, layout.slots)))
+    rounds = ceil_div(layout.tasks, max(1, min(count, layout.slots)))
     seconds = _CALL_SECONDS + rounds * (_TASK_SECONDS + task)
     if layout.partial_bytes:
         moved = (2 * config.splits + 1) * layout.partial_bytes
-        seconds += _TASK_SECONDS + moved / (_PARTIAL_RATE * min(threads, 4))
+        seconds += _TASK_SECONDS + moved / (_PARTIAL_RATE * min(count, 4))
     return seconds
 
 

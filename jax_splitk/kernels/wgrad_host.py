@@ -7,10 +7,11 @@ CUTLASS's parallel split-k.
 """
 
 import dataclasses
-import os
+import math
 
 import numpy as np
 
+from jax_splitk.kernels.host import ceil_div, threads
 from jax_splitk.plan import CustomCall, HostPlan
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import Target
@@ -60,22 +61,18 @@ class _Layout:
     total_bytes: int
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _align_up(size: int) -> int:
-    return _ceil_div(size, _ALIGN) * _ALIGN
+    return ceil_div(size, _ALIGN) * _ALIGN
 
 
 def _layout(problem: ConvWgradProblem, config: Config) -> _Layout:
     m, n, _ = problem.gemm_shape
     groups = problem.feature_group_count
     direct = groups > 1 and n < _MIN_GEMM_OUT and problem.in_channels // groups < _MIN_GEMM_IN
-    pieces = _ceil_div(problem.out_channels if direct else m, _TILE)
+    pieces = ceil_div(problem.out_channels if direct else m, _TILE)
     cuts = pieces if direct else pieces * groups
     tasks = _TASKS if problem.dtype == "float32" else _HALF_TASKS
-    slices = max(1, min(cuts, _ceil_div(tasks, config.splits)))
+    slices = max(1, min(cuts, ceil_div(tasks, config.splits)))
     slots = min(config.splits * slices, _MAX_SLOTS)
     in_place = config.splits == 1 and problem.out_dtype == "float32"
     partial_bytes = 0 if in_place else _align_up(4 * m * problem.out_channels)
@@ -143,14 +140,10 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> HostPlan:
     return HostPlan(CustomCall(TARGET, attributes, workspace_bytes(problem, config)))
 
 
-def _threads(target: Target | None) -> int:
-    return (target.cores if target else os.cpu_count()) or 1
-
-
 def candidates(problem: ConvWgradProblem, target: Target | None = None) -> list[Config]:
     """The legal configs worth trying: powers of two and multiples of the thread count for `splits`."""
-    threads = _threads(target)
-    splits = {2**i for i in range(9)} | {threads, 2 * threads, 4 * threads}
+    count = threads(target)
+    splits = {2**i for i in range(9)} | {count, 2 * count, 4 * count}
     # The direct loop wants its rows in the first-level cache, sgemm wants long sums.
     blocks = (64, 128) if _layout(problem, Config(1, 128)).direct else (128, 256, 512)
     # A split shorter than its block would only waste workspace.
@@ -174,12 +167,12 @@ def _work_seconds(problem: ConvWgradProblem, config: Config, layout: _Layout) ->
     """What the first phase would take on one thread: products, packing, partial sums through caches."""
     m, n, rows = problem.gemm_shape
     groups = problem.feature_group_count
-    blocks = config.splits * max(_ceil_div(rows, config.splits * config.block), 1)
+    blocks = config.splits * max(ceil_div(rows, config.splits * config.block), 1)
     seconds = blocks * 8 * m * problem.out_channels / _PARTIAL_RATE
     if layout.direct:
         depthwise = n == 1 and problem.in_channels == groups
         return seconds + problem.flops / (_DEPTHWISE_RATE if depthwise else _GATHER_RATE)
-    packed = 4 * rows * m * groups * _ceil_div(n, _CHUNK)
+    packed = 4 * rows * m * groups * ceil_div(n, _CHUNK)
     if problem.dtype != "float32":
         # Every slice of a group converts the group's g for itself.
         packed += 4 * rows * n * max(groups, layout.slices)
@@ -201,34 +194,59 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target | None = 
 
     The first phase's work, stretched by how unevenly its tasks fall on the threads, then the partials' sum.
     """
-    threads = _threads(target)
+    count = threads(target)
     layout = _layout(problem, config)
     m = problem.gemm_shape[0]
     cuts = (
-        _ceil_div(problem.out_channels, _TILE) if layout.direct else (_ceil_div(m, _TILE) * problem.feature_group_count)
+        ceil_div(problem.out_channels, _TILE) if layout.direct else (ceil_div(m, _TILE) * problem.feature_group_count)
     )
-    share = _ceil_div(max(cuts, 1), layout.slices) / max(cuts, 1)
+    share = ceil_div(max(cuts, 1), layout.slices) / max(cuts, 1)
     if layout.direct:
         share = min(1.0, share * max(cuts, 1) * _TILE / max(problem.out_channels, 1))
-    rounds = _ceil_div(config.splits * layout.slices, min(threads, layout.slots))
+    rounds = ceil_div(config.splits * layout.slices, min(count, layout.slots))
     task = _TASK_SECONDS + _work_seconds(problem, config, layout) * share / config.splits
     seconds = _CALL_SECONDS + rounds * task
     if layout.partial_bytes:
         moved = (config.splits + 1) * layout.partial_bytes
-        seconds += _TASK_SECONDS + moved / (_PARTIAL_RATE * min(threads, 4))
+        seconds += _TASK_SECONDS + moved / (_PARTIAL_RATE * min(count, 4))
     return seconds
 
 
-def preferred(problem: ConvWgradProblem, target: Target | None = None) -> str | None:
-    """None if this should beat XLA:CPU, else why it should not.
+# Input times output channels from which a dense convolution whose windows overlap is left to XLA: 64 by 64, and 64 by
+# 128 for 16 bits, which XLA converts, too.
+_WIDE, _HALF_WIDE = 4096, 8192
 
-    Measured on 2 cores over 26 shapes: faster on nearly all, but XLA converts float16, which is dear on a
-    CPU, only once for all filter taps, and its own products of wide layers are as fast as ours.
+
+def _is_wide(problem: ConvWgradProblem) -> str | None:
+    """Why XLA:CPU's own product is faster, None where it is not.
+
+    As measured it is so for overlapping windows in one or two dimensions, where we copy each of them. Strides slow XLA
+    down, and windows that do not overlap (1x1), input dilation and three dimensions much more.
+    """
+    overlap = math.prod(problem.kernel_spatial) > math.prod(problem.window_strides)
+    if not overlap or problem.feature_group_count > 1 or problem.rank > 2 or set(problem.lhs_dilation) != {1}:
+        return None
+    most = math.prod(problem.window_strides) * (_WIDE if problem.dtype == "float32" else _HALF_WIDE)
+    channels = problem.in_channels * problem.out_channels
+    if channels < most:
+        return None
+    sizes = f"input channels * output channels = {problem.in_channels} * {problem.out_channels} = {channels}"
+    return f"{sizes} of a dense {problem.dtype} convolution are faster on XLA:CPU; preferred below {most}"
+
+
+def preferred(problem: ConvWgradProblem, target: Target | None = None) -> str | None:
+    """None if this is to be tried before XLA:CPU, else why not: XLA is faster on most of such problems.
+
+    Measured on 2 cores over a grid of channels (3 to 640), sizes (4 to 56) and batches, as XLA's time over ours:
+    1x1 filters 0.9 to 10, three dimensions and input dilation 2 to 14, few input channels 0.5 to 3.4. Dense 3x3 and 5x5
+    filters of 16 to 64 channels 0.4 to 2.8, of more 0.4 to 1.3 (one image up to 2.8): the latter are XLA's, and those
+    of 64 in float32.
     """
     del target
     m, _, rows = problem.gemm_shape
-    if problem.feature_group_count == 1 and problem.dtype == "float16" and m >= 2048:
-        return f"float16 with taps * channels = {m} is faster on XLA:CPU; preferred below 2048"
+    wide = _is_wide(problem)
+    if wide is not None:
+        return wide
     if rows * m * problem.out_channels < 256:
         return "the problem is so small that the call itself is what takes time"
     return None
