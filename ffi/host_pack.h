@@ -38,7 +38,9 @@ struct Geometry {
   // A 1x1 convolution that only copies: lhs itself is the im2col matrix.
   bool IsPlainProduct() const {
     bool plain = taps() == 1;
-    for (int i = 0; i < 3; ++i) plain = plain && stride[i] == 1 && pad_lo[i] == 0 && in[i] == out[i];
+    for (int i = 0; i < 3; ++i) {
+      plain = plain && stride[i] == 1 && lhs_dilation[i] == 1 && pad_lo[i] == 0 && in[i] == out[i];
+    }
     return plain;
   }
 

@@ -166,6 +166,20 @@ def test_integers_are_exact(seed: int) -> None:
     np.testing.assert_array_equal(got, expected, err_msg=str(problem))
 
 
+@pytest.mark.parametrize(("size", "dilation", "cut"), [(2, 2, 1), (3, 2, 2), (4, 3, 6)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_dilated_input_of_its_own_size_is_no_plain_product(size: int, dilation: int, cut: int, groups: int) -> None:
+    """Negative padding cuts the holes' extent off again."""
+    pads = ((0, -cut), (0, -cut))
+    problem = make_problem(
+        (size, size), (1, 1), channels=(32, 48), padding=pads, lhs_dilation=(dilation, dilation), groups=groups
+    )
+    assert problem.output_spatial == problem.input_spatial
+    lhs, g = integers(problem, np.random.default_rng(size))
+    got = np.asarray(call_host(problem, Config(1, 64), lhs, g))
+    np.testing.assert_array_equal(got, reference(problem, lhs, g).astype(np.float32))
+
+
 LARGER = [
     make_problem((14, 14), (3, 3), batch=4, channels=(24, 40), padding=((1, 1), (1, 1))),
     make_problem((12, 12), (1, 1), batch=4, channels=(70, 130)),

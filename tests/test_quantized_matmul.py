@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_splitk import quantized_matmul
 from jax_splitk.kernels import mixed_host, wgrad_host
-from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, unpack
+from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.quantized import CASES, GROUPS, every_code
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
@@ -305,6 +305,23 @@ def test_second_derivatives() -> None:
     dense = lambda x: jnp.sum(jnp.sin(jnp.dot(x, values.astype(np.float32), precision="highest") * 0.1))  # noqa: E731
     twice = lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(x)  # noqa: E731
     np.testing.assert_allclose(twice(loss), twice(dense), rtol=1e-3, atol=1e-3)
+
+
+def test_second_derivatives_are_of_the_weight_that_transposed_stands_for() -> None:
+    w = normals(21, 64, 70)
+    packed = prepack(quantize(w, "int8", group_size=64))
+    transposed = prepack(quantize(w.T, "int8", group_size=None))
+    x, v = normals(22, 3, 64, dtype="bfloat16"), normals(23, 3, 64)
+
+    def along(scale: jax.Array, back: PackedWeight | None) -> jax.Array:
+        product = lambda x: quantized_matmul(x, dataclasses.replace(packed, scale=scale), transposed=back)  # noqa: E731
+        dx = jax.grad(lambda x: jnp.sum(product(x).astype(jnp.float32) ** 2))(x)
+        return jnp.sum(dx.astype(jnp.float32) * v)
+
+    found, expected = (jax.grad(along)(packed.scale, back) for back in (transposed, None))
+    assert relative(found, np.asarray(expected, np.float64)) < 2e-2
+    of_transposed = lambda scale: along(packed.scale, dataclasses.replace(transposed, scale=scale))  # noqa: E731
+    assert not np.any(np.asarray(jax.grad(of_transposed)(transposed.scale)))
 
 
 def test_cotangent_of_e4m3_saturates() -> None:

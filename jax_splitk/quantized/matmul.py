@@ -147,8 +147,40 @@ def _product_transposed(call: _Call, g: jax.Array, leaves: Leaves, back_leaves: 
     """g [n, features] @ w.T -> [n, k] of x's dtype."""
     if call.back is None or back_leaves is None or g.dtype.name not in problem.X_DTYPES:
         return reference.product_transposed(call.layout, g, leaves, call.x_dtype)
-    dx = primitive.bind(g, back_leaves, call.back.layout, reference.widened(call.x_dtype), call.back.options)
+    return _by_transposed(call, call.back, g, leaves, back_leaves)
+
+
+def _dx_by_transposed(call: _Call, back: _Back, g: jax.Array, leaves: Leaves, back_leaves: Leaves) -> jax.Array:
+    """`_product_transposed` with the weight that stands for w's; differentiated, it is the product with w itself."""
+    del leaves
+    dx = primitive.bind(g, back_leaves, back.layout, reference.widened(call.x_dtype), back.options)
     return reference.to_cotangent(dx, call.x_dtype)
+
+
+_by_transposed: Any = jax.custom_jvp(_dx_by_transposed, nondiff_argnums=(0, 1))
+
+
+def _by_transposed_jvp(call: _Call, back: _Back, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (g, leaves, back_leaves), (g_dot, leaves_dot, _) = primals, tangents
+    out = _by_transposed(call, back, g, leaves, back_leaves)
+    terms = []
+    if not isinstance(g_dot, jax.custom_derivatives.SymbolicZero):
+        terms.append(_by_transposed(call, back, g_dot, leaves, back_leaves))
+    floating = (1,) if call.integer_zeros else (1, 2)
+    asked = [i for i in floating if not isinstance(leaves_dot[i], jax.custom_derivatives.SymbolicZero | None)]
+    if asked:
+
+        def of(*scales: jax.Array) -> jax.Array:
+            given = dict(zip(asked, scales, strict=True))
+            values, scale, zero_point = leaves
+            others = (values, given.get(1, scale), given.get(2, zero_point))
+            return reference.product_transposed(call.layout, g, others, call.x_dtype)
+
+        terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(leaves_dot[i] for i in asked))[1])
+    return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
+
+
+_by_transposed.defjvp(_by_transposed_jvp, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
