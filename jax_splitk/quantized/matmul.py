@@ -170,11 +170,11 @@ def _by_transposed_jvp(call: _Call, back: _Back, primals: Any, tangents: Any) ->
     asked = [i for i in floating if not isinstance(leaves_dot[i], jax.custom_derivatives.SymbolicZero | None)]
     if asked:
 
-        def of(*scales: jax.Array) -> jax.Array:
-            given = dict(zip(asked, scales, strict=True))
-            values, scale, zero_point = leaves
-            others = (values, given.get(1, scale), given.get(2, zero_point))
-            return reference.product_transposed(call.layout, g, others, call.x_dtype)
+        def of(*given: jax.Array) -> jax.Array:
+            mixed = list(leaves)
+            for i, leaf in zip(asked, given, strict=True):
+                mixed[i] = leaf
+            return reference.product_transposed(call.layout, g, (mixed[0], mixed[1], mixed[2]), call.x_dtype)
 
         terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(leaves_dot[i] for i in asked))[1])
     return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
