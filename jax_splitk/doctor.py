@@ -102,7 +102,9 @@ def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
             problems.append(str(error))
     read_only = [folder for name, folder in store.layers() if name == "read-only cache"]
     settings["JAX_SPLITK_CACHE_PATH"] = os.pathsep.join(map(str, read_only))
-    problems += [f"JAX_SPLITK_CACHE_PATH: {folder} is not a folder" for folder in read_only if not folder.is_dir()]
+    problems += [
+        f"JAX_SPLITK_CACHE_PATH: {folder} is not a folder" for folder in read_only if not os.path.isdir(folder)
+    ]
     if settings["JAX_SPLITK_CACHE_MODE"] == "update" and not _can_be_written(storage.cache_dir()):
         problems.append(
             f"the cache {storage.cache_dir()} cannot be written: nothing that is decided or compiled is kept"
@@ -113,7 +115,7 @@ def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
 def _can_be_written(folder: pathlib.Path) -> bool:
     """Whether files can be made in a folder, which may have to be made first."""
     there = next((f for f in (folder, *folder.parents) if os.path.exists(f)), None)
-    return there is not None and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return there is not None and os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
 def _cutlass_reason(backend: str | None) -> str | None:

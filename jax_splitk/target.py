@@ -66,7 +66,10 @@ def _cpu_model() -> str:
 
 
 def _hardware_threads() -> int:
-    """Those this process may run on, which is what XLA's thread pool has; a container or taskset may grant few."""
+    """As many as XLA's thread pool has: NPROC, else those this process may run on (a container may grant few)."""
+    given = os.environ.get("NPROC", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

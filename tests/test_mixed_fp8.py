@@ -112,6 +112,8 @@ CONFIG_EDGES = [
         "blocks 66 leaves some without any of 64 k blocks; use 64",
     ),
     (SPLIT, {**SPLIT, "splits": 9, "blocks": 288}, "splits 9; accepted: 1 to 8"),
+    (SPLIT, {**SPLIT, "splits": 0}, "splits 0; accepted: 1 to 8"),
+    (SPLIT, {**SPLIT, "splits": -1}, "splits -1; accepted: 1 to 8"),
     (
         {**SPLIT, "splits": 4, "blocks": 128},
         {**SPLIT, "splits": 5, "blocks": 160},

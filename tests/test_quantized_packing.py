@@ -124,6 +124,16 @@ def test_transformations() -> None:
     assert paths == [".words", ".scale", ".zero_point"]
 
 
+def test_without_implicit_promotion_of_ranks() -> None:
+    q, _ = every_code("int4", 64, 5, 64)
+    before = jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    try:
+        equal(unpack(prepack(q)), q)
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", before)
+
+
 def test_bytes() -> None:
     q = quantize(jnp.ones((8192, 128), jnp.bfloat16), "int4", group_size=64)
     assert prepack(q).nbytes == q.nbytes == 8192 * 128 // 2 + 128 * 128 * 2

@@ -20,12 +20,13 @@ from jax_splitk import compiler, kernels
 from jax_splitk.kernels import wgrad_host, wgrad_sm90
 from jax_splitk.problem import ConvWgradProblem
 from jax_splitk.target import DEFAULT_CUDA, Target, target_for
-from jax_splitk.tuning import agreement, code, store
+from jax_splitk.tuning import agreement, code, store, tuner
 from jax_splitk.tuning import select as selection
-from jax_splitk.tuning.entry import Candidate
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
 from jax_splitk.tuning.select import Choice, announce, select
+from tests.tuning_cache import isolate
 
 CPU = Target("cpu", "cpu", "", 4)
 TPU = Target("tpu", "TPU v5", "", 1)
@@ -112,6 +113,25 @@ def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tm
     times = [f.estimate(PROBLEM, c, DEFAULT_CUDA) for f in serving for c in f.candidates(PROBLEM, DEFAULT_CUDA)]
     assert choice.estimated_seconds == min(times)
     assert choice.why == f"the cost model's best of {len(times)} configs ({min(times) * 1e6:.1f} us predicted)"
+
+
+def test_an_explicit_implementation_takes_the_fastest_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Of all its families, where the decision is XLA."""
+    isolate(monkeypatch, tmp_path)
+    key = key_for(PROBLEM, DEFAULT_CUDA, Options())
+    ranking = tuner.ranked(key, DEFAULT_CUDA)
+    families = list(dict.fromkeys(candidate.family for candidate in ranking))
+    assert len(families) > 1
+    fastest = [next(c for c in ranking if c.family == name) for name in families]
+    for slowest_first in (fastest, fastest[::-1]):
+        times = [Measurement(c, 100.0 - 10 * i) for i, c in enumerate(slowest_first)]
+        found = Entry(key.as_dict(), Candidate(XLA), (Measurement(Candidate(XLA), 5.0), *times), ranking[0], {})
+        assert store.save(key, found)
+        choice = choose(PROBLEM, DEFAULT_CUDA, implementation="cutlass")
+        assert choice.family is not None
+        assert (choice.family.name, choice.config) == (slowest_first[-1].family, slowest_first[-1].config)
 
 
 @pytest.mark.parametrize("case", cases.SMALL_CASES[:6], ids=lambda case: case.name)

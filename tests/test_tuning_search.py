@@ -402,6 +402,32 @@ def test_a_miss_is_measured_once_inside(
     assert (found is not None) is (mode == "update")
 
 
+@pytest.mark.parametrize(("name", "value"), [("jax_disable_jit", True), ("jax_transfer_guard", "disallow")])
+def test_the_programs_configuration_does_not_reach_the_bench(name: str, value: Any, cache: pathlib.Path) -> None:
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        result = jax_splitk.tune_problems([CASE.problem()], seconds=0.1)
+    finally:
+        jax.config.update(name, before)
+    ((key, found),) = result
+    assert (cache / key.file).exists()
+    assert not [m.error for m in found.measurements if m.error]
+
+
+def test_what_could_not_be_stored_is_explained_as_it_was_lowered(
+    tuned: list[ConvWgradProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "read")
+    with seeded(33) as rng:
+        case = random_tiny(rng)
+        lhs, g, _ = operands(rng, case)
+        wgrad(lhs, g, case)
+        assert tuned == [case.problem()]
+        (decision,) = jax_splitk.explain(lambda lhs, g: wgrad(lhs, g, case), lhs, g).decisions
+        assert decision.why.startswith("measured now")
+
+
 def test_tune_finds_the_problems_of_a_train_step(tuned: list[ConvWgradProblem]) -> None:
     with seeded(14) as rng:
         case = random_tiny(rng, kernel=(3, 3), in_channels=6, out_channels=6)

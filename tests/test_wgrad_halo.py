@@ -108,7 +108,9 @@ def test_candidates_and_neighbours(case: Case) -> None:
             assert supports(p, config, DEFAULT_CUDA) is None
             assert 1e-6 < wgrad_halo.estimate(p, config, DEFAULT_CUDA) < 1
             assert config not in wgrad_halo.neighbours(p, config, DEFAULT_CUDA)
-            if out_dtype == "float32":
+        if out_dtype == "float32":
+            near = [n for config in found for n in wgrad_halo.neighbours(p, config, DEFAULT_CUDA)]
+            for config in (*found, *(n for n in near if supports(p, n, DEFAULT_CUDA) is None)):
                 pixels = wgrad_halo.longest_part(p, config) * config.tile_p * config.tile_q
                 assert min(pixels, p.reduction_size) <= wgrad_halo.MAX_FLOAT32_PIXELS
 

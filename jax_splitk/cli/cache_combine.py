@@ -1,6 +1,7 @@
 """`cache merge`, `import` and `export`: entries from one place to another."""
 
 import argparse
+import os
 import pathlib
 from typing import Any
 
@@ -14,9 +15,9 @@ from jax_splitk.tuning.result import TuningResult
 def merge_folders(arguments: argparse.Namespace) -> int:
     sources = [cache_folder("SRC", text) for text in arguments.sources]
     destination = pathlib.Path(arguments.destination)
-    if destination.exists() and not destination.is_dir():
+    if os.path.exists(destination) and not os.path.isdir(destination):
         raise UsageError(f"DST={arguments.destination!r}; accepted: a cache folder, or a new one's name")
-    if any(destination.exists() and source.samefile(destination) for source in sources):
+    if any(os.path.exists(destination) and source.samefile(destination) for source in sources):
         raise UsageError(f"DST={arguments.destination!r} is also a SRC; accepted: another folder")
     usable, unusable = stored.read_folders(sources)
     return _absorb_all([(item.key, item.entry) for item in usable], unusable, destination, arguments.json)
@@ -53,7 +54,7 @@ def _absorb_all(pairs: list[Any], unusable: list[Unusable], folder: pathlib.Path
 def export_entries(arguments: argparse.Namespace) -> int:
     usable, unusable = stored.read_all(storage.cache_dir())
     path = pathlib.Path(arguments.file)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageError(f"FILE={arguments.file!r} is a folder; accepted: a file's name")
     text = TuningResult(tuple((item.key, item.entry) for item in usable)).dumps()
     written = storage.write(path, text.encode())

@@ -241,6 +241,8 @@ def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
 
 def _splits_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
     """Of which tiles the ranges can form a cluster, and have two parts."""
+    if not 1 <= config.splits <= ranges.MAX_SPLITS:
+        return f"splits {config.splits}; accepted: 1 to {ranges.MAX_SPLITS}"
     if config.splits != 1:
         if config.cluster != 1:
             return f"splits {config.splits} with cluster {config.cluster}; accepted: 1"

@@ -256,12 +256,15 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
         units, count = units_per_tile(problem, strip), tiles(problem, strip)
         wanted = {0, *(split_k.whole_splits(units, max(1, target.cores * waves // count)) for waves in range(1, 5))}
         for splits in sorted(wanted):
-            config = dataclasses.replace(strip, splits=splits)
-            pixels = longest_part(problem, config) * config.tile_p * config.tile_q
-            if problem.out_dtype == "float32" and min(pixels, problem.reduction_size) > MAX_FLOAT32_PIXELS:
-                continue
-            found[config] = None
-    return list(found)
+            found[dataclasses.replace(strip, splits=splits)] = None
+    return [config for config in found if _is_exact_enough(problem, config)]
+
+
+def _is_exact_enough(problem: ConvWgradProblem, config: Config) -> bool:
+    if problem.out_dtype != "float32":
+        return True
+    pixels = longest_part(problem, config) * config.tile_p * config.tile_q
+    return min(pixels, problem.reduction_size) <= MAX_FLOAT32_PIXELS
 
 
 def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
@@ -271,7 +274,7 @@ def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> lis
     if config.splits:
         wanted = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2} - {0}
         found += [dataclasses.replace(config, splits=split_k.whole_splits(units, s)) for s in sorted(wanted)]
-    return [c for c in dict.fromkeys(found) if c != config]
+    return [c for c in dict.fromkeys(found) if c != config and _is_exact_enough(problem, c)]
 
 
 # Fitted to measurements of seven shapes on one H200.

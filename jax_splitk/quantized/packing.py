@@ -258,4 +258,5 @@ def _padded_groups(k: int, group_size: int) -> int:
 
 
 def _shifts(fmt: Format) -> jax.Array:
-    return jnp.arange(0, 32, fmt.bits, dtype=jnp.uint32)
+    """Of a word's codes, along the last of four axes."""
+    return jnp.arange(0, 32, fmt.bits, dtype=jnp.uint32).reshape(1, 1, 1, -1)

@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jax_splitk import kernels
@@ -80,10 +80,10 @@ class Entry:
         first = self.us(self.predicted)
         return first / min(times) - 1 if times and first else None
 
-    def best(self, family: str) -> Candidate | None:
-        """The fastest measured candidate of a family."""
-        times = [(m.us, i) for i, m in enumerate(self.measurements) if m.us and m.candidate.family == family]
-        return self.measurements[min(times)[1]].candidate if times else None
+    def by_time(self, families: Collection[str]) -> list[Candidate]:
+        """The measured candidates of some families, the fastest first."""
+        times = [(m.us, i) for i, m in enumerate(self.measurements) if m.us and m.candidate.family in families]
+        return [self.measurements[i].candidate for _, i in sorted(times)]
 
     def dumps(self) -> str:
         """The entry's file: an object whose measurements are tables, one for each run of measurements of a family,

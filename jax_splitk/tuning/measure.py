@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,14 @@ def _compile_sources(plans: Iterable[Any]) -> None:
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
 
 
+@contextlib.contextmanager
+def usual_settings() -> Iterator[None]:
+    """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
+    for this thread."""
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
+
+
 class Abandoned(RuntimeError):
     """Nobody waits for the bench any longer."""
 
@@ -132,6 +140,7 @@ class Bench:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
+    @usual_settings()  # it runs in the threads of a pool
     def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
         problem = self.problem
         if isinstance(plan, str):

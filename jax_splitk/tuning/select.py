@@ -142,6 +142,8 @@ def _decided(key: Key, target: Target, options: Options, measure: bool, final: b
         _say_what_does_not_match(options.tuning, key)
     if not measure:
         found = store.lookup(key, target)
+        if found is None and key in _unsaved:
+            found = _unsaved[key], "measured now"
         if found is None and final:
             _refuse_if_frozen(key)
         return None if found is None else _from_entry(found[0], found[1], key, target, options)
@@ -252,8 +254,7 @@ def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Opt
         families = kernels.families(key.problem.op, target.platform)
         names = [f.name for f in families if f.implementation == options.implementation]
         if candidate is None or candidate.family not in names:
-            bests = [best for name in names if (best := entry.best(name)) is not None]
-            candidate = next((best for best in bests if illegality(best, key, target) is None), None)
+            candidate = next((c for c in entry.by_time(names) if illegality(c, key, target) is None), None)
     if candidate is None:
         return None
     if candidate.family == XLA:

@@ -94,5 +94,6 @@ def save(key: Key, entry: Entry) -> bool:
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The entry files of a layer."""
-    yield from sorted((folder / "tuning").glob("*/*.json"))
+    """The entry files of a layer; none where it may not be entered."""
+    if os.path.isdir(folder / "tuning"):  # a pathlib.Path raises what os.path takes for no
+        yield from sorted((folder / "tuning").glob("*/*.json"))

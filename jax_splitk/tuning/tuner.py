@@ -30,7 +30,7 @@ from jax_splitk.target import Target
 from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
+from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead, usual_settings
 
 logger = logging.getLogger("jax_splitk")
 
@@ -107,7 +107,8 @@ def _watched(key: Key, target: Target, old: Entry | None, seconds: float) -> Ent
 
     def work() -> None:
         try:
-            result.set_result(_tune(key, target, old, seconds, found))
+            with usual_settings():
+                result.set_result(_tune(key, target, old, seconds, found))
         except BaseException as error:
             result.set_exception(error)
 
