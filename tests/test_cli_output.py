@@ -58,3 +58,16 @@ def test_a_reader_that_has_enough_is_no_error(command: tuple[str, ...]) -> None:
         os.close(write)
     # An entry that cannot be used may be mentioned.
     assert (done.returncode, "Error" in done.stderr) == (1, False), done.stderr
+
+
+def test_a_layer_that_no_file_system_can_hold(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    impossible = str(tmp_path / ("a" * 300))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", impossible)
+    assert main(["cache", "ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"][1]["folder"] == impossible
+    assert main(["cache", "verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unusable"] == []
+    main(["doctor", "--json"])
+    assert f"JAX_SPLITK_CACHE_PATH: {impossible} is not a folder" in json.loads(capsys.readouterr().out)["problems"]
