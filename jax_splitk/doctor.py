@@ -100,7 +100,7 @@ def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
         except ValueError as error:
             settings[name] = os.environ[name]
             problems.append(str(error))
-    read_only = [folder for name, folder in store.layers() if name == "read-only cache"]
+    read_only = [folder for name, folder in store.layers() if name == store.READ_ONLY]
     settings["JAX_SPLITK_CACHE_PATH"] = os.pathsep.join(map(str, read_only))
     problems += [
         f"JAX_SPLITK_CACHE_PATH: {folder} is not a folder" for folder in read_only if not os.path.isdir(folder)

@@ -3,8 +3,8 @@
 Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
 problem; then process 0 publishes its decision in the key-value store of `jax.distributed`. When the barrier does not
 hold everybody falls back to the deterministic choice, so that two processes never lower different configs, on machines
-of one kind (the cost model counts their cores, and they are part of the key). At a second
-barrier they tell what keeps them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
+of one kind (the cost model counts their cores, and they are part of the key). At a second barrier they tell what keeps
+them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
 """
 
 import collections
