@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import numpy as jnp
 
-from jax_splitk.problem import ConvWgradProblem, Pairs, conv_output_spatial
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
 
 DIMENSION_NUMBERS = ("NHWC", "HWIO", "NHWC")
 
@@ -203,7 +203,7 @@ def _small(
 
 VALID: Pairs = ((0, 0), (0, 0))
 
-# Each is odd in its own way, cheap on any machine, and within the limits of the Hopper family (wgrad_sm90).
+# Each is odd in its own way, cheap on any machine, and within the limits of the Hopper family (wgrad_im2col).
 SMALL_CASES: tuple[Case, ...] = (
     _small("plain"),
     _small("one_image", batch=1, size=(16, 16)),

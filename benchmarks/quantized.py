@@ -27,12 +27,13 @@ from benchmarks import timing
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
 from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say, tuning_entry
-from jax_splitk import compiler, execute, kernels
-from jax_splitk.explain import Decision
-from jax_splitk.plan import DevicePlan
+from jax_splitk import kernels
+from jax_splitk.ops.explain import Decision
+from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.quantized.problem import X_DTYPES
-from jax_splitk.target import local_platform, target_for
+from jax_splitk.runtime import compiler, execute
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.target import local_platform, target_for
 
 ROTATED_BYTES = 300 * 2**20  # an H200's L2 holds 50 MiB
 MAX_SETS = 24

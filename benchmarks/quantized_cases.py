@@ -5,8 +5,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.quantized.problem import QuantizedMatmulProblem
 
 # [features, k]: Llama 70B's feed-forward layer, a square one, and its part on 8 GPUs (the case that CUTLASS's users
 # complain about).

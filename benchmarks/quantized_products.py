@@ -12,10 +12,10 @@ from jax import lax
 from jax import numpy as jnp
 
 from benchmarks.quantized_cases import Case
-from jax_splitk.operations import OPERATIONS
+from jax_splitk.ops.quantized_matmul import quantized_matmul
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
 from jax_splitk.quantized.formats import FORMATS, NF4
-from jax_splitk.quantized.matmul import quantized_matmul
 
 Arrays = tuple[jax.Array, ...]
 FP8 = "float8_e4m3fn"

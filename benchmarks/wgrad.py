@@ -29,9 +29,9 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks import cases, ceilings, timing
 from benchmarks.cases import Case
-from jax_splitk import compiler, plan
-from jax_splitk.kernels import Problem
-from jax_splitk.target import local_platform, target_for
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import key_for
@@ -327,7 +327,8 @@ def environment() -> dict[str, Any]:
         "nvrtc": nvrtc_version(),
         "plan_version": plan.PLAN_VERSION,
         "kernel_sources": {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(kernels.glob("*.cu*"))
+            path.relative_to(kernels).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(kernels.rglob("*.cu*"))
         },
     }
 

@@ -26,7 +26,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The constants of the workspace formula; jax_splitk/kernels/mixed_host.py has the same.
+// The constants of the workspace formula; jax_splitk/kernels/quantized_host.py has the same.
 constexpr int64_t kChunk = 24;     // rows of x that are floats at a time
 constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
 constexpr int64_t kAlign = 64;     // bytes
@@ -55,7 +55,7 @@ struct Slot {
   float (*sums()) [kTileSide] { return reinterpret_cast<float (*)[kTileSide]>(this + 1); }
 };
 
-// How the work is cut and where everything lies in the workspace (twin: mixed_host._layout).
+// How the work is cut and where everything lies in the workspace (twin: quantized_host._layout).
 struct Layout {
   int64_t row_blocks;
   int64_t tasks;

@@ -5,8 +5,7 @@ import json
 import os
 import sys
 
-from jax_splitk import doctor
-from jax_splitk.cli import cache, explain, tune
+from jax_splitk.cli import cache, doctor, explain, tune
 from jax_splitk.cli.usage import UsageError
 
 

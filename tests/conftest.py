@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 import jax
 import pytest
 
-from jax_splitk import compiler, storage
+from jax_splitk.runtime import compiler, disk
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +51,7 @@ def device_code_first(request: pytest.FixtureRequest) -> None:
     wanted = getattr(request.module, "device_code", None)
     if wanted is None:
         return
-    folder = storage.cache_dir()
+    folder = disk.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     compiled = folder / f"tests.{run}.{request.module.__name__}"

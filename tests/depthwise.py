@@ -3,7 +3,7 @@
 import dataclasses
 
 from benchmarks.cases import Case, Pairs
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 SUITE = (
     Case("convnext_56", 64, 56, 56, 96, 96, (7, 7), groups=96),

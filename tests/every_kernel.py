@@ -13,25 +13,16 @@ import numpy as np
 from jax import numpy as jnp
 
 from benchmarks.cases import Case as Convolution
-from jax_splitk import execute
-from jax_splitk.kernels import (
-    Family,
-    Problem,
-    mixed_fp8,
-    mixed_stream,
-    mixed_wgmma,
-    wgrad_depthwise,
-    wgrad_gather,
-    wgrad_grouped,
-    wgrad_halo,
-    wgrad_sm90,
-    wgrad_tf32,
-)
-from jax_splitk.plan import DevicePlan
-from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
+from jax_splitk.kernels import Family
+from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized import prepack
-from jax_splitk.target import DEFAULT_CUDA
-from tests import float64, mixed
+from jax_splitk.runtime import execute
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import float64, products
 
 SEED = 7
 HALF, E4M3 = "float16", "float8_e4m3fn"
@@ -44,7 +35,7 @@ class Run:
     family: Family
     problem: Problem
     config: Any
-    product: mixed.Case | None = None
+    product: products.Case | None = None
 
     def __str__(self) -> str:
         return f"{self.family.name}-{self.product or ''}{self.config}"
@@ -78,12 +69,12 @@ def _gradient(p: ConvWgradProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 
 
 @functools.cache
-def _product(case: mixed.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     with jax.default_device(jax.devices("cpu")[0]):
-        q, weight = mixed.exact_weight(case, SEED)
+        q, weight = products.exact_weight(case, SEED)
         # The tensor cores' sums of e4m3 products keep 13 bits at least.
-        x = mixed.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
-        operands = tuple(np.asarray(array) for array in mixed.operands(prepack(q), x, case.x_dtype))
+        x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
+        operands = tuple(np.asarray(array) for array in products.operands(prepack(q), x, case.x_dtype))
     return operands, (x @ weight).astype(np.float32).astype(jnp.dtype(case.out_dtype))
 
 
@@ -149,11 +140,11 @@ def _sm90() -> Iterator[Run]:
     groups = _conv((9, 11), (2, 1), (128, 128), groups=2)
 
     def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
-        return wgrad_sm90.Config(tile_m, tile_n, wgrad_sm90.max_stages(tile_m, tile_n), swap, splits, **changes)
+        return im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), swap, splits, **changes)
 
     for p, *given in (
         (image, config(64, 64, False, 1)),
-        (image, wgrad_sm90.Config(64, 128, wgrad_sm90.max_stages(64, 128, 2), False, 1)),
+        (image, im2col.Config(64, 128, im2col.max_stages(64, 128, 2), False, 1)),
         (image, config(64, 192, True, 3)),
         (half, config(192, 64, True, 2, reduction="cluster")),
         (image, config(128, 128, False, 2, cluster=2)),
@@ -164,10 +155,10 @@ def _sm90() -> Iterator[Run]:
         (matrix, config(64, 128, False, 2, reduction="cluster")),
         # Splits that take turns: what is read by one tile and by several, a ring that is filled again.
         (matrix, config(128, 64, False, 3)),
-        (long, wgrad_sm90.Config(64, 64, 8, True, 2)),
+        (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
     ):
-        yield from (Run(wgrad_sm90, p, each) for each in given)
+        yield from (Run(im2col, p, each) for each in given)
 
 
 def _halo() -> Iterator[Run]:
@@ -177,8 +168,8 @@ def _halo() -> Iterator[Run]:
     # More strips than thread blocks, whose parts of stream-k begin and end within tiles.
     many = _conv((5, 17), (2, 2), (72, 72), batch=9)
     for p, counts in ((plain, (1, 2)), (pairs, (0, 1)), (wide, (1,))):
-        yield from _with_splits(wgrad_halo, p, wgrad_halo.candidates(p, DEFAULT_CUDA)[-1], counts)
-    yield Run(wgrad_halo, many, wgrad_halo.Config(1, 16, 2, 2, 0))
+        yield from _with_splits(halo, p, halo.candidates(p, DEFAULT_CUDA)[-1], counts)
+    yield Run(halo, many, halo.Config(1, 16, 2, 2, 0))
 
 
 def _tf32() -> Iterator[Run]:
@@ -187,9 +178,9 @@ def _tf32() -> Iterator[Run]:
         _conv((9, 13), (2, 3), (4, 100), stride=2, dtype="float32", out_dtype="bfloat16"),
         _conv((6, 11), (1, 1), (36, 32), dtype="float32"),
     ):
-        yield from _best(wgrad_tf32, p)
+        yield from _best(tf32, p)
     tall = _conv((10, 16), (3, 1), (72, 40), dtype="float32", out_dtype=HALF)
-    yield Run(wgrad_tf32, tall, wgrad_tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
+    yield Run(tf32, tall, tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
 
 
 def _gather() -> Iterator[Run]:
@@ -201,9 +192,9 @@ def _gather() -> Iterator[Run]:
         _conv((10, 10), (3, 3), (20, 12), dtype="float32"),
         _conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
     ):
-        yield from _best(wgrad_gather, p)
+        yield from _best(gather, p)
     wide = _conv((8, 8), (3, 3), (24, 136), padding=1)
-    yield Run(wgrad_gather, wide, wgrad_gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
+    yield Run(gather, wide, gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
 
 
 def _grouped() -> Iterator[Run]:
@@ -213,7 +204,7 @@ def _grouped() -> Iterator[Run]:
         (_conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
         (_conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
     ):
-        yield from _with_splits(wgrad_grouped, p, wgrad_grouped.Config(*tile, splits=1), (1, 3))
+        yield from _with_splits(grouped, p, grouped.Config(*tile, splits=1), (1, 3))
 
 
 def _depthwise() -> Iterator[Run]:
@@ -225,7 +216,7 @@ def _depthwise() -> Iterator[Run]:
         (changed(in_channels=8, out_channels=16, groups=8, stride=(2, 2), dtype=HALF), 8, 4),
     ):
         p = case.problem("float32" if case is square else None)
-        yield from _with_splits(wgrad_depthwise, p, wgrad_depthwise.Config(channels, segments, 1, 1), (1, 3))
+        yield from _with_splits(depthwise, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
 # ---- products with quantized weights -------------------------------------------------------------------------------
@@ -233,53 +224,51 @@ def _depthwise() -> Iterator[Run]:
 
 def _stream() -> Iterator[Run]:
     for case, tile_n, warpgroups, tiles, cluster, clusters in (
-        (mixed.Case(3, 320, 136), 8, 1, 1, 1, 2),
-        (mixed.Case(16, 512, 72, "uint4", 128, "bfloat16", out_dtype="float32"), 16, 2, 2, 2, 1),
-        (mixed.Case(5, 1024, 130, "int8", 1024, None, HALF, HALF, HALF), 8, 4, 2, 2, 1),
-        (mixed.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 1, 4, 4, 2),
-        (mixed.Case(20, 512, 72, "float4_e2m1fn", 32), 32, 1, 1, 8, 1),
-        (mixed.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
-        (mixed.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
+        (products.Case(3, 320, 136), 8, 1, 1, 1, 2),
+        (products.Case(16, 512, 72, "uint4", 128, "bfloat16", out_dtype="float32"), 16, 2, 2, 2, 1),
+        (products.Case(5, 1024, 130, "int8", 1024, None, HALF, HALF, HALF), 8, 4, 2, 2, 1),
+        (products.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 1, 4, 4, 2),
+        (products.Case(20, 512, 72, "float4_e2m1fn", 32), 32, 1, 1, 8, 1),
+        (products.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
+        (products.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
     ):
-        yield Run(
-            mixed_stream, case.problem, mixed_stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case
-        )
+        yield Run(stream, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
 
 
-def _cut(family: Any, case: mixed.Case, config: Any, blocks: int) -> Run:
+def _cut(family: Any, case: products.Case, config: Any, blocks: int) -> Run:
     """A product whose tiles are cut into ranges, for so many thread blocks or fewer."""
-    whole = mixed.whole_blocks(family, case.problem, dataclasses.replace(config, blocks=blocks))
+    whole = products.whole_blocks(family, case.problem, dataclasses.replace(config, blocks=blocks))
     return Run(family, case.problem, whole, case)
 
 
 def _fp8() -> Iterator[Run]:
-    plain, wide = mixed.Case(20, 384, 136, x_dtype=E4M3), mixed.Case(70, 320, 300, "uint4", 64, x_dtype=E4M3)
-    exact = mixed.Case(130, 256, 140, E4M3, 128, None, "float32", E4M3)
-    channel = mixed.Case(9, 336, 130, "float4_e2m1fn", 336, None, HALF, E4M3, HALF)
+    plain, wide = products.Case(20, 384, 136, x_dtype=E4M3), products.Case(70, 320, 300, "uint4", 64, x_dtype=E4M3)
+    exact = products.Case(130, 256, 140, E4M3, 128, None, "float32", E4M3)
+    channel = products.Case(9, 336, 130, "float4_e2m1fn", 336, None, HALF, E4M3, HALF)
     for case, config, blocks in (
-        (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 2),
-        (plain, mixed_fp8.Config(32, 32, 2, 1, 0, 0), 5),
-        (dataclasses.replace(plain, rows=150), mixed_fp8.Config(32, 32, 2, 1, 0, 0), 4),
-        (wide, mixed_fp8.Config(64, 64, 2, 2, 0, 0, 256), 6),
-        (exact, mixed_fp8.Config(192, 64, 2, 2, 0, 0), 2),
-        (channel, mixed_fp8.Config(64, 32, 2, 1, 0, 0), 3),
+        (plain, fp8.Config(32, 32, 2, 1, 0, 0), 2),
+        (plain, fp8.Config(32, 32, 2, 1, 0, 0), 5),
+        (dataclasses.replace(plain, rows=150), fp8.Config(32, 32, 2, 1, 0, 0), 4),
+        (wide, fp8.Config(64, 64, 2, 2, 0, 0, 256), 6),
+        (exact, fp8.Config(192, 64, 2, 2, 0, 0), 2),
+        (channel, fp8.Config(64, 32, 2, 1, 0, 0), 3),
     ):
-        yield _cut(mixed_fp8, case, config, blocks)
+        yield _cut(fp8, case, config, blocks)
     # Ranges of a tile that are a cluster: the ring is filled again, sums land across its end, and two parts.
-    deep = mixed.Case(40, 1088, 136, x_dtype=E4M3)
+    deep = products.Case(40, 1088, 136, x_dtype=E4M3)
     for case, config in (
-        (dataclasses.replace(plain, k=768), mixed_fp8.Config(32, 32, 3, 1, 4, 0, splits=2)),
-        (deep, mixed_fp8.Config(64, 64, 3, 1, 4, 0, splits=2, parts=2)),
-        (dataclasses.replace(plain, k=1024, features=203), mixed_fp8.Config(32, 32, 3, 1, 6, 0, splits=3, parts=2)),
+        (dataclasses.replace(plain, k=768), fp8.Config(32, 32, 3, 1, 4, 0, splits=2)),
+        (deep, fp8.Config(64, 64, 3, 1, 4, 0, splits=2, parts=2)),
+        (dataclasses.replace(plain, k=1024, features=203), fp8.Config(32, 32, 3, 1, 6, 0, splits=3, parts=2)),
     ):
-        assert mixed_fp8.supports(case.problem, config) is None
-        yield Run(mixed_fp8, case.problem, config, case)
+        assert fp8.supports(case.problem, config) is None
+        yield Run(fp8, case.problem, config, case)
 
 
 def _wgmma() -> Iterator[Run]:
-    plain = mixed.Case(17, 384, 136)
-    zero = mixed.Case(20, 256, 100, "uint4", 64, "bfloat16", HALF, HALF, HALF)
-    channel = mixed.Case(33, 300, 72, "int8", 300)
+    plain = products.Case(17, 384, 136)
+    zero = products.Case(20, 256, 100, "uint4", 64, "bfloat16", HALF, HALF, HALF)
+    channel = products.Case(33, 300, 72, "int8", 300)
     for case, tile_m, tile_n, scaling, blocks in (
         (plain, 128, 32, "weight", 2),
         (plain, 64, 32, "sum", 7),
@@ -287,19 +276,19 @@ def _wgmma() -> Iterator[Run]:
         (zero, 128, 32, "sum", 2),
         (channel, 64, 64, "channel", 5),
         (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, "sum", 3),
-        (mixed.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, "sum", 3),
-        (mixed.Case(9, 256, 70, "nf4", 128), 64, 16, "weight", 2),
-        (mixed.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
+        (products.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, "sum", 3),
+        (products.Case(9, 256, 70, "nf4", 128), 64, 16, "weight", 2),
+        (products.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
     ):
-        yield _cut(mixed_wgmma, case, mixed_wgmma.Config(tile_m, tile_n, 2, scaling, 0, 0), blocks)
+        yield _cut(tiled, case, tiled.Config(tile_m, tile_n, 2, scaling, 0, 0), blocks)
     deep = dataclasses.replace(plain, k=768)
     for case, config in (
-        (plain, mixed_wgmma.Config(128, 32, 2, "weight", 0, 0, 3)),
-        (deep, mixed_wgmma.Config(64, 64, 8, "weight", 0, 0, 2, parts=2)),
-        (deep, mixed_wgmma.Config(128, 32, 4, "weight", 0, 0, 3, parts=2)),
+        (plain, tiled.Config(128, 32, 2, "weight", 0, 0, 3)),
+        (deep, tiled.Config(64, 64, 8, "weight", 0, 0, 2, parts=2)),
+        (deep, tiled.Config(128, 32, 4, "weight", 0, 0, 3, parts=2)),
     ):
-        tiles = math.prod(mixed_wgmma.tile_counts(case.problem, config))
-        yield Run(mixed_wgmma, case.problem, dataclasses.replace(config, blocks=config.cluster * tiles), case)
+        tiles = math.prod(tiled.tile_counts(case.problem, config))
+        yield Run(tiled, case.problem, dataclasses.replace(config, blocks=config.cluster * tiles), case)
 
 
 RUNS = list(

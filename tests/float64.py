@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 # Of one operand's images in float64, at a time: processes that share a GPU keep what they once had of its memory.
 PART_BYTES = 256 << 20

@@ -9,10 +9,11 @@ from jax import lax
 from jax import numpy as jnp
 
 from benchmarks.cases import Case
-from jax_splitk import execute, reference
 from jax_splitk.kernels import Family
-from jax_splitk.plan import DevicePlan
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.problems import conv_reference
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime import execute
+from jax_splitk.runtime.plan import DevicePlan
 from tests import float64, poison
 from tests.problems import SEED
 
@@ -42,7 +43,7 @@ def error(out: Any, exact: np.ndarray) -> float:
 
 
 def xla(p: ConvWgradProblem) -> Run:
-    return jax.jit(lambda lhs, g: reference.conv_wgrad(lhs, g, p))
+    return jax.jit(lambda lhs, g: conv_reference.conv_wgrad(lhs, g, p))
 
 
 def plan(family: Family, p: ConvWgradProblem, config: Any) -> DevicePlan:

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.kernels import Problem
-from jax_splitk.plan import DevicePlan, Launch, Pointer
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.plan import DevicePlan, Launch, Pointer
 
 
 def with_preset_results(plan: DevicePlan) -> DevicePlan:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jax_splitk import kernels
-from jax_splitk.kernels import wgrad_depthwise, wgrad_gather, wgrad_grouped, wgrad_halo, wgrad_sm90, wgrad_tf32
-from jax_splitk.plan import DevicePlan
-from jax_splitk.problem import ConvWgradProblem, conv_output_spatial
-from jax_splitk.target import DEFAULT_CUDA
+from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests import float64
 
@@ -69,7 +69,7 @@ def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:
-    each = [int(n) for n in rng.choice(wgrad_grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
+    each = [int(n) for n in rng.choice(grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
     step = max(1, 8 // min(each))  # for whole eights of channels
     groups = step * int(rng.integers(1, max(2, 128 // (step * max(each)) + 1)))
     return groups * each[0], groups * each[1], groups
@@ -81,14 +81,14 @@ def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 KINDS = {
-    "unit_stride": Kind(wgrad_halo, _eights, (2,), strides=1),
-    "dense": Kind(wgrad_sm90, _eights, (1, 2, 2, 3), strides=8),
-    "wide_groups": Kind(wgrad_sm90, _wide_groups, (1, 2, 2, 3)),
-    "small_groups": Kind(wgrad_grouped, _small_groups, (1, 2, 2)),
-    "depthwise": Kind(wgrad_depthwise, _depthwise, (1, 2, 2), strides=8),
-    "any_channels": Kind(wgrad_gather, _any, (1, 2, 2, 3), lhs_dilation=True),
-    "float32": Kind(wgrad_gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
-    "tf32": Kind(wgrad_tf32, _fours, (1, 2, 2), TF32),
+    "unit_stride": Kind(halo, _eights, (2,), strides=1),
+    "dense": Kind(im2col, _eights, (1, 2, 2, 3), strides=8),
+    "wide_groups": Kind(im2col, _wide_groups, (1, 2, 2, 3)),
+    "small_groups": Kind(grouped, _small_groups, (1, 2, 2)),
+    "depthwise": Kind(depthwise, _depthwise, (1, 2, 2), strides=8),
+    "any_channels": Kind(gather, _any, (1, 2, 2, 3), lhs_dilation=True),
+    "float32": Kind(gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
+    "tf32": Kind(tf32, _fours, (1, 2, 2), TF32),
 }
 # How many of 25 problems are of each kind.
 MIXTURE = {

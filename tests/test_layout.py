@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from jax_splitk import plan
-from jax_splitk.kernels import mixed_host, wgrad_host
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jax_splitk"
@@ -53,7 +53,7 @@ def test_checkout_is_whole() -> None:
     "path", [p for p in sources("jax_splitk", "benchmarks", "examples", "tests") if p.suffix == ".py"], ids=name
 )
 def test_only_one_file_may_look_behind_jaxs_public_api(path: pathlib.Path) -> None:
-    assert path == PACKAGE / "_compat.py" or not reaches_behind_jax(path.read_text())
+    assert path == PACKAGE / "runtime" / "_compat.py" or not reaches_behind_jax(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,23 @@ def test_imports_behind_the_api_would_be_seen(text: str, behind: bool) -> None:
 
 
 def test_the_one_file_says_why() -> None:
-    assert "public API" in ast.get_docstring(ast.parse((PACKAGE / "_compat.py").read_text()))
+    assert "public API" in ast.get_docstring(ast.parse((PACKAGE / "runtime" / "_compat.py").read_text()))
 
 
 def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
     assert re.fullmatch(r"jax_splitk_\w+_v\d", plan.LAUNCH_TARGET)
-    assert re.fullmatch(r"jax_splitk_\w+_v\d", wgrad_host.TARGET)
-    assert re.fullmatch(r"jax_splitk_\w+_v\d", mixed_host.TARGET)
+    assert re.fullmatch(r"jax_splitk_\w+_v\d", HOST_WGRAD_TARGET)
+    assert re.fullmatch(r"jax_splitk_\w+_v\d", HOST_QUANTIZED_TARGET)
     # What is registered is one of these or a literal of the same form.
-    tree = ast.parse((PACKAGE / "registration.py").read_text())
+    tree = ast.parse((PACKAGE / "runtime" / "registration.py").read_text())
     first_arguments = [
         node.args[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jax.ffi.register_ffi")
     ]
     assert len(first_arguments) == 4
-    constants = {"LAUNCH_TARGET": plan.LAUNCH_TARGET, "HOST_WGRAD_TARGET": wgrad_host.TARGET}
-    constants["HOST_QUANTIZED_TARGET"] = mixed_host.TARGET
+    constants = {"LAUNCH_TARGET": plan.LAUNCH_TARGET, "HOST_WGRAD_TARGET": HOST_WGRAD_TARGET}
+    constants["HOST_QUANTIZED_TARGET"] = HOST_QUANTIZED_TARGET
     for argument in first_arguments:
         text = argument.value if isinstance(argument, ast.Constant) else constants[argument.id]
         assert re.fullmatch(r"jax_splitk_\w+_v\d", text)

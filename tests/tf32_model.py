@@ -8,10 +8,10 @@ import math
 
 import numpy as np
 
-from jax_splitk.kernels import wgrad_tf32
-from jax_splitk.kernels.wgrad_tf32 import Config
-from jax_splitk.plan import Int32Struct, TiledMap
-from jax_splitk.problem import ConvWgradProblem
+from jax_splitk.kernels.wgrad import tf32
+from jax_splitk.kernels.wgrad.tf32 import Config
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.plan import Int32Struct, TiledMap
 
 ARGS = (
     *("channels", "out_channels", "filter_h", "filter_w", "groups_w", "slots", "k_blocks", "out_h", "out_w"),
@@ -50,21 +50,21 @@ class Block:
     """A thread block: shared memory as far as rings hold anything, and its constants."""
 
     def __init__(self, problem: ConvWgradProblem, config: Config):
-        plan = wgrad_tf32.make_plan(problem, config)
+        plan = tf32.make_plan(problem, config)
         self.x_map, self.dy_map = (m for m in plan.maps if isinstance(m, TiledMap))
         struct = plan.launches[0].params[2]
         assert isinstance(struct, Int32Struct)
         self.g = dict(zip(ARGS, struct.values, strict=True))
-        self.config, self.view = config, wgrad_tf32.view(problem)
+        self.config, self.view = config, tf32.view(problem)
         v, c = self.view, config
         self.steps = c.pixels // 8
         self.mixed = c.tile_q % 4 != 0
-        self.pitch_bytes = -(-wgrad_tf32.columns(v, c) // 8) * 8 * 128
+        self.pitch_bytes = -(-tf32.columns(v, c) // 8) * 8 * 128
         self.image_bytes = 2 * c.blocks * self.pitch_bytes
         self.x_bytes = c.images * self.image_bytes
         self.dy_bytes = c.pixels * c.tile_n * 4
         self.chunk_bytes = c.tile_n * 16
-        self.dy_stages = wgrad_tf32.dy_stages(v, c)
+        self.dy_stages = tf32.dy_stages(v, c)
         self.reach = (c.taps_h - 1) * v.dilation[0]
         self.x = np.full(c.stages * self.x_bytes // WORD, np.nan)
         self.dy = np.full(self.dy_stages * self.dy_bytes // WORD, np.nan)
@@ -146,7 +146,7 @@ def sums(problem: ConvWgradProblem, config: Config, x: np.ndarray, dy: np.ndarra
     """[splits, *out_shape]: what each split writes; NaN where nothing is written."""
     block = Block(problem, config)
     out = np.full((config.splits, math.prod(problem.out_shape)), np.nan)
-    tiles = math.prod(wgrad_tf32.tile_counts(problem, config))
+    tiles = math.prod(tf32.tile_counts(problem, config))
     for split in range(config.splits):
         for tile in range(tiles):
             _tile(block, tile, split, x, dy, out[split])

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.cases import Case
 from jax_splitk import kernels
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
-from jax_splitk.quantized.problem import QuantizedMatmulProblem
-from jax_splitk.target import Target, target_for
+from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for

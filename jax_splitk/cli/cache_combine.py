@@ -5,10 +5,10 @@ import os
 import pathlib
 from typing import Any
 
-from jax_splitk import storage
 from jax_splitk.cli import merging, output, stored
 from jax_splitk.cli.stored import Unusable
 from jax_splitk.cli.usage import UsageError, cache_folder, require_writable
+from jax_splitk.runtime import disk
 from jax_splitk.tuning.result import TuningResult
 
 
@@ -25,7 +25,7 @@ def merge_folders(arguments: argparse.Namespace) -> int:
 
 def import_entries(arguments: argparse.Namespace) -> int:
     require_writable()
-    data = storage.read(pathlib.Path(arguments.file))
+    data = disk.read(pathlib.Path(arguments.file))
     if data is None:
         raise UsageError(f"FILE={arguments.file!r} cannot be read; accepted: a file made by `cache export`")
     try:
@@ -33,7 +33,7 @@ def import_entries(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         output.note(f"nothing imported: FILE={arguments.file!r}: {error}; accepted: a file made by `cache export`")
         return 1
-    return _absorb_all(list(result), [], storage.cache_dir(), arguments.json)
+    return _absorb_all(list(result), [], disk.cache_dir(), arguments.json)
 
 
 def _absorb_all(pairs: list[Any], unusable: list[Unusable], folder: pathlib.Path, as_json: bool) -> int:
@@ -52,12 +52,12 @@ def _absorb_all(pairs: list[Any], unusable: list[Unusable], folder: pathlib.Path
 
 
 def export_entries(arguments: argparse.Namespace) -> int:
-    usable, unusable = stored.read_all(storage.cache_dir())
+    usable, unusable = stored.read_all(disk.cache_dir())
     path = pathlib.Path(arguments.file)
     if os.path.isdir(path):
         raise UsageError(f"FILE={arguments.file!r} is a folder; accepted: a file's name")
     text = TuningResult(tuple((item.key, item.entry) for item in usable)).dumps()
-    written = storage.write(path, text.encode())
+    written = disk.write(path, text.encode())
     value = {
         "file": str(path),
         "written": written,

@@ -2,9 +2,9 @@
 
 import argparse
 
-from jax_splitk import storage
 from jax_splitk.cli import output, prune
 from jax_splitk.cli.usage import UsageError, require_writable
+from jax_splitk.runtime import disk
 
 
 def prune_entries(arguments: argparse.Namespace) -> int:
@@ -13,7 +13,7 @@ def prune_entries(arguments: argparse.Namespace) -> int:
     if arguments.environment is None and arguments.older_than is None and not arguments.damaged:
         raise UsageError("nothing to prune was named; accepted: --environment, --older-than, --damaged")
     chosen = prune.selected(
-        storage.cache_dir(),
+        disk.cache_dir(),
         environment=arguments.environment,
         older_than_days=arguments.older_than,
         damaged=arguments.damaged,

@@ -5,13 +5,13 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from jax_splitk import storage
 from jax_splitk.cli import constraints, output
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
 from jax_splitk.cli.script import run
 from jax_splitk.cli.usage import UsageError
-from jax_splitk.explain import Decision, Explanation, decision
-from jax_splitk.target import local_platform, target_for
+from jax_splitk.ops.explain import Decision, Explanation, decision
+from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.watch import watching
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     try:
-        storage.mode()
+        disk.mode()
     except ValueError as error:
         raise UsageError(str(error)) from None
     what = script_or_problems(arguments.what)

@@ -2,8 +2,8 @@
 
 import pathlib
 
-from jax_splitk import storage
 from jax_splitk.cli.stored import Stored, Unusable, date, read
+from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -28,6 +28,6 @@ def absorb(key: Key, entry: Entry, folder: pathlib.Path) -> tuple[str, str | Non
     merged = combined(held.entry, entry) if isinstance(held, Stored) else entry
     if isinstance(held, Stored) and merged == held.entry:
         return UNCHANGED, None
-    if not storage.write(path, merged.dumps().encode()):
+    if not disk.write(path, merged.dumps().encode()):
         return FAILED, f"{path} cannot be written"
     return (UPDATED if isinstance(held, Stored) else ADDED), None

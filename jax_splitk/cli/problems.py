@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from jax_splitk.cli.usage import UsageError
-from jax_splitk.kernels import Problem
+from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.key import problem_from_dict
 
 NAME = "SCRIPT_OR_PROBLEMS"

@@ -4,10 +4,10 @@ import datetime
 import pathlib
 import time
 
-from jax_splitk import compiler, kernels
 from jax_splitk.cli.stored import UNDATED, Stored, Unusable, date, read_all
-from jax_splitk.operations import OPERATIONS
-from jax_splitk.target import target_for
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import key as keys
 
 # A write takes milliseconds: a temporary file this old was left by a process that died.
@@ -89,7 +89,7 @@ def _machine_code(
 def _current_origins() -> set[str] | None:
     if compiler.unavailable() is not None:
         return None
-    return {compiler.origin(path.name) for path in pathlib.Path(kernels.__file__).parent.glob("*.cu")}
+    return {compiler.origin(file) for file in compiler.source_files()}
 
 
 def _age_days(item: Stored | Unusable) -> float | None:

@@ -6,10 +6,10 @@ import json
 import pathlib
 from typing import Any
 
-from jax_splitk import storage
 from jax_splitk.cli.output import note, number
 from jax_splitk.cli.problems import as_dict
-from jax_splitk.operations import OPERATIONS
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
@@ -47,7 +47,7 @@ class Unusable:
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:
     """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
-    data = storage.read(path)
+    data = disk.read(path)
     if data is None:
         return Unusable(path, "it cannot be read")
     try:

@@ -11,8 +11,9 @@ from jax_splitk.cli import constraints, output, stored
 from jax_splitk.cli.problems import NAME, as_dict, script_or_problems
 from jax_splitk.cli.script import environment, run
 from jax_splitk.cli.usage import UsageError, positive, require_writable
-from jax_splitk.kernels import Problem
-from jax_splitk.tuning import ahead, store, tuner
+from jax_splitk.ops import tune
+from jax_splitk.problems.problem import Problem
+from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.watch import Watched, watching
 
 logger = logging.getLogger("jax_splitk")
@@ -74,7 +75,7 @@ def _tune_each(
         if sys.stderr.isatty() and len(problems) > 1:
             output.note(f"problem {i + 1} of {len(problems)}")
         try:
-            ahead.tune_problems([problem], seconds=seconds, again=again)
+            tune.tune_problems([problem], seconds=seconds, again=again)
         except Exception as error:
             failures.append((f"{problem}: tuning failed: {type(error).__name__}: {error}", as_dict(problem)))
     return failures

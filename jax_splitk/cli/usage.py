@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 
-from jax_splitk import storage
+from jax_splitk.runtime import disk
 
 
 class UsageError(ValueError):
@@ -44,7 +44,7 @@ def cache_folder(argument: str, text: str) -> pathlib.Path:
 def require_writable() -> None:
     """For commands that change the writable layer."""
     try:
-        mode = storage.mode()
+        mode = disk.mode()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if mode != "update":

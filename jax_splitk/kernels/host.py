@@ -1,6 +1,6 @@
 """What both host families count with."""
 
-from jax_splitk.target import Target, target_for
+from jax_splitk.runtime.target import Target, target_for
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -9,8 +9,8 @@ import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.arguments import dtype_of, integer
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
+from jax_splitk.runtime.arguments import dtype_of, integer
 
 GROUP_SIZES = (32, 64, 128)
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")

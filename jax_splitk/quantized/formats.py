@@ -8,7 +8,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.arguments import dtype_of
+from jax_splitk.runtime.arguments import dtype_of
 
 # NormalFloat4: quantiles of a normal distribution, from appendix E of Dettmers et al., QLoRA (arXiv:2305.14314). They
 # are rounded to bfloat16 (at most 0.0016 away), so that tensor cores on 16-bit operands decode the same bits as XLA.

@@ -13,8 +13,8 @@ import json
 import logging
 from collections.abc import Callable
 
-from jax_splitk import _compat, settings
-from jax_splitk.target import Target
+from jax_splitk.runtime import _compat, settings
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Candidate, Entry, InvalidEntry
 from jax_splitk.tuning.key import Key

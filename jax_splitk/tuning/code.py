@@ -4,11 +4,11 @@ import logging
 import threading
 from typing import Any
 
-from jax_splitk import kernels
-from jax_splitk.compiler import CompilationError, CompilerUnavailable
-from jax_splitk.nvrtc import NvrtcError
-from jax_splitk.plan import CustomCall
-from jax_splitk.target import Target
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
+from jax_splitk.runtime.nvrtc import NvrtcError
+from jax_splitk.runtime.plan import CustomCall
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement
 from jax_splitk.tuning.entry import Candidate
 from jax_splitk.tuning.key import key_for
@@ -19,8 +19,8 @@ logger = logging.getLogger("jax_splitk")
 
 # Why a kernel is not used although it was chosen, None where it is: it holds for the life of the process, which would
 # otherwise wait for a compilation that fails, and for the other processes of its job, at each lowering.
-_obstacles: dict[tuple[kernels.Problem, str, Any], str | None] = {}
-_in_flight: dict[tuple[kernels.Problem, str, Any], threading.Lock] = {}
+_obstacles: dict[tuple[Problem, str, Any], str | None] = {}
+_in_flight: dict[tuple[Problem, str, Any], threading.Lock] = {}
 
 
 def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -> tuple[Choice, CustomCall | None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jax_splitk import kernels
-from jax_splitk.target import Target
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.key import SCHEMA, Key
 
 XLA = "xla"

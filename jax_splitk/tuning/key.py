@@ -8,9 +8,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_splitk import compiler, kernels
-from jax_splitk.operations import OPERATIONS
-from jax_splitk.target import Target
+from jax_splitk import kernels
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.options import Options
 
 SCHEMA = 2
@@ -50,7 +52,7 @@ class Environment:
 class Key:
     """Identity of a tuning decision."""
 
-    problem: kernels.Problem
+    problem: Problem
     deterministic: bool
     workspace_limit_bytes: int
     environment: Environment
@@ -81,14 +83,12 @@ class Key:
         return f"tuning/{self.environment.digest()}/{self.digest[:40]}.json"
 
 
-def serving(problem: kernels.Problem, target: Target) -> tuple[kernels.Family, ...]:
+def serving(problem: Problem, target: Target) -> tuple[kernels.Family, ...]:
     """The families that can compute a problem on `target`."""
     return tuple(f for f in kernels.families(problem.op, target.platform) if f.supports(problem, None, target) is None)
 
 
-def environment(
-    problem: kernels.Problem, target: Target, families: Sequence[kernels.Family] | None = None
-) -> Environment:
+def environment(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Environment:
     """The environment for a problem's decisions on `target`; `families` where `serving` is known already."""
     return _environment(serving(problem, target) if families is None else families, target)
 
@@ -114,13 +114,13 @@ def _cuda_major(platform: str) -> int:
 
 
 def key_for(
-    problem: kernels.Problem, target: Target, options: Options, families: Sequence[kernels.Family] | None = None
+    problem: Problem, target: Target, options: Options, families: Sequence[kernels.Family] | None = None
 ) -> Key:
     """The key of a problem's decision; `families` as in `environment`."""
     return Key(problem, options.is_deterministic, options.workspace_limit, environment(problem, target, families))
 
 
-def problem_from_dict(op: str, fields: dict[str, Any]) -> kernels.Problem:
+def problem_from_dict(op: str, fields: dict[str, Any]) -> Problem:
     """A problem from plain data, e.g. from an entry or a command line.
 
     Raises:

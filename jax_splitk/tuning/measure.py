@@ -15,9 +15,11 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from jax_splitk import compiler, execute, kernels
-from jax_splitk.operations import OPERATIONS
-from jax_splitk.plan import DevicePlan
+from jax_splitk import kernels
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import compiler, execute
+from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import profile
 from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
 
@@ -64,13 +66,13 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
-def compile_ahead(problem: kernels.Problem, candidates: Sequence[Candidate]) -> None:
+def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> None:
     """Compiles the candidates' device code, in processes of its own, so that a `Bench` finds it done."""
     plans = [_attempt(lambda c=c: _plan(problem, c)) for c in candidates]
     _compile_sources(plans)
 
 
-def _plan(problem: kernels.Problem, candidate: Candidate) -> Any:
+def _plan(problem: Problem, candidate: Candidate) -> Any:
     family: kernels.Family = family_named(problem.op, candidate.family)
     return family.make_plan(problem, candidate.config)
 
@@ -107,7 +109,7 @@ class Bench:
     running: tuple[Candidate, float] | None = None
     abandoned = False
 
-    def __init__(self, problem: kernels.Problem, platform: str):
+    def __init__(self, problem: Problem, platform: str):
         self.problem = problem
         self.operation = OPERATIONS[problem.op]
         self.platform = platform

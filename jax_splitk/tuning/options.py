@@ -50,7 +50,7 @@ def check_options(op: str, options: Options) -> None:
         return
     known = [family for family in kernels.families(op) if isinstance(options.config, family.Config)]
     if not known:
-        accepted = ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families(op))
+        accepted = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families(op))
         raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
     _check_fields(options.config)
     if options.implementation not in (None, known[0].implementation):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from jax_splitk.target import Target
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import options

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jax_splitk import compiler, kernels, settings, storage
-from jax_splitk.target import Target
+from jax_splitk import kernels
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import compiler, disk, settings
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
 from jax_splitk.tuning.key import Key, key_for
@@ -32,7 +34,7 @@ class Choice:
       times: what was measured, in words; nobody may want to read them.
     """
 
-    problem: kernels.Problem
+    problem: Problem
     implementation: str
     family: kernels.Family | None
     config: Any
@@ -56,9 +58,7 @@ def autotune(target: Target) -> bool:
     return settings.word("JAX_SPLITK_AUTOTUNE", AUTOTUNE, default) == "on_miss"
 
 
-def select(
-    problem: kernels.Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False
-) -> Choice:
+def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
     """The choice for `problem` on `target`.
 
     Args:
@@ -117,7 +117,7 @@ def _refusal(family: kernels.Family, reason: str | None, target: Target, options
     return reason
 
 
-def _explicit(family: kernels.Family, problem: kernels.Problem, target: Target, options: Options) -> Choice:
+def _explicit(family: kernels.Family, problem: Problem, target: Target, options: Options) -> Choice:
     config, limit = options.config, options.workspace_limit
     reason = family.supports(problem, config, target)
     if reason is not None:
@@ -234,7 +234,7 @@ def measured(key: Key, target: Target, again: bool = False) -> Entry | None:
 
 
 def _refuse_if_frozen(key: Key) -> None:
-    if storage.mode() == "frozen":
+    if disk.mode() == "frozen":
         raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
 
 
@@ -278,7 +278,7 @@ def _times_of_xla(entry: Entry) -> str:
 
 
 def _predicted(
-    serving: list[kernels.Family], problem: kernels.Problem, target: Target, options: Options
+    serving: list[kernels.Family], problem: Problem, target: Target, options: Options
 ) -> Choice | dict[str, list[str]]:
     """The cost model's best legal config, or why there is none: families by reason."""
     explicit, limit = options.implementation is not None, options.workspace_limit
@@ -301,9 +301,7 @@ def _predicted(
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_by_model(
-    family: kernels.Family, problem: kernels.Problem, target: Target, workspace_limit: int
-) -> tuple[Any, int]:
+def _best_by_model(family: kernels.Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[Any, int]:
     """(config or None, number of configs that fit in the workspace)."""
     configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
     best = min(configs, key=lambda config: family.estimate(problem, config, target), default=None)
@@ -316,7 +314,7 @@ def _none() -> str:
 
 def _ours(
     family: kernels.Family,
-    problem: kernels.Problem,
+    problem: Problem,
     config: Any,
     target: Target,
     because: str,
@@ -327,12 +325,12 @@ def _ours(
     return Choice(problem, family.implementation, family, config, size, seconds, because, times)
 
 
-def xla(problem: kernels.Problem, because: str, times: Callable[[], str] = _none) -> Choice:
+def xla(problem: Problem, because: str, times: Callable[[], str] = _none) -> Choice:
     """The operation in XLA's own terms, and why."""
     return Choice(problem, "xla", None, None, 0, None, because, times)
 
 
-_announced: set[tuple[kernels.Problem, str]] = set()
+_announced: set[tuple[Problem, str]] = set()
 
 
 def announce(choice: Choice) -> None:

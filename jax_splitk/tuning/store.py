@@ -11,8 +11,8 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from jax_splitk import storage
-from jax_splitk.target import Target
+from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
@@ -35,14 +35,14 @@ class FrozenCacheMiss(RuntimeError):
 def layers() -> list[tuple[str, pathlib.Path]]:
     """(name, folder) of the layers in the order of their precedence; the first is the writable one."""
     read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
-    folders = [("user cache", storage.cache_dir())]
-    folders += [(READ_ONLY, storage.expanded(p)) for p in read_only]
+    folders = [("user cache", disk.cache_dir())]
+    folders += [(READ_ONLY, disk.expanded(p)) for p in read_only]
     return [*folders, ("shipped table", SHIPPED)]
 
 
 def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
     """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
-    if storage.mode() == "off":
+    if disk.mode() == "off":
         return None
     for name, folder in layers():
         found = read(os.path.join(folder, key.file), key, target)  # a pathlib.Path takes longer than a missing file
@@ -73,7 +73,7 @@ def _warn_unless_folder(folder: str) -> None:
 
 def read(path: str | pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
     """The entry in a file; None when there is none that can be used, with a warning if there is one that cannot."""
-    data = storage.read(path)
+    data = disk.read(path)
     if data is None:
         return None
     try:
@@ -87,10 +87,10 @@ def read(path: str | pathlib.Path, key: Key, target: Target | None = None) -> En
 
 def save(key: Key, entry: Entry) -> bool:
     """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
-    if storage.mode() != "update":
+    if disk.mode() != "update":
         return False
-    path = storage.cache_dir() / key.file
-    return storage.write(path, entries.merge(read(path, key), entry).dumps().encode())
+    path = disk.cache_dir() / key.file
+    return disk.write(path, entries.merge(read(path, key), entry).dumps().encode())
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -25,8 +25,9 @@ from typing import Any
 
 import jax
 
-from jax_splitk import compiler, kernels, settings
-from jax_splitk.target import Target
+from jax_splitk import kernels
+from jax_splitk.runtime import compiler, settings
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key

@@ -1,0 +1,45 @@
+"""Packed weights as the kernels take them: the host's side of `quantized/dequantize.cuh` and `quantized/scales.cuh`."""
+
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import plan
+
+FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
+TYPE_CODES = {**OUT_CODES, "none": -1}  # macros SCALE_TYPE, ZERO_TYPE
+E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
+
+
+def per_channel(problem: QuantizedMatmulProblem) -> bool:
+    return problem.group_size == problem.k
+
+
+def has_zero(problem: QuantizedMatmulProblem) -> bool:
+    return problem.zero_dtype != "none"
+
+
+def group_code(problem: QuantizedMatmulProblem) -> int:
+    """Macro GROUP."""
+    return 0 if per_channel(problem) else problem.group_size
+
+
+def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:
+    """Of words, scales and zero points of a part of the weight; those of channels are not counted."""
+    items = jnp.dtype(problem.scale_dtype).itemsize
+    if has_zero(problem):
+        items += jnp.dtype(problem.zero_dtype).itemsize
+    groups = 0 if per_channel(problem) else k // problem.group_size
+    return features * (k * problem.bits // 8 + groups * items)
+
+
+def buffers(problem: QuantizedMatmulProblem) -> list[plan.Buffer]:
+    """x, words, scale, zero point if there is one, result."""
+    shapes = [(problem.x_shape, problem.x_dtype), (problem.words_shape, "uint32")]
+    shapes += [(problem.scale_shape, problem.scale_dtype)]
+    if has_zero(problem):
+        shapes += [(problem.scale_shape, problem.zero_dtype)]
+    shapes += [(problem.out_shape, problem.out_dtype)]
+    return [plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16) for shape, dtype in shapes]

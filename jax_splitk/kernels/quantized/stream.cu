@@ -1,0 +1,708 @@
+// Packed quantized weight times a few rows of activations, for Hopper, by WGMMA: bound by the weight's bytes.
+//
+//   D[n, m] = sum over k of X[n, k] * (q[m, k] - zero[m, k / GROUP]) * scale[m, k / GROUP]
+//
+// Persistent: a cluster of CLUSTER blocks divides k, each block keeps its slice of X in shared memory and
+// streams its slice of one row tile (64 rows of m) after another through a ring that a producer fills by bulk
+// copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
+// (jax_splitk/quantized/packing.py), and their scales. A lane's 16 bytes become WGMMA's A operand in its
+// registers (dequantize.cuh), X is B. The products of a group, or of 64 k of a longer one, are summed by the
+// tensor cores, then multiplied by the scale and added in fp32; meanwhile the next tile is dequantized, where
+// registers allow for two (IN_FLIGHT). Tiles beyond k repeat the last one, against zeros of X.
+//
+// With E4M3_PRODUCTS both operands are e4m3 (dequantize_e4m3.cuh): half as many products, and X as it comes
+// but for its order within 16 k, which has to be that of the weight's bytes. Each warpgroup reorders its own
+// tiles of X when it first meets them, or all reorder what they load. The tensor cores' sums of e4m3, which
+// are short, are never longer than those 64 k.
+//
+// At the end of a row tile the warpgroups' sums meet in shared memory, where the epilogue's warps add them,
+// and the blocks' in the cluster: each block owns TILE_N / CLUSTER rows of the result, receives the others'
+// sums in its slots, and adds them, always in the same order, a row tile later.
+//
+// Roles: consumer warps, then the epilogue's, then the producer's.
+// Barriers. Per stage: `full` (one arrival, with the bytes) and `empty` (one arrival per consumer warp).
+// `written`, one arrival per consumer warp: its sums are there; `read`, one per warp of the epilogue. Per
+// slot: `arrived` (one arrival of the own block, with the bytes that the cluster's blocks send) and `free`
+// (one arrival of each finishing warp of each block: that block has read its slot; counted where the sender
+// waits). All start in phase 0; the first passes of those who wait for room do not wait. Named barriers:
+// READY for the block, when these are ready, on which the producer does not wait; 1 for all consumers, when
+// they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles of X.
+//
+// An instruction is fetched from the L2 when it first runs in a launch, which costs a small product several
+// percent of its time. So the code on the way to the first copies is short and straight, and the end of the
+// last row tile runs the code of those before it.
+//
+// Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
+// else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
+// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1 bfloat16, 2 float16; ZERO_TYPE also -1:
+// none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
+
+#include <cutlass/arch/barrier.h>
+
+#include "quantized/dequantize.cuh"
+#include "quantized/dequantize_e4m3.cuh"
+#include "device/ring.cuh"
+#include "device/wgmma_rs.cuh"
+
+// Must match `_args` in quantized_stream.py.
+struct Args {
+  int rows;      // n
+  int k;         // elements of a row of X
+  int features;  // m
+  int feature_tiles;
+  int k_tiles;  // of 64
+  int groups;   // of a row tile's scales
+  int stages;   // of the whole k
+};
+
+template <int TYPE>
+struct TypeOf;
+template <>
+struct TypeOf<0> {
+  using type = float;
+};
+template <>
+struct TypeOf<1> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct TypeOf<2> {
+  using type = __half;
+};
+using Scale = TypeOf<SCALE_TYPE>::type;
+using Zero = TypeOf<(ZERO_TYPE < 0 ? 0 : ZERO_TYPE)>::type;
+using Out = TypeOf<OUT_TYPE>::type;
+
+static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m3 products can compute");
+
+constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
+constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
+
+constexpr int READY = 6;  // a named barrier: the others are ready to use
+
+constexpr int STAGE_TILES = WARPGROUPS * TILES;
+constexpr int WORDS_BYTES = WORDS * 2048;  // of a tile of 64 by 64
+constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1,
+              STEPS = 64 / STEP_K / TILE_GROUPS;  // of a tile; of a group in it
+constexpr int STAGE_GROUPS = GROUP ? STAGE_TILES * 64 / GROUP : 0;
+constexpr int SCALES_OFFSET = STAGE_TILES * WORDS_BYTES;
+constexpr int SCALE_ROW = 64 * int(sizeof(Scale)), ZERO_ROW = 64 * int(sizeof(Zero));  // bytes of a group
+constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_GROUPS * SCALE_ROW;
+constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_TYPE < 0 ? 0 : STAGE_GROUPS * ZERO_ROW);
+
+constexpr int SUMS_PITCH = 64 + 4;  // floats; lanes of a fragment write to different banks
+constexpr int SUMS_BYTES = WARPGROUPS * TILE_N * SUMS_PITCH * 4;
+constexpr int SLOTS = CLUSTER > 1 ? 2 : 0;
+constexpr int SLOT_BYTES = TILE_N * 64 * 4, PART_ROWS = TILE_N / CLUSTER;
+constexpr int PART_ITEMS = PART_ROWS * 16;  // groups of 4 features
+constexpr int FINISHERS = PART_ITEMS >= EPILOGUE ? EPILOGUE_WARPS : (PART_ITEMS + 31) / 32;  // warps
+
+constexpr int SUMS_AT = STAGES * STAGE_BYTES, SLOTS_AT = SUMS_AT + SUMS_BYTES;
+constexpr int BARRIERS_AT = SLOTS_AT + SLOTS * SLOT_BYTES;
+constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024;
+constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
+constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
+
+struct Barriers {
+  uint64_t full[STAGES], empty[STAGES];
+  uint64_t written, read, arrived[SLOTS + 1], free[SLOTS + 1];
+
+  __device__ inline void init_ring() {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], 1);
+      EmptyBarrier::init(&empty[i], CONSUMERS / 32);
+    }
+    cutlass::arch::fence_barrier_init();
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  __device__ inline void init_sums() {
+    EmptyBarrier::init(&written, CONSUMERS / 32);
+    EmptyBarrier::init(&read, EPILOGUE_WARPS);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      FullBarrier::init(&arrived[i], 1);
+      EmptyBarrier::init(&free[i], CLUSTER * FINISHERS);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
+
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ inline void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// The part of k of one block, in stages; it may not be empty.
+struct Slice {
+  int first, last;
+};
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+// A stage's rows (tiles, or groups of scales) of a row tile, from its row `first` on. The row tile has
+// `count`; the last one stands in for those that are missing.
+template <int ROWS, int BYTES>
+__device__ inline void copy_rows(const void* all, int tile, int first, int count, uint64_t* full,
+                                 uint8_t* to) {
+  // 32 bits number all rows that fit in any memory.
+  const auto row = [&](int i) {
+    return static_cast<const uint8_t*>(all) +
+           uint64_t(uint32_t(tile) * uint32_t(count) + uint32_t(i)) * BYTES;
+  };
+  const int rows = WHOLE ? ROWS : min(ROWS, count - first);
+  cute::SM90_BULK_COPY_G2S::copy(row(first), full, to, rows * BYTES);
+#pragma unroll 1
+  for (int i = rows; i < ROWS; ++i) {
+    cute::SM90_BULK_COPY_G2S::copy(row(count - 1), full, to + i * BYTES, BYTES);
+  }
+}
+
+// The producer's warp, of which one lane is the leader. X comes with the stages of the first row tile, so
+// that the products need not wait for all of it: as one box, or where k ends within a stage in boxes of a
+// tile.
+__device__ inline void produce(const Args& g, const TensorMap* x_map, const uint8_t* words,
+                               const Scale* scale, const Zero* zero, uint8_t* smem, Barriers& barriers,
+                               Slice slice, int tile, int clusters, bool leader) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+  if (WHOLE && !leader) return;
+  Ring ring;
+#pragma unroll 1
+  for (bool first = X_TMA; tile < g.feature_tiles; tile += clusters, first = false) {
+#pragma unroll 1
+    for (int s = slice.first; s < slice.last; ++s, ring.advance()) {
+      uint64_t* full = &barriers.full[ring.stage];
+      [[maybe_unused]] uint8_t* x = smem + X_AT + (s - slice.first) * STAGE_TILES * X_TILE;
+      if (WHOLE || leader) {
+        uint8_t* stage = smem + ring.stage * STAGE_BYTES;
+        EmptyBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+        FullBarrier::arrive_and_expect_tx(full, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
+        copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
+        if constexpr (GROUP != 0) {
+          copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
+                                             stage + SCALES_OFFSET);
+          if constexpr (ZERO_TYPE >= 0) {
+            copy_rows<STAGE_GROUPS, ZERO_ROW>(zero, tile, s * STAGE_GROUPS, g.groups, full,
+                                              stage + ZEROS_OFFSET);
+          }
+        }
+        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, hint, x, 0, 0, s * STAGE_TILES);
+      }
+      if (!WHOLE && first) {
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        if (lane < STAGE_TILES) {
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, x + lane * X_TILE, (s * STAGE_TILES + lane) * X_BOX,
+                                       0);
+        }
+      }
+    }
+  }
+}
+
+// ---- X ---------------------------------------------------------------------------------------------------
+
+// X's slice in shared memory is tiles of TILE_N rows by 64 k, zero where X has none: of a 16-bit type under
+// the 128-byte swizzle, or of e4m3 under the 64-byte swizzle. Where TMA cannot bring it, the consumers do.
+
+// Two e4m3 to fp16, which is exact.
+__device__ inline uint32_t halves(uint16_t codes) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(codes));
+  return out;
+}
+
+// The 16 bytes of row n that begin 16 * chunk bytes into the slice.
+__device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
+  constexpr int CHUNKS = X_ROW / 16;  // of a tile
+  const int swizzled = chunk % CHUNKS ^ n * CHUNKS / 8 % CHUNKS;
+  return reinterpret_cast<uint4*>(to + chunk / CHUNKS * X_TILE + n * X_ROW + swizzled * 16);
+}
+
+// 16 e4m3 in the order of a packed weight's bytes: k 2t, 2t + 8, 2t + 1, 2t + 9 of word t.
+__device__ inline uint4 reordered(uint4 x) {
+  return uint4{__byte_perm(x.x, x.z, 0x5140), __byte_perm(x.x, x.z, 0x7362), __byte_perm(x.y, x.w, 0x5140),
+               __byte_perm(x.y, x.w, 0x7362)};
+}
+
+// The same for a warpgroup's tiles of X of one stage, where TMA has put them.
+[[maybe_unused]] __device__ inline void reorder_tiles(uint8_t* tiles, int warpgroup) {
+  uint4* chunks = reinterpret_cast<uint4*>(tiles);
+#pragma unroll
+  for (int i = 0; i < TILES * X_TILE / 16; i += 128) {
+    const int at = i + threadIdx.x % 128;
+    if (at < TILES * X_TILE / 16) chunks[at] = reordered(chunks[at]);
+  }
+  cutlass::arch::fence_view_async_shared();  // WGMMA reads it
+  cutlass::arch::NamedBarrier::sync(128, 2 + warpgroup);
+}
+
+// A byte of row n, 0 beyond X's ends.
+[[maybe_unused]] __device__ inline uint32_t byte_of_x(const Args& g, const void* x, int n, int k) {
+  return n < g.rows && k < g.k ? static_cast<const uint8_t*>(x)[int64_t(n) * g.k + k] : 0;
+}
+
+[[maybe_unused]] __device__ inline void load_x(const Args& g, const void* x, uint8_t* to, Slice slice) {
+  const int first = slice.first * STAGE_TILES * 64;
+  const int chunks = (slice.last - slice.first) * STAGE_TILES * (X_ROW / 16);
+  if constexpr (E4M3_PRODUCTS) {
+    for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
+      const int n = i / chunks, chunk = i % chunks;
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        words[j / 4] |= byte_of_x(g, x, n, first + chunk * 16 + j) << (8 * (j % 4));
+      *place_of(to, n, chunk) = reordered(uint4{words[0], words[1], words[2], words[3]});
+    }
+  } else if (X_E4M3 && g.k % 16 == 0) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < TILE_N * chunks / 2; i += CONSUMERS) {
+      const int n = i / (chunks / 2), chunk = i % (chunks / 2) * 2, k = first + chunk * 8;
+      uint4 codes{};
+      if (n < g.rows && k < g.k) {
+        codes = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(x) + int64_t(n) * g.k + k));
+      }
+      const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        *place_of(to, n, chunk + j) =
+            uint4{halves(uint16_t(w[2 * j])), halves(uint16_t(w[2 * j] >> 16)),
+                  halves(uint16_t(w[2 * j + 1])), halves(uint16_t(w[2 * j + 1] >> 16))};
+      }
+    }
+  } else {
+    for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
+      const int n = i / chunks, chunk = i % chunks;
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int k = first + chunk * 8 + j;
+        if (n >= g.rows || k >= g.k) continue;
+        const uint32_t bits = X_E4M3 ? halves(uint16_t(byte_of_x(g, x, n, k))) & 0xffff
+                                     : static_cast<const uint16_t*>(x)[int64_t(n) * g.k + k];
+        words[j / 2] |= bits << (16 * (j % 2));
+      }
+      *place_of(to, n, chunk) = uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+  cutlass::arch::fence_view_async_shared();  // WGMMA reads it
+  cutlass::arch::NamedBarrier::sync(CONSUMERS, 1);
+}
+
+// ---- consumers -------------------------------------------------------------------------------------------
+
+__device__ inline void fence(Fragments& a) {
+#pragma unroll
+  for (int i = 0; i < 256 / STEP_K; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+}
+
+// acc (+)= a's STEPS steps from `first` on, 32 bytes of a row of X each.
+__device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accumulator& acc, bool add) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const int step = first + i;
+    wgmma(a[step], b + step * (32 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
+          typename MakeIndices<ACCUMULATORS>::type{});
+  }
+}
+
+__device__ inline uint4 load16(uint32_t address) {
+  uint4 out;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "r"(address));
+  return out;
+}
+
+// A lane's words of a tile.
+struct Words {
+  uint4 loads[WORDS];
+};
+
+__device__ inline Words load_tile(uint32_t address) {
+  Words out;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) out.loads[i] = load16(address + i * 512);
+  return out;
+}
+
+// Their values, over FACTOR (or E4M3_FACTOR).
+__device__ inline void dequantize(const Words& from, Fragments& a) {
+#pragma unroll
+  for (int load = 0; load < WORDS; ++load) {
+    const uint4 loaded = from.loads[load];
+    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#if E4M3_PRODUCTS
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 16 k of both rows, or of one row
+      if constexpr (WORDS == 1) {
+        decode_e4m3(words[i], a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+      } else {
+        a[load][i] = words[i];
+      }
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 4 / WORDS; ++i) {
+      uint32_t of_step[WORDS];
+#pragma unroll
+      for (int j = 0; j < WORDS; ++j) of_step[j] = words[i * WORDS + j];
+      dequantize(of_step, a[load * (4 / WORDS) + i]);
+    }
+#endif
+  }
+}
+
+// Scales (or zero points) of rows g and g + 8 of a block, which are neighbours.
+__device__ inline float2 two_floats(const float* pair) { return *reinterpret_cast<const float2*>(pair); }
+__device__ inline float2 two_floats(const __half* pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(pair));
+}
+__device__ inline float2 two_floats(const __nv_bfloat16* pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
+}
+template <typename T>
+__device__ inline float2 two_rows(uint32_t address) {  // in shared memory
+  struct alignas(2 * sizeof(T)) {
+    T v[2];
+  } pair;
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.v[0]), "=f"(pair.v[1]) : "r"(address));
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(pair)) : "r"(address));
+  }
+  return two_floats(pair.v);
+}
+
+// acc += scale * (sums - zero * sums of x); four elements of a lane: two columns of row g, two of row g + 8.
+__device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 scale, float2 zero,
+                                  const Accumulator& x_sums) {
+  fence(sums);
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) {
+    float value = sums[i];
+    if constexpr (ZERO_TYPE >= 0) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
+    acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, value, acc[i]);
+  }
+}
+
+// 1 / FACTOR, as the products are.
+__device__ inline void fill_ones(Fragments& a) {
+  constexpr uint32_t one = twice(HALF ? 0x3c00 : FACTOR == 64.f ? 0x3c80 : 0x3f80);
+#pragma unroll
+  for (int i = 0; i < 256 / STEP_K; ++i) a[i / 4][i % 4] = one;
+}
+
+// What a lane adds to a stage's address.
+struct Lane {
+  uint32_t words, scales, zeros;
+};
+
+constexpr int UNITS =
+    TILES * TILE_GROUPS;  // groups of a warpgroup's part of a stage, each with sums of its own
+constexpr int LAST_UNIT = UNITS - 1;
+// Whether words are loaded while the tile before them is multiplied: not where they already are fragments.
+constexpr bool AHEAD = (!E4M3_PRODUCTS || WORDS == 1) && TILE_N < 64;
+constexpr bool X_SUMS = ZERO_TYPE >= 0;
+// Sums that the tensor cores work on. Two, which take turns, where registers allow for them: ptxas of
+// CUDA 13.0 spills with the widest X of e4m3 where tiles lie beyond k, which is too rare for the cost model
+// to know.
+constexpr int WIDEST_OF_FOUR = 16;
+constexpr bool CROWDED = WARPGROUPS == 4 ? TILE_N > WIDEST_OF_FOUR : TILE_N == 64 && E4M3_PRODUCTS && !WHOLE;
+constexpr int IN_FLIGHT = TILES > 1 && !X_SUMS && !CROWDED ? 2 : 1;
+
+// ---- results ---------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return cute::cast_smem_ptr_to_uint(pointer);
+}
+
+__device__ inline void add(float4& sum, const float4& more) {
+  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+}
+
+// Four features of one row of the result.
+__device__ inline void store(const Args& g, Out* out, int n, int feature, float4 value) {
+  if (n >= g.rows) return;
+  constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
+  const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
+  Out* to = out + uint32_t(n * g.features + feature);
+  struct alignas(4 * sizeof(Out)) Four {
+    Out v[4];
+  } four;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four.v[i] = Out(values[i]);
+  if constexpr (FOURS) {
+    if (feature < g.features) *reinterpret_cast<Four*>(to) = four;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (feature + i < g.features) to[i] = four.v[i];
+    }
+  }
+}
+
+// Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the slot is
+// free if they will use it again: a block that has sent its last sums may have ended.
+__device__ inline void finish(const Args& g, Out* out, const uint8_t* slots, Barriers& barriers, int thread,
+                              int count, int tile, int rank, bool again) {
+  const int slot = count % 2;
+  if (thread >= 32 * FINISHERS) return;
+  FullBarrier::wait(&barriers.arrived[slot], count / 2 & 1);
+#pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
+  for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
+    const int item = i + thread;
+    if (i + 32 * FINISHERS > PART_ITEMS && item >= PART_ITEMS) break;
+    const float4* from = reinterpret_cast<const float4*>(slots + slot * SLOT_BYTES) + item;
+    float4 sum = from[0];
+#pragma unroll
+    for (int s = 1; s < CLUSTER; ++s) add(sum, from[s * PART_ITEMS]);
+    store(g, out, rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
+  }
+  __syncwarp();
+  if (again && thread % 32 < CLUSTER) EmptyBarrier::arrive(&barriers.free[slot], thread % 32, 1);
+}
+
+// The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
+// tiles: the last one's sums are finished by code that has run before.
+__device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers& barriers, int tile,
+                                int clusters, int rank) {
+  constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
+  constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
+  const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
+  const float* sums = reinterpret_cast<const float*>(smem + SUMS_AT) + column;
+  uint8_t* slots = smem + SLOTS_AT;
+#pragma unroll 1
+  for (int count = 0;; ++count, tile += clusters) {
+    const bool more = tile < g.feature_tiles;
+    if (more) {
+      [[maybe_unused]] const int slot = count % 2;
+      if constexpr (CLUSTER > 1) {
+        if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[slot], SLOT_BYTES);
+        if (count >= 2) EmptyBarrier::wait(&barriers.free[slot], (count / 2 - 1) & 1);
+      }
+      FullBarrier::wait(&barriers.written, count & 1);
+#pragma unroll 1
+      for (unsigned first = 0; first < TILE_N; first += TURNS * ROWS) {
+        float4 sum[TURNS];
+#pragma unroll
+        for (unsigned turn = 0; turn < TURNS; ++turn) {
+          const unsigned n = min(first + turn * ROWS + thread / 16, TILE_N - 1);
+          const float* from = sums + n * SUMS_PITCH;
+          sum[turn] = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+          for (int w = 1; w < WARPGROUPS; ++w) {
+            add(sum[turn], *reinterpret_cast<const float4*>(from + w * TILE_N * SUMS_PITCH));
+          }
+        }
+#pragma unroll
+        for (unsigned turn = 0; turn < TURNS; ++turn) {
+          const unsigned n = first + turn * ROWS + thread / 16;
+          if (n >= TILE_N) continue;
+          if constexpr (CLUSTER == 1) {
+            store(g, out, n, tile * 64 + column, sum[turn]);
+          } else {
+            const unsigned owner = n / PART_ROWS, row = rank * PART_ROWS + n % PART_ROWS;
+            const uint32_t to = shared_address(slots + slot * SLOT_BYTES) + (row * 64 + column) * 4;
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
+                "[%1];" ::"r"(cute::set_block_rank(to, owner)),
+                "r"(cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner)),
+                "r"(__float_as_uint(sum[turn].x)), "r"(__float_as_uint(sum[turn].y)),
+                "r"(__float_as_uint(sum[turn].z)), "r"(__float_as_uint(sum[turn].w))
+                : "memory");
+          }
+        }
+      }
+      __syncwarp();
+      if (thread % 32 == 0) EmptyBarrier::arrive(&barriers.read);
+    }
+    if (CLUSTER > 1 && count) {
+      const int previous = tile - clusters;
+      const bool again = previous + SLOTS * clusters < g.feature_tiles;
+      finish(g, out, slots, barriers, thread, count - 1, previous, rank, again);
+    }
+    if (!more) return;
+  }
+}
+
+// ---- roles -----------------------------------------------------------------------------------------------
+
+__device__ inline void consume(const Args& g, const Scale* scales, const Zero* zeros, uint8_t* smem,
+                               Barriers& barriers, Slice slice, int cluster, int clusters) {
+  // The compiler shall see that descriptors of X are the same in all lanes.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x / 32 % 4, id = threadIdx.x % 32;
+  const int rows = warp * 16 + id / 4 * 2;  // in the order of scales
+  const int group = GROUP ? warpgroup * TILES * 64 / (GROUP ? GROUP : 1) : 0;
+  const Lane lane{
+      uint32_t(warpgroup * TILES * WORDS_BYTES + warp * WORDS * 512 + id * 16),
+      uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * sizeof(Scale)),
+      uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * sizeof(Zero)),
+  };
+  const uint32_t ring_address = shared_address(smem);
+  const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
+  float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
+                warp * 16 + id / 4;
+  Ring ring;
+  uint32_t phase = 1;
+  Fragments a[IN_FLIGHT];
+  Accumulator sums[IN_FLIGHT];
+  [[maybe_unused]] Accumulator x_sums;
+  float2 scale[IN_FLIGHT], zero{};
+  Words words;
+  for (int tile = cluster; tile < g.feature_tiles; tile += clusters) {
+    Accumulator acc{};
+    float2 channel_scale{}, channel_zero{};
+    if constexpr (GROUP == 0) {
+      channel_scale = two_floats(scales + int64_t(tile) * 64 + rows);
+      if constexpr (X_SUMS) channel_zero = two_floats(zeros + int64_t(tile) * 64 + rows);
+    }
+    uint64_t x = x_start;
+    uint32_t stage = 0;
+    const auto begin_stage = [&](int s) {
+      stage = ring_address + ring.stage * STAGE_BYTES;
+      FullBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      if (E4M3_PRODUCTS && X_TMA && tile == cluster) {
+        reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
+                      warpgroup);
+      }
+      if constexpr (AHEAD) words = load_tile(stage + lane.words);
+    };
+    const auto decode = [&](int unit) {
+      if (!AHEAD && unit % TILE_GROUPS == 0) {
+        words = load_tile(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES);
+      }
+      if (unit % TILE_GROUPS == 0) dequantize(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
+    };
+    // The products of a unit of stage s; then the words of the tile after it.
+    const auto start = [&](int unit, int s) {
+      const int t = unit / TILE_GROUPS, part = unit % TILE_GROUPS, now = unit % IN_FLIGHT;
+      const int row = GROUP > 64 ? t * 64 / (GROUP ? GROUP : 1) : unit;
+      scale[now] = channel_scale;
+      zero = channel_zero;
+      if constexpr (GROUP != 0) {
+        scale[now] = two_rows<Scale>(stage + lane.scales + row * SCALE_ROW);
+        if constexpr (X_SUMS) zero = two_rows<Zero>(stage + lane.zeros + row * ZERO_ROW);
+      }
+      fence(sums[now]);
+      fence(a[t % IN_FLIGHT]);
+      if constexpr (X_SUMS) fence(x_sums);
+      cute::warpgroup_arrive();
+      multiply(a[t % IN_FLIGHT], part * STEPS, x + t * (X_TILE >> 4), sums[now], false);
+      if constexpr (X_SUMS) {
+        Fragments one;
+        fill_ones(one);
+        multiply(one, part * STEPS, x + t * (X_TILE >> 4), x_sums, false);
+      }
+      cute::warpgroup_commit_batch();
+      if (unit == LAST_UNIT) {  // all of the stage has been read
+        __syncwarp();
+        if (id == 0) EmptyBarrier::arrive(&barriers.empty[ring.stage]);
+        ring.advance();
+        x += STAGE_TILES * X_TILE >> 4;
+        if (s + 1 < slice.last) begin_stage(s + 1);
+      } else if (AHEAD && part == TILE_GROUPS - 1) {
+        words = load_tile(stage + lane.words + (t + 1) * WORDS_BYTES);
+      }
+    };
+    const auto finish = [&](int unit) {
+      if constexpr (X_SUMS) fence(x_sums);
+      add_scaled(acc, sums[unit % IN_FLIGHT], scale[unit % IN_FLIGHT], zero, x_sums);
+    };
+    begin_stage(slice.first);
+    if constexpr (IN_FLIGHT == 2) {  // before the first unit there is none
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) sums[1][i] = 0.f;
+      scale[1] = float2{};
+    }
+    for (int s = slice.first; s < slice.last; ++s) {
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) {
+        decode(unit);
+        if constexpr (IN_FLIGHT == 1) {
+          start(unit, s);
+          cute::warpgroup_wait<0>();
+          finish(unit);
+        } else {
+          // The unit before; around the loop only all products may be waited for.
+          if (unit == 0) {
+            cute::warpgroup_wait<0>();
+            finish(LAST_UNIT);
+          }
+          start(unit, s);
+          if (unit > 0) {
+            cute::warpgroup_wait<1>();
+            finish(unit - 1);
+          }
+        }
+      }
+    }
+    if constexpr (IN_FLIGHT == 2) {
+      cute::warpgroup_wait<0>();
+      finish(LAST_UNIT);
+    }
+    EmptyBarrier::wait(&barriers.read, phase);
+    phase ^= 1;
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
+    __syncwarp();
+    if (id == 0) EmptyBarrier::arrive(&barriers.written);
+  }
+}
+
+#if X_TMA
+using X = TensorMap;
+#else
+using X = const void*;
+#endif
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const __grid_constant__ X x,
+                                                                      const uint8_t* words,
+                                                                      const Scale* scale, const Zero* zero,
+                                                                      Out* out,
+                                                                      const __grid_constant__ Args g) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
+  const int rank = CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0;
+  const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+  const Slice slice{g.stages * rank / CLUSTER, g.stages * (rank + 1) / CLUSTER};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
+#if X_TMA
+    if (warp == 0 && cute::elect_one_sync()) asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+#endif
+    if (warp == CONSUMERS / 32) {
+      if (cute::elect_one_sync()) barriers.init_sums();
+      __syncwarp();
+    }
+    if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
+    cutlass::arch::NamedBarrier::sync(THREADS, READY);
+    if (warp < CONSUMERS / 32) {
+#if !X_TMA
+      load_x(g, x, smem + X_AT, slice);
+#endif
+      consume(g, scale, zero, smem, barriers, slice, cluster, clusters);
+    } else {
+      if constexpr (CLUSTER > 1) cute::cluster_wait();  // for the other blocks' barriers
+      epilogue(g, out, smem, barriers, cluster, clusters, rank);
+    }
+    return;
+  }
+  // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
+  const bool leader = cute::elect_one_sync();
+  if (leader) barriers.init_ring();
+  __syncwarp();
+  cutlass::arch::NamedBarrier::arrive(THREADS, READY);
+  if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
+  produce(g, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, smem, barriers,
+          slice, cluster, clusters, leader);
+}

@@ -1,0 +1,672 @@
+// Split-k weight gradient of a depthwise convolution for Hopper, on CuTe and CUTLASS atoms: warp-level
+// tensor-core products of what loader warps transpose in their registers.
+//
+//   dW[r, s, k] = sum over pixels (n, p, q) of
+//       X[n, p*stride - pad + r*dilation, q*stride - pad + s*dilation, k / multiplier] * dY[n, p, q, k]
+//
+// For one channel and one shift s it is a small matrix product over the columns of rows of the two images,
+//   D_s[i, j] = sum over q of dY[row i, q] * X[row j, q + s],      dW[r, s] = sum over j of D_s[j - r, j],
+// with i over 16 rows of dY and j over 8 rows of X: one m16n8k16 product for each s and 16 columns. A
+// thread's operands are a run of `SEGMENT` columns of one row of each image; a shift of the run by s is a
+// renaming of its registers, for odd s of the registers with the halves of neighbours. So an element is read
+// from shared memory once for all taps. Two blocks of 8 rows of dY make an operand, and the lower of the next
+// one is this one's upper: it stays in registers. (Of the operands dY's is the one with four registers, which
+// have to be neighbours: it is put together once for all taps. X's has two; columns lie in shared memory so
+// that a wide load has them in neighbours.)
+//
+// Images lie under each other as one tall image, with just so many rows of zeros between them that no tap
+// reaches from one into the next: `PITCH` rows from one to the next. Where a row is wider than a tile, its
+// tiles count as images. A block is 8 rows of the tall image, `SEGMENTS` neighbouring segments wide and
+// IMAGES images deep: 4 segments in all, one for each of the four lanes that share a row of an operand. A
+// split is a run of blocks.
+//
+// Taps that do not fit one operand are other thread blocks' (`Taps`); so are the taps of each residue of a
+// stride, for which X is read with that stride: its rows and columns as they are used here are always
+// neighbours.
+//
+// Where a row is one segment, zeros beside the image need not be in the planes (PAD, X_COLUMNS): all lanes
+// have them in the same places of their runs, known to the compiler, and constants there.
+//
+// Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
+//   - LOADERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels to
+//     a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane has
+//     stored it reads again for the next turn at once, so that loads are always in flight. They are the first
+//     warps, because these start first.
+//   - A warp for each channel (with more than one pass: for each of a few) computes products from its planes.
+// They meet in a ring of sets of planes: `full` (an arrival of every loader warp) and `empty` (one of every
+// other warp, after its products).
+//
+// Macros: ELEMENT_BF16, CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS (1, 2 or 4 along a
+// row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), PAD
+// (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a tile, from there
+// on), TAPS (of a block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of
+// dY), MULTIPLIER, BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all),
+// IN_H, IN_W, IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H,
+// DILATION_W, SHIFT_H (rows of X, as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H,
+// KERNEL_W, STEP_W (of the filter; `Taps`), WARPS (of products), LOADERS, CHAIN (turns after which sums leave
+// the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a set; what the plan reckons with), OUT
+// (split_k.cuh). What could be arguments as well is known to the compiler for the sake of addresses: whatever
+// runs once before the first loads or after the last products is fetched from L2 at every launch.
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/mma_sm80.hpp>
+
+#include "device/split_k.cuh"
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using cutlass::arch::NamedBarrier;
+
+// The taps of one axis: tap t belongs to class t % step; the taps of a class are a fixed number of rows or
+// columns apart and cut into blocks of at most `size` taps.
+struct Taps {
+  int kernel, step, size;
+};
+constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, TAPS};
+
+// Must match `_args` in wgrad_depthwise.py.
+struct Args {
+  int batch;
+  int blocks, blocks_per_split;
+  int stages;  // sets of planes
+};
+
+#if ELEMENT_BF16
+using Element = __nv_bfloat16;
+using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+__device__ inline float to_float(Element x) { return __bfloat162float(x); }
+#else
+using Element = __half;
+using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
+__device__ inline float to_float(Element x) { return __half2float(x); }
+#endif
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+constexpr int ROWS = 8;  // of a block
+constexpr int IMAGES = 4 / SEGMENTS;
+constexpr int PASSES = CHANNELS / WARPS;
+constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * LOADERS;
+// The register file, shared out by role where products need more (setmaxnreg wants multiples of 8).
+constexpr int START_REGS = 65536 / THREADS / 8 * 8;
+constexpr bool SHARED_OUT = PASSES > 1 || (WARPS == 16 && (CHAIN > 0 || (TAPS - 1) * SHIFT > 6));
+constexpr int PASSES_REGS = larger(104 + 16 * TAPS, 144) + (CHAIN > 0 ? 8 : 0);  // four passes
+constexpr int CONSUMER_REGS = !SHARED_OUT ? START_REGS : PASSES == 1 ? START_REGS + 8 : PASSES_REGS;
+constexpr int LOADER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS) / (32 * LOADERS) / 8 * 8;
+// Of a loader's slots, of 4 registers each. Where segments are images' addresses take more registers.
+constexpr int MAX_IN_FLIGHT = smaller((LOADER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
+constexpr int PARTS = CHANNELS / 8;  // of a pixel, each 16 bytes
+constexpr int REACH = (TAPS - 1) * SHIFT;
+constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
+constexpr int STEPS = SEGMENT / 4;  // products of a segment and a tap: each has 4 columns of it
+constexpr int MAX_TAPS_H = 9, MAX_STAGES = 6;
+constexpr int SCRATCH = 16 * 8 + 2;          // floats of a product: taps lie in different banks
+constexpr int SUMS = MAX_TAPS_H * TAPS | 1;  // floats of a channel, likewise
+constexpr unsigned ALL = ~0u;
+enum { START, PRODUCTS };  // named barriers
+
+// The order of columns, two to a word: words w and w + STEPS are a product's operand, and lie side by side.
+constexpr int word_at(int w) { return w / (2 * STEPS) * 2 * STEPS + w % STEPS * 2 + w % (2 * STEPS) / STEPS; }
+constexpr int column_at(int at) {  // and back
+  return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
+}
+// Units of 16 bytes that hold so many columns.
+constexpr int chunks(int columns) {
+  const int words = (columns + 1) / 2, rest = (words % (2 * STEPS) + 1) / 2;
+  return words / (2 * STEPS) * (STEPS / 2) + smaller(rest, STEPS / 2);
+}
+
+// One operand's planes, in chunks of 16 bytes. A store is of four matrices, each of two channels and four
+// (part, image, chunk); a quarter of a warp reads two rows of four segments: eight different banks of 16
+// bytes, always.
+template <int COLUMNS_, int READ>
+struct Layout {
+  static constexpr int STORE_IMAGES = smaller(IMAGES, 4 / PARTS);
+  static constexpr int STORE_CHUNKS = 4 / (PARTS * STORE_IMAGES);
+  static constexpr int ROW_STORES = ceil_div(chunks(COLUMNS_), STORE_CHUNKS);
+  static constexpr int STORES = IMAGES / STORE_IMAGES * ROW_STORES;  // of a row of all images
+  static constexpr int WRITTEN = ROW_STORES * STORE_CHUNKS;          // chunks of a row
+  static constexpr int READ_CHUNKS = chunks(READ);
+  static constexpr int ROW_CHUNKS = (SEGMENTS - 1) * (SEGMENT / 8) + READ_CHUNKS;  // what is read of a row
+  static constexpr int ROW = larger(WRITTEN, ROW_CHUNKS) | 1;
+  static constexpr int IMAGE = ROWS * ROW + (SEGMENTS == 4 ? 0 : SEGMENTS == 2 ? 4 : 2);
+  static constexpr int CHANNEL = IMAGES * IMAGE + STORE_CHUNKS;
+  static constexpr int PART = 8 * CHANNEL + (PARTS == 4 || SEGMENTS == 2 ? 2 : 4);
+  static constexpr int PLANE_BYTES = PARTS * PART * 16;
+
+  // A store's (part, image, chunk), of four.
+  __device__ static int part(int i) { return i % PARTS; }
+  __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }
+  __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }
+};
+
+// Of a tile of one segment X's columns beyond those of use are not read: they are zeros or
+// multiplied by zeros.
+using X = Layout<X_COLUMNS, SEGMENTS == 1 ? X_COLUMNS : SEGMENT + REACH>;
+using Y = Layout<USED, SEGMENT>;
+static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN, "all that is read of X is written in every turn");
+static_assert(PAD % 2 == 0 && (SEGMENTS == 1 || (PAD == 0 && X_COLUMNS == USED + REACH)));
+static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` in wgrad_depthwise.py");
+
+// CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
+__device__ inline void wait(uint64_t* barrier, uint32_t phase) {
+  Barrier::wait(barrier, phase);
+  asm volatile("" ::: "memory");
+}
+
+// What all lanes of the warp have read or written before is so for whoever waits.
+__device__ inline void arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Barrier::arrive(barrier);
+  asm volatile("" ::: "memory");
+}
+
+__device__ inline void meet(int threads, int barrier) {
+  asm volatile("" ::: "memory");
+  NamedBarrier::sync(threads, barrier);
+  asm volatile("" ::: "memory");
+}
+
+// What does not change over a thread block's turns: its taps and channels.
+struct Work {
+  int r0, s0;      // first taps; the next ones follow at taps_h.step, taps_w.step
+  int k0, c0;      // first output and input channel
+  int begin, end;  // blocks of dY
+
+  __device__ Work(const Args& g) {
+    // Volatile: a second one is worked out anew.
+    int column = blockIdx.x, split = blockIdx.y;
+    asm volatile("" : "+r"(column), "+r"(split));
+    const int taps = column % TAP_BLOCKS;
+    r0 = first(TAPS_H, taps / TAP_BLOCKS_W, BLOCKS_H);
+    s0 = first(TAPS_W, taps % TAP_BLOCKS_W, BLOCKS_W);
+    k0 = column / TAP_BLOCKS * CHANNELS;
+    c0 = k0 / MULTIPLIER & ~7;  // loads are of whole 16 bytes
+    begin = split * g.blocks_per_split;
+    end = min(begin + g.blocks_per_split, g.blocks);
+  }
+
+  // The tap with an index in the thread block's taps [SIZE_H][TAPS]; it may be beyond the filter.
+  __device__ int r(int index) const { return r0 + index / TAPS * STEP_H; }
+  __device__ int s(int index) const { return s0 + index % TAPS * STEP_W; }
+
+  __device__ static int first(const Taps& taps, int block, int blocks) {
+    return block / blocks + block % blocks * taps.size * taps.step;
+  }
+};
+
+// A row of the tall image: where its pixels come from.
+struct Row {
+  int n, tile, p;  // first image, tile, row of dY (beyond the last one: zeros)
+
+  __device__ Row(int row) {
+    const int run = row / PITCH;
+    p = row - run * PITCH;
+    n = run / TILES * IMAGES;
+    tile = run % TILES;
+  }
+};
+
+// ---- loader warps -----------------------------------------------------------------------------------------
+
+// Volatile: a turn is to be in flight, and the compiler would move loads to their use. The first ones are not
+// by the read-only path: ptxas moves its loads behind a barrier.
+template <bool FIRST>
+__device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
+#define LOAD(path)                                                                      \
+  asm volatile(                                                                         \
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0;"                                           \
+      " mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"                    \
+      " @p ld.global" path ".L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4]; }" \
+      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])                              \
+      : "l"(from), "r"(int(valid)))
+  if constexpr (FIRST) {
+    LOAD("");
+  } else {
+    LOAD(".nc");
+  }
+#undef LOAD
+}
+
+// What a lane reads of an operand: a pixel's 8 channels for each store. Row p and column q of dY lie at
+// p * STRIDE_H + h0 and so on. CUT: columns beyond a tile are the next tile's, and have to be zeros here.
+template <int ROWS_, int COLUMNS_, int CHANNELS_, int STRIDE_H_, int STRIDE_W_, bool CUT, class Layout_>
+struct Operand {
+  using Layout = Layout_;
+  static constexpr int PIXEL_BYTES = CHANNELS_ * 2;
+  static constexpr int64_t ROW_BYTES = int64_t(COLUMNS_) * PIXEL_BYTES;
+  const char* data;  // of this lane, in the first row and tile
+  int h0, w0, column;
+  int batch;  // images from this lane's on; 0 where its part is beyond the channels
+  int at;     // of its row of a matrix, in bytes
+  // Of the row that is read:
+  const char* row_data;
+  int w, images;
+
+  Operand() = default;
+  __device__ Operand(const Element* data, int h0, int w0, int channel, int batch) : h0(h0), w0(w0) {
+    const int lane = threadIdx.x % 32;
+    // A matrix has two channels of what all lanes have read, and its rows are these channels' columns of each
+    // (part, image, chunk).
+    const int i = lane % 4, j = lane % 8 / 2;
+    column = column_at(Layout::chunk(i) * 8 + lane / 4);
+    channel += Layout::part(i) * 8;
+    this->data = reinterpret_cast<const char*>(data + channel) + Layout::image(i) * (ROWS_ * ROW_BYTES) +
+                 (column * STRIDE_W_ + w0) * int64_t(PIXEL_BYTES);
+    this->batch = channel < CHANNELS_ ? batch - Layout::image(i) : 0;
+    at = (Layout::part(j) * Layout::PART + (lane / 8 * 2 + lane % 2) * Layout::CHANNEL +
+          Layout::image(j) * Layout::IMAGE + Layout::chunk(j)) *
+         16;
+  }
+
+  __device__ void begin(const Row& row, bool wanted) {
+    const int h = row.p * STRIDE_H_ + h0;
+    row_data = data + (row.n * ROWS_ + h) * ROW_BYTES + row.tile * int64_t(COLUMNS * STRIDE_W_ * PIXEL_BYTES);
+    w = (row.tile * COLUMNS + column) * STRIDE_W_ + w0;
+    images = wanted && unsigned(h) < unsigned(ROWS_) ? batch - row.n : 0;
+  }
+
+  template <bool FIRST>
+  __device__ void fetch(int store, uint32_t (&v)[4]) const {
+    const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
+    const int more = column_at(store % Layout::ROW_STORES * Layout::STORE_CHUNKS * 8);
+    const bool valid = image < images && unsigned(w + more * STRIDE_W_) < unsigned(COLUMNS_);
+    load<FIRST>(v, row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES),
+                valid && (!CUT || column + more < COLUMNS));
+  }
+
+  // `planes`: those of the warp's row.
+  __device__ void store(int store, const uint32_t (&v)[4], uint32_t planes) const {
+    const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
+    const int chunk = store % Layout::ROW_STORES * Layout::STORE_CHUNKS;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     planes + at + (image * Layout::IMAGE + chunk) * 16),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+  }
+};
+
+using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
+using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
+
+// A loader warp's work: the first loads, and all turns.
+struct Producer {
+  static constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / LOADERS * EACH;
+  static constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
+  static constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
+  XOperand x_operand;
+  YOperand y_operand;
+  int warp, turns, first_row;
+  uint32_t v[IN_FLIGHT][4];
+
+  template <bool FIRST = false>
+  __device__ void fetch(int slot, int turn, uint32_t (&v)[4]) {
+    if (slot >= SLOTS) return;
+    const int store = slot % EACH;
+    if (store == 0) {
+      const Row row(first_row + turn * ROWS + slot / EACH * LOADERS);
+      x_operand.begin(row, turn < turns);
+      y_operand.begin(row, turn < turns - 1);
+    }
+    if (store < X::STORES) {
+      x_operand.template fetch<FIRST>(store, v);
+    } else {
+      y_operand.template fetch<FIRST>(store - X::STORES, v);
+    }
+  }
+
+  __device__ void begin(const Args& g, const Work& work, const Element* x, const Element* y) {
+    turns = work.end - work.begin + 1;
+    const int h0 = work.r0 * DILATION_H - PAD_H, w0 = work.s0 * DILATION_W - PAD_W + PAD;
+    x_operand = XOperand(x, h0, w0, work.c0, g.batch);
+    y_operand = YOperand(y, 0, 0, work.k0, g.batch);
+    warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
+    first_row = work.begin * ROWS + warp;
+#pragma unroll
+    for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch<true>(slot, 0, v[slot]);
+  }
+
+  __device__ void run(const Args& g, uint8_t* planes, uint64_t* full, uint64_t* empty) {
+    const uint32_t x_row = cute::cast_smem_ptr_to_uint(planes) + warp * (X::ROW * 16);
+    const uint32_t y_row = cute::cast_smem_ptr_to_uint(planes) + X::PLANE_BYTES + warp * (Y::ROW * 16);
+    int set = 0;
+    uint32_t phase = 1;  // of `empty`: the first round finds every set so
+    for (int turn = 0; turn < turns; ++turn) {
+      wait(&empty[set], phase);
+#pragma unroll
+      for (int slot = 0; slot < ROUND; ++slot) {
+        uint32_t (&pixel)[4] = v[slot % IN_FLIGHT];
+        const int row = slot / EACH * LOADERS, store = slot % EACH;
+        if (slot < SLOTS && store < X::STORES) {
+          x_operand.store(store, pixel, x_row + set * PLANES_BYTES + row * (X::ROW * 16));
+        } else if (slot < SLOTS) {
+          y_operand.store(store - X::STORES, pixel, y_row + set * PLANES_BYTES + row * (Y::ROW * 16));
+        }
+        const bool now = slot + IN_FLIGHT < ROUND;
+        fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? turn : turn + 1, pixel);
+      }
+      arrive(&full[set]);
+      if (++set == g.stages) {
+        set = 0;
+        phase ^= 1;
+      }
+    }
+  }
+};
+
+// ---- products ---------------------------------------------------------------------------------------------
+
+// This lane's row (lane / 4) and segment (lane % 4) of a channel's plane.
+template <class L>
+__device__ inline const uint8_t* segment_of(const uint8_t* planes, int channel) {
+  const int row = threadIdx.x % 32 / 4, segment = threadIdx.x % 4;
+  const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + segment / SEGMENTS * L::IMAGE;
+  return planes + (at + row * L::ROW + segment % SEGMENTS * (SEGMENT / 8)) * 16;
+}
+
+template <int CHUNKS>
+__device__ inline void read_chunks(const uint8_t* from, uint32_t (&words)[4 * CHUNKS]) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const uint4 v = reinterpret_cast<const uint4*>(from)[i];
+    words[4 * i] = v.x;
+    words[4 * i + 1] = v.y;
+    words[4 * i + 2] = v.z;
+    words[4 * i + 3] = v.w;
+  }
+}
+
+// Volatile: in its place among the products.
+__device__ inline uint32_t funnel(uint32_t first, uint32_t second) {
+  uint32_t halves;
+  asm volatile("shf.r.wrap.b32 %0, %1, %2, 16;" : "=r"(halves) : "r"(first), "r"(second));
+  return halves;
+}
+
+// A run of columns of one row of X, as it is read.
+using Run = uint32_t[X::READ_CHUNKS * 4];
+// dY's columns of both blocks of rows, as products take them: of the lower and the upper block, twice.
+using Columns = uint32_t[STEPS][4];
+
+// The products' k is in the order in which the lanes hold columns: lane t of a row has 4 of a product's 16
+// columns. Taps at odd columns come last, and take words made of the halves of neighbours, which take the
+// place of the others: registers are few.
+__device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
+  auto word = [&](int w) {  // of a row with all its zeros
+    const int kept = w - PAD / 2;
+    return kept >= 0 && word_at(kept) < X::READ_CHUNKS * 4 ? x[word_at(kept)] : 0;
+  };
+  uint32_t x_odd[X_WORDS];
+#pragma unroll
+  for (int odd = 0; odd < (SHIFT % 2 && TAPS > 1 ? 2 : 1); ++odd) {
+    if (odd) {
+#pragma unroll
+      for (int w = SHIFT / 2; w + 1 < X_WORDS; ++w) x_odd[w] = funnel(word(w), word(w + 1));
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const uint32_t* a = y[i];
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) {
+        if (s * SHIFT % 2 != odd) continue;
+        const int at = i + s * SHIFT / 2;
+        const uint32_t b[2] = {odd ? x_odd[at] : word(at), odd ? x_odd[at + STEPS] : word(at + STEPS)};
+        float* d = acc[s];
+        Mma::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+      }
+    }
+  }
+}
+
+// The tensor cores truncate their sums, an error that grows with the number of additions in a row. Where the
+// result keeps it, sums are moved to shared memory now and then, each lane's to a place of its own.
+__device__ inline void add_to(const float4* sums, float (&acc)[PASSES][TAPS][4]) {
+#pragma unroll
+  for (int i = 0; i < PASSES * TAPS; ++i) {
+    float* d = acc[i / TAPS][i % TAPS];
+    const float4 sum = sums[i * 32];
+    d[0] += sum.x;
+    d[1] += sum.y;
+    d[2] += sum.z;
+    d[3] += sum.w;
+  }
+}
+
+__device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
+#pragma unroll
+  for (int i = 0; i < PASSES * TAPS; ++i) {
+    float* d = acc[i / TAPS][i % TAPS];
+    sums[i * 32] = make_float4(d[0], d[1], d[2], d[3]);
+    d[0] = d[1] = d[2] = d[3] = 0.f;
+  }
+}
+
+// All turns of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
+__device__ inline void consume(const Args& g, int turns, uint8_t* planes, uint64_t* full, uint64_t* empty,
+                               int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
+  const uint8_t* x_planes = segment_of<X>(planes, x_channel);
+  const uint8_t* y_planes = segment_of<Y>(planes + X::PLANE_BYTES, channel);
+  Columns y[PASSES];
+#pragma unroll
+  for (int i = 0; i < PASSES * STEPS; ++i) y[i / STEPS][i % STEPS][1] = y[i / STEPS][i % STEPS][3] = 0;
+  float4* sums = reinterpret_cast<float4*>(planes + g.stages * PLANES_BYTES) +
+                 channel * (PASSES * TAPS * 32) + threadIdx.x % 32;
+  if constexpr (CHAIN > 0) move_to(sums, acc);
+  int set = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (; turns > 0; --turns) {
+    const int at = set * PLANES_BYTES;
+    wait(&full[set], phase);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {  // of WARPS channels
+      Run x;
+      uint32_t next[Y_WORDS];
+      read_chunks<X::READ_CHUNKS>(x_planes + at + pass * (WARPS / 8 * X::PART * 16), x);
+      read_chunks<Y::READ_CHUNKS>(y_planes + at + pass * (WARPS / 8 * Y::PART * 16), next);
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        uint32_t (&columns)[4] = y[pass][i];
+        columns[0] = columns[1];
+        columns[2] = columns[3];
+        columns[1] = next[2 * i];
+        columns[3] = next[2 * i + 1];
+      }
+      multiply(x, y[pass], acc[pass]);
+    }
+    arrive(&empty[set]);
+    if (++set == g.stages) {
+      set = 0;
+      phase ^= 1;
+    }
+    if constexpr (CHAIN > 0) {
+      if ((turns & (CHAIN - 1)) == 0) {
+        add_to(sums, acc);
+        move_to(sums, acc);
+      }
+    }
+  }
+  if constexpr (CHAIN > 0) add_to(sums, acc);
+}
+
+// ---- epilogue ---------------------------------------------------------------------------------------------
+
+// dW[r, s, k] of the split by one warp, over exactly the pixels that it depends on. The products multiply
+// pixels of X beyond dY's edges by zeros: where such a pixel is not finite they are wrong.
+__device__ inline float exact(const Args& g, const Work& work, const Element* x, const Element* y, int r,
+                              int s, int k) {
+  const int lane = threadIdx.x % 32;
+  float sum = 0.f;
+  for (int i = work.begin * ROWS; i < work.end * ROWS; ++i) {
+    const Row row(i);
+    const int p = row.p, h = p * STRIDE_H - PAD_H + r * DILATION_H;
+    if (p >= OUT_H || h < 0 || h >= IN_H) continue;
+#pragma unroll 1  // rarely run
+    for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
+      const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
+      const int w = q * STRIDE_W - PAD_W + s * DILATION_W;
+      if (n >= g.batch || q >= OUT_W || w < 0 || w >= IN_W) continue;
+      const size_t x_at = ((size_t(n) * IN_H + h) * IN_W + w) * IN_CHANNELS + k / MULTIPLIER;
+      const size_t y_at = ((size_t(n) * OUT_H + p) * OUT_W + q) * OUT_CHANNELS + k;
+      sum = fmaf(to_float(x[x_at]), to_float(y[y_at]), sum);
+    }
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(ALL, sum, other);
+  return sum;
+}
+
+// A channel's taps: sums of its products along their diagonals, and what is not finite again. sums[tap], as
+// `Work::r` and `Work::s` count taps.
+__device__ inline void finish(const Args& g, const Work& work, const Element* x, const Element* y, int k,
+                              const float (&acc)[TAPS][4], float* scratch, float* sums) {
+  constexpr int taps = SIZE_H * TAPS;
+  const int lane = threadIdx.x % 32;
+  float* products = scratch + lane / 4 * 8 + lane % 4 * 2;
+#pragma unroll
+  for (int s = 0; s < TAPS; ++s) {
+    *reinterpret_cast<float2*>(products + s * SCRATCH) = make_float2(acc[s][0], acc[s][1]);
+    *reinterpret_cast<float2*>(products + s * SCRATCH + 64) = make_float2(acc[s][2], acc[s][3]);
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int base = 0; base < taps; base += 32) {
+    const int tap = base + lane;
+    bool wrong = false;
+    float sum = 0.f;
+    if (tap < taps) {
+      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - tap / TAPS * SHIFT_H) * 8;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += diagonal[j * 9];
+      wrong = !isfinite(sum) && work.r(tap) < KERNEL_H && work.s(tap) < KERNEL_W;
+    }
+    for (unsigned all = __ballot_sync(ALL, wrong && k < OUT_CHANNELS); all != 0; all &= all - 1) {
+      const int index = base + __ffs(all) - 1;
+      const float again = exact(g, work, x, y, work.r(index), work.s(index), k);
+      if (index == tap) sum = again;
+    }
+    if (tap < taps) sums[tap] = sum;
+  }
+  __syncwarp();
+}
+
+// Columns that are read of every row but not written (dY's are multiplied, X's multiply zeros): zeros, in
+// every set.
+template <class L>
+__device__ inline void clear(uint8_t* planes, int stages) {
+  constexpr int WIDE = L::ROW_CHUNKS - L::WRITTEN;
+  if constexpr (WIDE > 0) {
+    const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
+#pragma unroll 1  // once or twice
+    for (int i = threadIdx.x - 32 * LOADERS; i < all; i += CONSUMERS) {
+      int rest = i / WIDE;
+      const int row = rest % ROWS, image = rest / ROWS % IMAGES;
+      rest /= ROWS * IMAGES;
+      const int channel = rest % CHANNELS, set = rest / CHANNELS;
+      const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + image * L::IMAGE + row * L::ROW;
+      uint4* to = reinterpret_cast<uint4*>(planes + set * PLANES_BYTES);
+      to[at + L::WRITTEN + i % WIDE] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// Grid: x over blocks of taps and, outside of these, blocks of channels (neighbours read the same pixels), y
+// over splits. Split s covers blocks [s, s+1) * blocks_per_split and writes out + s * (output size); the
+// plan leaves no split empty.
+template <class T>
+__device__ inline void wgrad(const Args& g, const Element* x, const Element* y, T* out) {
+  extern __shared__ uint4 raw[];
+  __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+  uint8_t* planes = reinterpret_cast<uint8_t*>(raw);
+  const Work work(g);
+  // A class with fewer blocks than others.
+  if (work.r0 >= KERNEL_H || work.s0 >= KERNEL_W) return;
+  // Of products; loaders' are negative. Uniform to the compiler.
+  const int warp = int(__shfl_sync(ALL, threadIdx.x / 32, 0)) - LOADERS;
+  Producer producer;
+  auto first_loads = [&] { producer.begin(g, work, x, y); };
+  auto prepare = [&] {
+    if (threadIdx.x == 32 * LOADERS) {
+#pragma unroll 1  // shorter
+      for (int i = 0; i < g.stages; ++i) {
+        Barrier::init(&full[i], LOADERS);
+        Barrier::init(&empty[i], WARPS);
+      }
+    }
+    clear<X>(planes, g.stages);
+    clear<Y>(planes + X::PLANE_BYTES, g.stages);
+  };
+  // The first loads' code lies at the start, unless that takes registers that loaders do not have.
+  constexpr bool TIGHT = SHARED_OUT && PASSES == 1;
+  if constexpr (!TIGHT) {
+    if (warp < 0) {
+      first_loads();
+    } else {
+      prepare();
+    }
+    meet(THREADS, START);
+  }
+  if (warp < 0) {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
+    if constexpr (TIGHT) {
+      first_loads();
+      meet(THREADS, START);
+    }
+    producer.run(g, planes, full, empty);
+  } else {
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (TIGHT) {
+      prepare();
+      meet(THREADS, START);
+    }
+    float acc[PASSES][TAPS][4];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+#pragma unroll
+      for (int s = 0; s < TAPS; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[pass][s][i] = 0.f;
+      }
+    }
+    // X's channel among those loaded; with more than one pass they are the output's (`supports`).
+    const int x_channel = PASSES > 1 ? warp : (work.k0 + warp) / MULTIPLIER - work.c0;
+    consume(g, work.end - work.begin + 1, planes, full, empty, x_channel, warp, acc);
+    const Work again(g);  // instead of `work`, for which there were no registers
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread -= 32 * LOADERS;
+
+    launch_dependent_grids();
+    meet(CONSUMERS, PRODUCTS);  // nobody reads the planes any more
+    float* sums = reinterpret_cast<float*>(planes);
+    float* scratch = sums + SUMS * CHANNELS + thread / 32 * TAPS * SCRATCH;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int channel = pass * WARPS + thread / 32;
+      finish(g, again, x, y, again.k0 + channel, acc[pass], scratch, sums + channel * SUMS);
+    }
+    meet(CONSUMERS, PRODUCTS);
+    out += blockIdx.y * (size_t(KERNEL_H) * KERNEL_W * OUT_CHANNELS);
+#pragma unroll 1  // twice for 7x7 taps of 16 channels
+    for (int i = thread; i < SIZE_H * TAPS * CHANNELS; i += CONSUMERS) {
+      const int tap = i / CHANNELS, channel = i % CHANNELS;
+      const int r = again.r(tap), s = again.s(tap), k = again.k0 + channel;
+      if (r < KERNEL_H && s < KERNEL_W && k < OUT_CHANNELS) {
+        convert(sums[channel * SUMS + tap], out[(size_t(r) * KERNEL_W + s) * OUT_CHANNELS + k]);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    wgrad_partial(const __grid_constant__ Args g, const Element* x, const Element* y, float* partials) {
+  wgrad(g, x, y, partials);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    wgrad_direct(const __grid_constant__ Args g, const Element* x, const Element* y, Output* out) {
+  wgrad(g, x, y, out);
+}

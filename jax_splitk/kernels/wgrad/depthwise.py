@@ -1,0 +1,496 @@
+"""Kernel family: weight gradients of depthwise convolutions on Hopper, on the tensor cores (device code:
+wgrad/depthwise.cu).
+
+A channel's filter taps of one row are products of rows of the input, shifted by the tap, with rows of the cotangent,
+summed over columns: [16 rows of X] x [8 rows of dY] for each shift. The taps are sums along the diagonals of these
+products. Where the filter is 7 rows high, 56 of a product's 128 elements are taps, and that is enough: memory is the
+limit. The reduction over images, tiles of columns and rows is cut into splits, whose fp32 partial sums a second kernel
+adds in a fixed order (split_k.py).
+
+Strides and dilations are reduced to unit stride: the taps fall into classes by their residue, each class reads every
+stride-th row and column, and its taps are a fixed number of those apart.
+"""
+
+import dataclasses
+import functools
+import math
+
+from jax_splitk.kernels.device import split_k, split_search
+from jax_splitk.kernels.wgrad import limits
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime.target import Target, hopper_limit
+
+name = "wgrad_depthwise"
+implementation = "cutlass"
+platform = "cuda"
+ABI = 3
+
+ROWS = 8  # of a block
+LOADERS = 8  # warps that read and transpose
+CHANNELS = (8, 16, 32)
+SEGMENTS = (1, 2, 4)
+MAX_STAGES = 6
+MAX_ROW_REACH = 8  # a product has 16 rows of X for 8 of dY
+# Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has four channels.
+MAX_COLUMN_REACH = 12
+MAX_COLUMN_TAPS = 9
+MAX_WIDE_TAPS = 5
+MAX_WIDE_TAPS_FLOAT32 = 3
+MAX_WIDE_REACH = 6
+MAX_TAPS_H = 9
+SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
+MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%, 223 KB: 50% slower on an H200)
+MAX_CANDIDATES = 48
+MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
+CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see split_k.least_splits
+
+_DTYPES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a weight gradient is computed.
+
+    Attributes:
+      channels: of a thread block: 8, 16 or 32.
+      segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
+      stages: depth of the shared-memory ring, in transposed blocks of 8 rows.
+      splits: parts into which the reduction over blocks of rows is cut; none may be empty.
+    """
+
+    channels: int
+    segments: int
+    stages: int
+    splits: int
+
+    @property
+    def images(self) -> int:
+        return 4 // self.segments
+
+    @property
+    def warps(self) -> int:
+        """Of products; others (`LOADERS`) read and transpose."""
+        return 16 if self.channels == 16 else 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One spatial dimension of the convolution, and how its taps are cut up.
+
+    Tap t is in class t % step; a class's taps read rows (columns) `shift` apart, of those that the stride leaves. A
+    class has up to `blocks` blocks of at most `size` taps each.
+    """
+
+    size_in: int
+    size_out: int
+    kernel: int
+    stride: int
+    pad: int
+    dilation: int
+    step: int
+    shift: int
+    size: int
+    blocks: int
+
+    @property
+    def tap_blocks(self) -> int:
+        return min(self.step, self.kernel) * self.blocks
+
+    @property
+    def reach(self) -> int:
+        """From the first to the last tap of a block."""
+        return (self.size - 1) * self.shift
+
+    @property
+    def gap(self) -> int:
+        """Rows of zeros between images that lie under each other, so that no tap reaches from one into the next.
+
+        That is the reach, less what is zeros anyhow above and below every image.
+        """
+        gap = 0
+        for block in range(self.tap_blocks):
+            tap = block // self.blocks + block % self.blocks * self.size * self.step
+            if tap < self.kernel:
+                start = tap * self.dilation - self.pad
+                above = -(start // self.stride)
+                below = self.size_out - 1 + self.reach - (self.size_in - 1 - start) // self.stride
+                gap = max(gap, self.reach - max(0, min(above, below)))
+        return gap
+
+
+def _axis(
+    size_in: int, size_out: int, kernel: int, stride: int, pad: int, dilation: int, reach: int, taps: int
+) -> Axis:
+    """With blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
+    common = math.gcd(stride, dilation)
+    step, shift = stride // common, dilation // common
+    longest = -(-kernel // step)
+    blocks = -(-longest // min(taps, 1 + reach // shift))
+    size = -(-longest // blocks)
+    return Axis(size_in, size_out, kernel, stride, pad, dilation, step, shift if size > 1 else 1, size, blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The convolution as the kernel sees it, in two spatial dimensions."""
+
+    height: Axis
+    width: Axis
+    pitch: int  # rows from one image to the next, under each other
+
+    @property
+    def tap_blocks(self) -> int:
+        return self.height.tap_blocks * self.width.tap_blocks
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(p: ConvWgradProblem) -> Geometry:
+    def extents(i: int) -> tuple[int, int, int, int, int, int]:
+        stride, dilation = p.window_strides[i], p.rhs_dilation[i]
+        return (p.input_spatial[i], p.output_spatial[i], p.kernel_spatial[i], stride, p.padding[i][0], dilation)
+
+    height = _axis(*((1, 1, 1, 1, 0, 1) if p.rank == 1 else extents(0)), MAX_ROW_REACH, MAX_ROW_REACH + 1)
+    width = _axis(*extents(p.rank - 1), MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
+    return Geometry(height, width, height.size_out + height.gap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """X or dY of a block of rows; `Layout` of the device code."""
+
+    stores: int  # of four 8x8 matrices, for a row of all images
+    written: int  # chunks of 8 columns of a row
+    read_chunks: int  # a lane's
+    row: int  # from row to row of a plane, in chunks
+    image: int
+    channel: int
+    part: int  # from 8 channels to 8 channels
+    plane_bytes: int
+
+    @staticmethod
+    def of(config: Config, segment: int, columns: int, read: int) -> "Operand":
+        parts, images = config.channels // 8, config.images
+        store_images = min(images, 4 // parts)
+        store_chunks = 4 // (parts * store_images)
+        row_stores = -(-chunks(segment, columns) // store_chunks)
+        written, read_chunks = row_stores * store_chunks, chunks(segment, read)
+        row = max(written, (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
+        channel = images * image + store_chunks
+        part = 8 * channel + (2 if parts == 4 or images == 2 else 4)
+        stores = images // store_images * row_stores
+        return Operand(stores, written, read_chunks, row, image, channel, part, parts * part * 16)
+
+
+def chunks(segment: int, columns: int) -> int:
+    """Chunks of 16 bytes that hold so many columns, in the order of `word_at` of the device code."""
+    steps, words = segment // 4, -(-columns // 2)
+    return words // (2 * steps) * (steps // 2) + min(-(-(words % (2 * steps)) // 2), steps // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What follows from a problem and a config's channels and segments."""
+
+    segment: int  # columns of a lane
+    columns: int  # of dY in a tile
+    used: int  # of these, in the image
+    tiles: int  # in a row of dY
+    x_pad: int  # columns of zeros, to the left of what is kept of X
+    x_columns: int  # of X in a tile, from there on
+    x: Operand
+    y: Operand
+    groups: int  # of channels
+    blocks: int  # of the reduction
+    sums_bytes: int  # of shared memory, after the planes
+    epilogue_bytes: int  # in the planes' place
+
+    @property
+    def planes_bytes(self) -> int:
+        return self.x.plane_bytes + self.y.plane_bytes
+
+    def shared_bytes(self, stages: int) -> int:
+        return max(stages * self.planes_bytes + self.sums_bytes, self.epilogue_bytes)
+
+    @property
+    def max_stages(self) -> int:
+        return min(MAX_STAGES, (SHARED_BYTES - self.sums_bytes) // self.planes_bytes)
+
+
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    return _tiling(p, config.channels, config.segments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
+    config = Config(channels, segments, 2, 1)
+    g = geometry(p)
+    width = g.width.size_out
+    segment = 8 if width <= 8 and segments == 1 else 16
+    columns = -(-width // -(-width // (segment * segments)))
+    columns = -(-columns // 8) * 8
+    tiles = -(-width // columns)
+    used = min(columns, width)
+    taps, reach = g.width.size, g.width.reach
+    x_pad, x_columns = _kept(g.width) if segments == 1 and tiles == 1 else (0, used + reach)
+    return Tiling(
+        segment=segment,
+        columns=columns,
+        used=used,
+        tiles=tiles,
+        x_pad=x_pad,
+        x_columns=x_columns,
+        x=Operand.of(config, segment, x_columns, x_columns if segments == 1 else segment + reach),
+        y=Operand.of(config, segment, used, segment),
+        groups=-(-p.out_channels // channels),
+        sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
+        epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
+        blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
+    )
+
+
+def _kept(width: Axis) -> tuple[int, int]:
+    """Of a whole row of X, with the zeros beside it, the first column that is kept in shared memory, and how many are.
+
+    The first one is even, because a word has two columns. All that is zero can be left out only where every tap finds
+    it in the same place: with one block of taps and unit stride.
+    """
+    columns = width.size_out + width.reach
+    if width.stride > 1 or width.tap_blocks > 1 or not 0 <= width.pad <= width.reach:
+        return 0, columns
+    first = width.pad // 2 * 2
+    return first, min(columns, width.pad + width.size_in) - first
+
+
+def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
+    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
+    return split_k.whole_splits(tiling(problem, config).blocks, splits)
+
+
+def least_splits(problem: ConvWgradProblem, config: Config) -> int:
+    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+    return split_k.least_splits(problem, tiling(problem, config).blocks, MAX_FLOAT32_CHAIN)
+
+
+def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """fp32 partial sums, one set for each split; none when there is a single split."""
+    return split_k.workspace_bytes(problem, config.splits)
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+
+def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
+    """None when the family (with that config, on that target) can compute the problem, else the reason."""
+    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
+
+
+def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
+    """Always chosen where it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
+    del problem, target
+    return None
+
+
+def _problem_limit(p: ConvWgradProblem) -> str | None:
+    if p.rank > 2:
+        return f"{p.rank} spatial dimensions; accepted: 1 or 2"
+    types = split_k.type_limit(p, _DTYPES)
+    if types is not None:
+        return types
+    if p.feature_group_count != p.in_channels or p.batch_group_count != 1:
+        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
+        return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
+    if p.in_channels % 8:  # and with it the output's
+        return f"{p.in_channels} channels; accepted: multiples of 8"
+    return limits.lhs_dilation(p) or limits.input_pixels(p) or _extent_limit(p)
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
+    if p.reduction_size < 1:
+        return f"{p.reduction_size} output pixels; accepted: at least 1"
+    reason = limits.weights(p)
+    if reason is not None:
+        return reason
+    for i in range(p.rank):
+        where = f"in spatial dimension {i}"
+        stride, (low, _) = p.window_strides[i], p.padding[i]
+        reach = (p.kernel_spatial[i] - 1) * p.rhs_dilation[i]
+        if stride > 8:
+            return f"window stride {stride} {where}; accepted: at most 8"
+        if abs(low) > MAX_EXTENT:
+            return f"padding {low} {where}; accepted: {-MAX_EXTENT} to {MAX_EXTENT}"
+        if reach > MAX_EXTENT:
+            return f"dilated window's reach {reach} {where}; accepted: at most {MAX_EXTENT}"
+    g = geometry(p)
+    for what, size in (
+        ("input rows", g.height.size_in),
+        ("input columns", g.width.size_in),
+        ("input rows of all images", p.batch * g.height.size_in),
+        ("output rows times stride", g.pitch * g.height.stride),
+        ("output columns times stride", g.width.size_out * g.width.stride),
+        ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.size_out // 8)),
+    ):
+        if size > MAX_EXTENT:
+            return f"{size} {what}; accepted: at most {MAX_EXTENT}"
+    return None
+
+
+def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
+    if config.channels not in CHANNELS:
+        return f"channels {config.channels}; accepted: {', '.join(map(str, CHANNELS))}"
+    if config.segments not in SEGMENTS:
+        return f"segments {config.segments}; accepted: {', '.join(map(str, SEGMENTS))}"
+    g, t = geometry(p), tiling(p, config)
+    if config.channels == 32:
+        if p.in_channels != p.out_channels:
+            return (
+                f"channels 32 with {p.out_channels // p.in_channels} output channels for an input channel; accepted: 1"
+            )
+        most = MAX_WIDE_TAPS_FLOAT32 if p.out_dtype == "float32" else MAX_WIDE_TAPS
+        if g.width.size > most:
+            return f"channels 32 with {g.width.size} taps in a row; accepted: at most {most}"
+        if g.width.reach > MAX_WIDE_REACH:
+            return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
+    if not 1 <= config.stages <= t.max_stages:
+        return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
+    return split_k.splits_limit(config.splits, t.blocks, "blocks of rows")
+
+
+# ---- candidates and their cost -------------------------------------------------------------------------------------
+
+
+def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
+    """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
+    found = {}
+    for channels in CHANNELS:
+        for segments in SEGMENTS:
+            shallow = Config(channels, segments, 1, 1)
+            t = tiling(problem, shallow)
+            depths = {min(2, t.max_stages)} | ({3} if 3 * t.planes_bytes <= MAX_PLANES_BYTES else set())
+            for stages in sorted(depths):
+                single = dataclasses.replace(shallow, stages=stages)
+                if _config_limit(problem, single) is not None:
+                    continue
+                tiles = t.groups * geometry(problem).tap_blocks
+                least = least_splits(problem, single)
+                for splits in split_search.wave_splits(t.blocks, tiles, target.cores, least):
+                    config = dataclasses.replace(single, splits=splits)
+                    if _config_limit(problem, config) is None:
+                        found[config] = None
+    return sorted(found, key=lambda config: estimate(problem, config, target))[:MAX_CANDIDATES]
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+    """A stage less or more, and split counts nearby, doubled and halved."""
+    t = tiling(problem, config)
+    each = -(-t.blocks // config.splits)
+    wanted = {config.splits // 2, config.splits * 2}
+    wanted |= {-(-t.blocks // blocks) for blocks in (each - 1, each + 1) if blocks > 0}  # a block more or less
+    found = split_search.with_splits(config, t.blocks, wanted, least_splits(problem, config))
+    depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
+    return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
+
+
+# Of an H200; fitted to the device times of 7x7 filters with 16 channels. Cycles are of one SM.
+_CLOCK = 1.755e9
+_SHARED_BYTES_PER_CYCLE = 128
+_L2_BYTES_PER_CYCLE = 30
+_MMA_CYCLES = 1.5  # m16n8k16
+_PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
+_LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
+_TURN_CYCLES = 450  # waiting and latencies that other warps do not hide
+_SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
+_START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
+_HBM_BYTES = 4.0e12
+_LAUNCH_SECONDS = 4.5e-6
+_REDUCE_SECONDS = 0.7e-6
+_PARTIAL_BYTES = 4.8e12
+
+
+def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
+    """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
+    g, t = geometry(problem), tiling(problem, config)
+    turns = -(-t.blocks // config.splits) + 1
+    # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
+    written = (t.x.stores + t.y.stores) * 512 * ROWS
+    operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
+    shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
+    mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
+    useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
+    pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
+    sectors = pixels * max(config.channels * 2, 32)
+    load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
+    longest = max(shared, mma, load)
+    cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
+    thread_blocks = t.groups * g.tap_blocks * config.splits
+    waves = -(-thread_blocks // target.cores)
+    seconds = waves * turns * cycles / _CLOCK
+    seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
+    seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
+    if config.splits > 1:
+        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
+    return seconds
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------
+
+
+def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+    """The device code's specialisation: it does not depend on the batch, stages or splits."""
+    t, g = tiling(problem, config), geometry(problem)
+    return compiler.Source(
+        "wgrad/depthwise.cu",
+        (
+            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
+            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
+            ("CHANNELS", config.channels),
+            ("SEGMENT", t.segment),
+            ("SEGMENTS", config.segments),
+            ("COLUMNS", t.columns),
+            ("USED", t.used),
+            *(("PAD", t.x_pad), ("X_COLUMNS", t.x_columns)),
+            ("TAPS", g.width.size),
+            ("SHIFT", g.width.shift),
+            ("PITCH", g.pitch),
+            ("TILES", t.tiles),
+            ("MULTIPLIER", problem.out_channels // problem.in_channels),
+            ("BLOCKS_H", g.height.blocks),
+            ("BLOCKS_W", g.width.blocks),
+            ("TAP_BLOCKS_W", g.width.tap_blocks),
+            ("TAP_BLOCKS", g.tap_blocks),
+            *(("IN_H", g.height.size_in), ("IN_W", g.width.size_in), ("IN_CHANNELS", problem.in_channels)),
+            *(("OUT_H", g.height.size_out), ("OUT_W", g.width.size_out), ("OUT_CHANNELS", problem.out_channels)),
+            *(("STRIDE_H", g.height.stride), ("STRIDE_W", g.width.stride)),
+            *(("PAD_H", g.height.pad), ("PAD_W", g.width.pad)),
+            *(("DILATION_H", g.height.dilation), ("DILATION_W", g.width.dilation)),
+            ("SHIFT_H", g.height.shift),
+            *(("KERNEL_H", g.height.kernel), ("STEP_H", g.height.step), ("SIZE_H", g.height.size)),
+            *(("KERNEL_W", g.width.kernel), ("STEP_W", g.width.step)),
+            *(("WARPS", config.warps), ("LOADERS", LOADERS)),
+            ("CHAIN", CHAIN if problem.out_dtype == "float32" else 0),
+            ("PLANES_BYTES", t.planes_bytes),
+        ),
+    )
+
+
+def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order."""
+    t = tiling(p, config)
+    return plan.Int32Struct((p.batch, t.blocks, -(-t.blocks // config.splits), config.stages))
+
+
+def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
+    """Exact launches. Buffers: lhs, g, dW, workspace."""
+    t = tiling(problem, config)
+    launches = split_k.launches(
+        problem,
+        config.splits,
+        grid=(geometry(problem).tap_blocks * t.groups, config.splits, 1),
+        threads=32 * (config.warps + LOADERS),
+        params=(_args(problem, config), plan.Pointer(0), plan.Pointer(1)),
+        shared_bytes=t.shared_bytes(config.stages),
+    )
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
+    return plan.DevicePlan(source(problem, config), buffers, (), launches, label=f"{name} {config}")

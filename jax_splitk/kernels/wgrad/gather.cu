@@ -1,0 +1,692 @@
+// Split-k convolution weight gradient for Hopper where TMA cannot load X or where X is float32: any channel
+// counts, any strides, dilations (of either side) and padding, one to three spatial dimensions.
+//
+//   dW[tap, c, k] = sum over pixels (n, o, p, q) of X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p,
+//   q, k]
+//
+// A stage of the ring holds a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels: dY as WGMMA's B operand
+// (MN-major, 128-byte swizzle), and all of X that the windows of these pixels touch, once, as it is in
+// memory, with zeros where a window leaves the image. Nothing is unrolled to columns in memory: A's
+// fragments, [rows: (tap, channel)] x [pixels], are gathered into registers by WGMMA's own warps. A row's
+// place in X's stage is fixed for a thread, a pixel's place is a compile-time constant away from it. What a
+// fragment's two rows of a thread are is free to choose: they are neighbours in memory, so that one access
+// loads both (PAIRED: where every pixel and tap is an even number of elements away).
+//
+// Rows of A are the elements of `segments`: a filter tap's channels or, where the taps of a filter row are
+// contiguous in memory (RUNS), all of a filter row's. With PAIRED a segment is filled up to even places at
+// both ends; the rows in excess read neighbours or unwritten memory and are not stored.
+//
+// float32 (PARTS > 1): each number is cut into bf16 parts by truncation, h + m (+ l). Two parts give three
+// products, hh + hm + mh (about 16 bits); three hold the number exactly and give six (hh + hm + mh + mm + hl
+// + lh). A part of an infinity or NaN that would meet 0 or an opposite infinity must not spoil it: these are
+// whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
+//
+// Roles: warpgroup 0 is the loader (cp.async for X; TMA or its own loads for dY), the others are consumers.
+// Barriers, per stage: `full` (each loader thread arrives when its cp.asyncs are complete and when its own
+// stores are made, one thread for TMA's bytes) and `empty` (one arrival per consumer warp, once the WGMMAs
+// that follow its reads have retired). Both start in phase 0; the loader's first pass waits on the opposite
+// parity, which is complete.
+//
+// Macros: ELEMENT (0 float, 1 bf16, 2 half), PARTS (1; for float 2 or 3), OUT (split_k.cuh); CONSUMERS
+// warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, CTAS_PER_SM; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T,
+// KERNEL_R, KERNEL_S (the window); CHAIN (times 16 pixels from one rounding addition to the next, with three
+// parts); RAGGED (some tiles reach beyond the output); DY_TMA, DY_VEC (elements of one load of dY without
+// TMA). X's stage, in elements: [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of
+// PITCH follow LEAD; a step of rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are
+// contiguous in memory too (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next.
+// TAP_COL, TAP_ROW: from one tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H,
+// LHS_W: dilation of X.
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "device/split_k.cuh"
+#include "device/wgmma.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// Must match `_args` in wgrad_gather.py.
+struct Args {
+  int batch, in_d, in_h, in_w, channels, out_channels;
+  int out_d, out_h, out_w;
+  int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w;
+  int m_tiles, n_tiles;            // of one slice of channels
+  int tiles_h, tiles_w;            // tiles of an output plane
+  int k_tiles, k_tiles_per_split;  // tiles of pixels
+  int partial_stride;              // elements from one split's partial sums to the next's
+};
+
+#if ELEMENT == 0
+using Element = float;
+#elif ELEMENT == 1
+using Element = __nv_bfloat16;
+#else
+using Element = __half;
+#endif
+
+// dY: a tensor map, or where TMA cannot load it, its address.
+#if DY_TMA
+struct alignas(64) GradientMap {
+  uint64_t opaque[16];
+};
+#else
+struct GradientMap {
+  const Element* data;
+};
+#endif
+
+#define PASTE_(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
+#if ELEMENT == 2
+using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+#else
+using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+#endif
+
+constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
+constexpr int LOADERS = 128;
+constexpr int THREADS = LOADERS + 128 * CONSUMERS;
+constexpr int BLOCK_M = 64 * BLOCKS * CONSUMERS;
+constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
+constexpr int ITEM = sizeof(Element);
+
+constexpr int COPIES = PARTS == 1 ? 1 : PARTS + 1;  // bf16 parts of an operand: h, m, (l,) f
+constexpr int FINITE = COPIES - 1;
+constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
+constexpr int DY_BOXES = (TILE_N + 63) / 64;
+constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
+constexpr int X_BYTES = TILE_IMAGES * KERNEL_T * ROWS * ROW_PITCH * ITEM;
+constexpr int STAGE_BYTES = COPIES * COPY_BYTES + (X_BYTES + 1023) / 1024 * 1024;
+
+constexpr int PIXEL_IMAGE = KERNEL_T * ROWS * ROW_PITCH;
+constexpr int SEGMENT = RUNS ? KERNEL_S * SLICE : SLICE;  // elements
+constexpr int SEGMENTS = KERNEL_T * KERNEL_R * (RUNS ? 1 : KERNEL_S);
+constexpr int PARITY = PAIRED ? LEAD % 2 : 0;
+constexpr int RUN = PAIRED ? (PARITY + SEGMENT + 1) / 2 * 2 : SEGMENT;  // a segment's rows
+
+constexpr int GRANULE_ITEMS = GRANULE / ITEM;
+constexpr bool X_ASYNC = GRANULE >= 4;
+constexpr bool STORES = !X_ASYNC || !DY_TMA;  // the loader stores to shared memory itself
+constexpr int FULL_ARRIVALS = LOADERS * (X_ASYNC + STORES) + DY_TMA;
+
+// The register file, shared out by role (setmaxnreg wants multiples of 8).
+constexpr int REGS[2][4][2] = {{{104, 240}, {88, 208}, {56, 152}, {64, 104}},
+                               {{72, 184}, {64, 88}, {40, 72}}};
+constexpr int LOADER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][0];
+constexpr int CONSUMER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][1];
+
+template <int... I>
+__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[ACCUMULATORS],
+                             GMMA::ScaleOut scale, Indices<I...>) {
+  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+}
+
+// A tile of pixels, by its first one.
+struct Tile {
+  int image, d, p, q;
+};
+
+__device__ inline Tile tile_at(const Args& g, int kt) {
+  const int rest = kt / g.tiles_w, plane = rest / g.tiles_h, images = plane / g.out_d;
+  return {images * TILE_IMAGES, plane - images * g.out_d, (rest - plane * g.tiles_h) * TILE_P,
+          (kt - rest * g.tiles_w) * TILE_Q};
+}
+
+__device__ inline void advance(const Args& g, Tile& tile) {
+  tile.q += TILE_Q;
+  if (tile.q < g.out_w) return;
+  tile.q = 0;
+  tile.p += TILE_P;
+  if (tile.p < g.out_h) return;
+  tile.p = 0;
+  if (++tile.d < g.out_d) return;
+  tile.d = 0;
+  tile.image += TILE_IMAGES;
+}
+
+// ---- bf16 parts of floats ---------------------------------------------------------------------------------
+
+__device__ inline uint32_t truncated(float low, float high) {
+  uint32_t out;
+  asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+__device__ inline uint32_t rounded(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// NaN to zero, all else as it is.
+__device__ inline uint32_t without_nan(uint32_t pair) {
+  uint32_t out;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0u));
+  return out;
+}
+
+// Infinities and NaN to zero, all else as it is.
+__device__ inline uint32_t finite(uint32_t pair) {
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(out) : "r"(pair), "r"(0u));
+  return without_nan(out);
+}
+
+__device__ inline void subtract(float& low, float& high, uint32_t pair) {
+  low -= __uint_as_float(pair << 16);
+  high -= __uint_as_float(pair & 0xffff0000u);
+}
+
+// The parts of two floats, packed.
+__device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
+  part[0] = truncated(low, high);
+  if constexpr (PARTS > 1) {
+    subtract(low, high, part[0]);
+    if constexpr (PARTS == 3) {
+      const uint32_t middle = truncated(low, high);
+      part[1] = without_nan(middle);
+      subtract(low, high, middle);
+    }
+    part[PARTS - 1] = without_nan(rounded(low, high));
+    part[FINITE] = finite(part[0]);
+  }
+}
+
+// ---- loader -----------------------------------------------------------------------------------------------
+
+// The place of `position` in an input of `size` that is dilated by `dilation`, or -1 where it holds a zero.
+template <int DILATION>
+__device__ inline int undilated(int position, int size) {
+  const int at = position / DILATION;
+  return position >= 0 && at < size && at * DILATION == position ? at : -1;
+}
+
+constexpr int LINE_GRANULES =
+    DENSE ? (LEAD + COLUMNS * PITCH + GRANULE_ITEMS - 1) / GRANULE_ITEMS : SLICE / GRANULE_ITEMS;
+constexpr int LINES = TILE_IMAGES * KERNEL_T * ROWS * (DENSE ? 1 : COLUMNS);
+constexpr int GRANULES = LINES * LINE_GRANULES;
+
+// Where granule `i` of X's stage comes from (null: it is zero) and goes to (bytes from the stage's start).
+__device__ inline const Element* granule(const Args& g, const Element* x, const Tile& tile, int c0, int i,
+                                         uint32_t& to) {
+  int line = i / LINE_GRANULES;
+  const int first = (i - line * LINE_GRANULES) * GRANULE_ITEMS;
+  int column = 0;
+  if constexpr (!DENSE) {
+    column = line % COLUMNS;
+    line /= COLUMNS;
+  }
+  to = (line * ROW_PITCH + column * PITCH + first) * ITEM;
+  const int row = line % ROWS, plane = line / ROWS % KERNEL_T, n = tile.image + line / (ROWS * KERNEL_T);
+  const int d = undilated<LHS_D>(tile.d * g.stride_d - g.pad_d + plane * GRID_D, g.in_d);
+  const int h = undilated<LHS_H>(tile.p * g.stride_h - g.pad_h + row * GRID_H, g.in_h);
+  int w = 0, element;
+  bool inside = n < g.batch && d >= 0 && h >= 0;
+  if constexpr (DENSE) {
+    element = (tile.q * g.stride_w - g.pad_w) * PITCH - LEAD + first;
+    inside = inside && element >= 0 && element < g.in_w * PITCH;
+  } else {
+    w = undilated<LHS_W>(tile.q * g.stride_w - g.pad_w + column * GRID_W, g.in_w);
+    element = c0 + first;
+    inside = inside && w >= 0 && element < g.channels;
+  }
+  const int pixel = ((n * g.in_d + d) * g.in_h + h) * g.in_w + w;
+  return inside ? x + (int64_t(pixel) * g.channels + element) : nullptr;
+}
+
+__device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, const Tile& tile, int c0) {
+  if constexpr (X_ASYNC) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < GRANULES; i += LOADERS) {
+      uint32_t to;
+      const Element* from = granule(g, x, tile, c0, i, to);
+      const int bytes = from ? GRANULE : 0;  // the rest of the granule is filled with zeros
+      if constexpr (GRANULE == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(stage + to), "l"(from ? from : x),
+                     "r"(bytes)
+                     : "memory");
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(stage + to), "l"(from ? from : x),
+                     "n"(GRANULE), "r"(bytes)
+                     : "memory");
+      }
+    }
+  } else {
+    constexpr int BATCH = 8;  // loads in flight
+    for (int base = threadIdx.x; base < GRANULES; base += LOADERS * BATCH) {
+      uint16_t value[BATCH];
+      uint32_t to[BATCH];
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int i = base + j * LOADERS;
+        const Element* from = i < GRANULES ? granule(g, x, tile, c0, i, to[j]) : nullptr;
+        value[j] = from ? __ldg(reinterpret_cast<const uint16_t*>(from)) : uint16_t(0);
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        if (base + j * LOADERS < GRANULES) {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(stage + to[j]), "h"(value[j]) : "memory");
+        }
+      }
+    }
+  }
+}
+
+// dY without TMA: chunks of 8 channels of a pixel, cut into parts, go where the 128-byte swizzle has them.
+[[maybe_unused]] __device__ inline void load_dy(const Args& g, const Element* dy, uint32_t stage,
+                                                const Tile& tile, int k0) {
+  constexpr int CHUNKS = TILE_N / 8, TOTAL = PIXELS * CHUNKS, BATCH = 2;
+  for (int base = threadIdx.x; base < TOTAL; base += LOADERS * BATCH) {
+    Vec<Element, DY_VEC> value[BATCH][8 / DY_VEC];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int i = base + j * LOADERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
+      const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
+                q = tile.q + pixel % TILE_Q;
+      const bool inside = i < TOTAL && n < g.batch && p < g.out_h && q < g.out_w;
+      const int at = ((n * g.out_d + tile.d) * g.out_h + p) * g.out_w + q;
+      const Element* from = dy + (int64_t(at) * g.out_channels + k);
+#pragma unroll
+      for (int v = 0; v < 8 / DY_VEC; ++v) {
+        value[j][v] = inside && k + v * DY_VEC < g.out_channels
+                          ? *reinterpret_cast<const Vec<Element, DY_VEC>*>(from + v * DY_VEC)
+                          : Vec<Element, DY_VEC>{};
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int i = base + j * LOADERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
+      if (i >= TOTAL) continue;
+      const uint32_t to = stage + chunk / 8 * BOX_BYTES + pixel * 128 + ((chunk % 8) ^ (pixel % 8)) * 16;
+      uint32_t words[COPIES][4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const Element low = value[j][2 * w / DY_VEC].v[2 * w % DY_VEC];
+        const Element high = value[j][(2 * w + 1) / DY_VEC].v[(2 * w + 1) % DY_VEC];
+        uint32_t part[COPIES];
+        if constexpr (PARTS == 1) {
+          part[0] = reinterpret_cast<const uint16_t&>(low) | reinterpret_cast<const uint16_t&>(high) << 16;
+        } else {
+          split(low, high, part);
+        }
+#pragma unroll
+        for (int copy = 0; copy < COPIES; ++copy) words[copy][w] = part[copy];
+      }
+#pragma unroll
+      for (int copy = 0; copy < COPIES; ++copy) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + copy * COPY_BYTES),
+                     "r"(words[copy][0]), "r"(words[copy][1]), "r"(words[copy][2]), "r"(words[copy][3])
+                     : "memory");
+      }
+    }
+  }
+}
+
+__device__ inline void load(const GradientMap& dy, const Args& g, const Element* x, uint8_t* ring,
+                            uint64_t* full, uint64_t* empty, int c0, int k0, int kt, int kt_end) {
+  const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
+  Tile tile = tile_at(g, kt);
+  int stage = 0;
+  uint32_t phase = 0;
+  for (; kt < kt_end; ++kt) {
+    EmptyBarrier::wait(&empty[stage], phase ^ 1);
+    const uint32_t base = ring_address + stage * STAGE_BYTES;
+#if DY_TMA
+    if (threadIdx.x == 0) {
+      FullBarrier::arrive_and_expect_tx(&full[stage], COPY_BYTES);
+#pragma unroll
+      for (int box = 0; box < DY_BOXES; ++box) {
+        cute::SM90_TMA_LOAD_5D::copy(&dy, &full[stage], uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     ring + stage * STAGE_BYTES + box * BOX_BYTES, k0 + box * 64, tile.q,
+                                     tile.p, tile.d, tile.image);
+      }
+    }
+#endif
+    load_x(g, x, base + COPIES * COPY_BYTES, tile, c0);
+    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&full[stage]);
+#if !DY_TMA
+    load_dy(g, dy.data, base, tile, k0);
+    cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
+#endif
+    if constexpr (STORES) EmptyBarrier::arrive(&full[stage]);
+    advance(g, tile);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// ---- consumer ---------------------------------------------------------------------------------------------
+
+// Elements from the tile's first pixel to pixel `k`, in X's stage.
+__device__ constexpr int pixel_offset(int k) {
+  return k % TILE_Q * PIXEL_COL + k / TILE_Q % TILE_P * PIXEL_ROW + k / (TILE_Q * TILE_P) * PIXEL_IMAGE;
+}
+
+// A row of the A operand.
+struct Row {
+  int segment,
+      position;  // position: from the segment's first element, negative or beyond its end in filled up places
+};
+
+__device__ inline Row row_of(int m) { return {m / RUN, m % RUN - PARITY}; }
+
+// Elements from the stage's start to the row's element for the tile's first pixel.
+__device__ inline int row_offset(int m) {
+  Row row = row_of(m);
+  const int segment =
+      min(row.segment, SEGMENTS - 1);  // rows beyond the filter read something, and are not stored
+  const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
+  return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
+}
+
+using Accumulator = float[BLOCKS][ACCUMULATORS];
+using Fragment = uint32_t[COPIES][4];
+
+// WGMMA truncates its sums to 24 bits (and what it adds to two more), an error of one sign that grows with
+// the number of products added to a large sum. So with three parts a chain of CHAIN times 16 pixels adds the
+// small products first and hh last, and is taken over into `sum` by rounding additions.
+constexpr bool PROMOTE = PARTS == 3;
+static_assert(PIXELS % (16 * CHAIN) == 0, "whole chains in a stage");
+
+// h of a chain's fragments.
+using High = uint32_t[CHAIN][4];
+
+// Of A's registers, from part `first` on.
+template <int N>
+__device__ inline void fence(uint32_t (&a)[N][4], int first = 0) {
+#pragma unroll
+  for (int i = 4 * first; i < 4 * N; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+}
+
+// The two rows' elements of a thread at one pixel: a word holds both, or each holds one.
+struct Two {
+  uint32_t first, second;
+};
+
+template <int SIZE>
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  if constexpr (SIZE == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  } else {
+    uint16_t half;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+    value = half;
+  }
+  return value;
+}
+
+// `at`: addresses of the elements of the thread's two rows.
+__device__ inline Two load_two(const uint32_t (&at)[2], int bytes) {
+  Two two;
+  if constexpr (!PAIRED) {
+    two = {load_shared<ITEM>(at[0] + bytes), load_shared<ITEM>(at[1] + bytes)};
+    if constexpr (ITEM == 2) two.first |= two.second << 16;
+  } else if constexpr (ITEM == 2) {
+    two = {load_shared<4>(at[0] + bytes), 0};
+  } else {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(two.first), "=r"(two.second)
+                 : "r"(at[0] + bytes)
+                 : "memory");
+  }
+  return two;
+}
+
+// A's fragment for 16 pixels from `k` on. WGMMA's A fragment holds, for lane l, rows l/4 (+8) and pixels
+// 2*(l%4) (+1) (+8). `at` includes pixel 2*(l%4); bit i of `inside` says whether pixel 2*(l%4) + i % 2 + i /
+// 2 * 8 is to count.
+__device__ inline void gather(const uint32_t (&at)[2], int k, [[maybe_unused]] const uint32_t (&inside)[4],
+                              Fragment& a) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int bytes = pixel_offset(k + 8 * half) * ITEM;
+    Two even = load_two(at, bytes), odd = load_two(at, bytes + pixel_offset(1) * ITEM);
+#if RAGGED
+    even.first &= inside[2 * half];
+    odd.first &= inside[2 * half + 1];
+    even.second &= inside[2 * half];
+    odd.second &= inside[2 * half + 1];
+#endif
+    if constexpr (ITEM == 2) {
+      a[0][2 * half] = __byte_perm(even.first, odd.first, 0x5410);
+      a[0][2 * half + 1] = __byte_perm(even.first, odd.first, 0x7632);
+    } else {
+      uint32_t part[2][COPIES];
+      split(__uint_as_float(even.first), __uint_as_float(odd.first), part[0]);
+      split(__uint_as_float(even.second), __uint_as_float(odd.second), part[1]);
+#pragma unroll
+      for (int copy = 0; copy < COPIES; ++copy) {
+        a[copy][2 * half] = part[0][copy];
+        a[copy][2 * half + 1] = part[1][copy];
+      }
+    }
+  }
+}
+
+// All ones for each of a thread's pixels of 16 from `k` on that the output has, else zeros.
+[[maybe_unused]] __device__ inline void inside_output(const Args& g, const Tile& tile, int k,
+                                                      uint32_t (&inside)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int pixel = k + 2 * int(threadIdx.x % 4) + i % 2 + i / 2 * 8;
+    const bool in = tile.q + pixel % TILE_Q < g.out_w && tile.p + pixel / TILE_Q % TILE_P < g.out_h &&
+                    tile.image + pixel / (TILE_Q * TILE_P) < g.batch;
+    inside[i] = in ? ~0u : 0u;
+  }
+}
+
+// The products of one fragment with dY. With three parts all but hh, the smallest first.
+__device__ inline void multiply(const Fragment& a, uint64_t b, float (&acc)[ACCUMULATORS],
+                                GMMA::ScaleOut scale) {
+  constexpr uint64_t COPY = COPY_BYTES >> 4;
+  constexpr auto all = typename MakeIndices<ACCUMULATORS>::type{};
+  if constexpr (PARTS == 3) {
+    wgmma(a[2], b + FINITE * COPY, acc, scale, all);
+    wgmma(a[FINITE], b + 2 * COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma(a[1], b + COPY, acc, GMMA::ScaleOut::One, all);
+  } else {
+    wgmma(a[0], b, acc, scale, all);
+  }
+  if constexpr (PARTS > 1) {
+    wgmma(a[1], b + FINITE * COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma(a[FINITE], b + COPY, acc, GMMA::ScaleOut::One, all);
+  }
+}
+
+// hh of a chain whose last 16 pixels are at `b`.
+__device__ inline void multiply_high(const High& high, uint64_t b, float (&acc)[ACCUMULATORS]) {
+#pragma unroll
+  for (int i = 0; i < CHAIN; ++i) {
+    wgmma(high[i], b - (CHAIN - 1 - i) * (16 * 128 >> 4), acc, GMMA::ScaleOut::One,
+          typename MakeIndices<ACCUMULATORS>::type{});
+  }
+}
+
+__device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMULATORS]) {
+  fence(chain);
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) sum[i] += chain[i];
+}
+
+// Tells the loader that the warp, all of its lanes, has read a stage (none: -1).
+__device__ inline void release(uint64_t* empty, int stage) {
+  __syncwarp();
+  if (stage >= 0 && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&empty[stage]);
+}
+
+__device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, int m0, int kt,
+                               int kt_end, Accumulator& sum) {
+  const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2;
+  uint32_t at[BLOCKS][2];
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      at[block][i] =
+          COPIES * COPY_BYTES + (row_offset(m + block * 64 + i) + pixel_offset(2 * (lane % 4))) * ITEM;
+    }
+  }
+  [[maybe_unused]] Tile tile = tile_at(g, kt);
+  [[maybe_unused]] Accumulator chain;
+  Accumulator& acc = PROMOTE ? chain : sum;
+  if constexpr (PROMOTE) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) sum[block][i] = 0.f;
+    }
+  }
+  // Two fragments take turns: one is gathered while the tensor cores read the other.
+  Fragment a[2];
+  [[maybe_unused]] High high[BLOCKS];
+  uint32_t inside[4] = {~0u, ~0u, ~0u, ~0u};
+  int stage = 0, previous = -1;
+  uint32_t phase = 0;
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+  for (; kt < kt_end; ++kt) {
+    FullBarrier::wait(&full[stage], phase);
+    const uint32_t base = ring + stage * STAGE_BYTES;
+    const uint64_t b = operand(base, BOX_BYTES);
+#if RAGGED
+    const bool whole =
+        tile.q + TILE_Q <= g.out_w && tile.p + TILE_P <= g.out_h && tile.image + TILE_IMAGES <= g.batch;
+#endif
+#pragma unroll
+    for (int k = 0; k < PIXELS; k += 16) {
+#if RAGGED
+      if (!whole) {
+        inside_output(g, tile, k, inside);
+      } else if (k == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) inside[i] = ~0u;
+      }
+#endif
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        Fragment& fragment = a[(k / 16 * BLOCKS + block) % 2];
+        const uint32_t now[2] = {base + at[block][0], base + at[block][1]};
+        gather(now, k, inside, fragment);
+        const int link = k / 16 % CHAIN;
+        const bool last = PROMOTE && link == CHAIN - 1;
+        if constexpr (PROMOTE) {
+          scale = link ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) high[block][link][i] = fragment[0][i];
+        }
+        fence(acc[block]);
+        fence(fragment, PROMOTE);  // h is elsewhere
+        if (last) fence(high[block]);
+        cute::warpgroup_arrive();
+        multiply(fragment, b + k * (128 >> 4), acc[block], scale);
+        if (last) multiply_high(high[block], b + k * (128 >> 4), acc[block]);
+        cute::warpgroup_commit_batch();
+        // The batch before this one has retired, so its fragment and, at a stage's start, its stage are free.
+        cute::warpgroup_wait<1>();
+        if (!PROMOTE && k == 0 && block == 0) release(empty, previous);
+        if (last && block > 0) promote(acc[block - 1], sum[block - 1]);
+      }
+      scale = GMMA::ScaleOut::One;
+      if (PROMOTE && k / 16 % CHAIN == CHAIN - 1) {
+        cute::warpgroup_wait<0>();
+        if (k + 16 == PIXELS) release(empty, stage);
+        promote(acc[BLOCKS - 1], sum[BLOCKS - 1]);
+      }
+    }
+    advance(g, tile);
+    previous = stage;
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  cute::warpgroup_wait<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) fence(acc[block]);
+}
+
+// Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem. WGMMA's
+// accumulator holds, for lane l, rows l/4 (+8) of the warp's 16 and columns 8*j + 2*(l%4) (+1).
+template <class T>
+__device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accumulator& sum) {
+  const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2,
+            column = 2 * (lane % 4);
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row row = row_of(m + block * 64 + half);
+      const int c = c0 + row.position;
+      if (row.segment >= SEGMENTS || row.position < 0 || row.position >= SEGMENT) continue;
+      if (!RUNS && c >= g.channels) continue;
+      T* to = out + (size_t(row.segment) * (RUNS ? SEGMENT : g.channels) + c) * g.out_channels;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        const int k = k0 + 8 * j + column;
+        const float v[2] = {sum[block][4 * j + 2 * half], sum[block][4 * j + 2 * half + 1]};
+        if (g.out_channels % 2 == 0) {
+          if (k >= g.out_channels) continue;
+          Vec<T, 2> pair;
+          convert(v[0], pair.v[0]);
+          convert(v[1], pair.v[1]);
+          *reinterpret_cast<Vec<T, 2>*>(to + k) = pair;
+        } else {
+          if (k < g.out_channels) convert(v[0], to[k]);
+          if (k + 1 < g.out_channels) convert(v[1], to[k + 1]);
+        }
+      }
+    }
+  }
+}
+
+// Grid: x over output tiles (neighbours share pixels, and so their inputs in L2), y over splits. Split s
+// covers tiles of pixels [s, s+1) * k_tiles_per_split and writes out + s * partial_stride; the plan leaves no
+// split empty.
+template <class T>
+__device__ inline void wgrad(const GradientMap& dy, const Args& g, const Element* x, T* out) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t full[STAGES], empty[STAGES];
+  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], FULL_ARRIVALS);
+      EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int mn_tiles = g.m_tiles * g.n_tiles;
+  const int slice = blockIdx.x / mn_tiles, mn = blockIdx.x - slice * mn_tiles;
+  const int m_tile = mn / g.n_tiles, k0 = (mn - m_tile * g.n_tiles) * TILE_N, c0 = slice * SLICE;
+  const int kt = blockIdx.y * g.k_tiles_per_split;
+  const int kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
+  if (threadIdx.x < LOADERS) {
+    cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
+    load(dy, g, x, ring, full, empty, c0, k0, kt, kt_end);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
+    Accumulator sum;
+    consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, m0, kt, kt_end, sum);
+    launch_dependent_grids();
+    store(g, out + size_t(blockIdx.y) * g.partial_stride, m0, c0, k0, sum);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_partial(const __grid_constant__ GradientMap dy, const __grid_constant__ Args g, const Element* x,
+                  float* partials) {
+  wgrad(dy, g, x, partials);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_direct(const __grid_constant__ GradientMap dy, const __grid_constant__ Args g, const Element* x,
+                 Output* out) {
+  wgrad(dy, g, x, out);
+}

@@ -1,0 +1,517 @@
+// Grouped convolution weight gradient for Hopper, for few channels per group: TMA tiles with their halo in
+// shared memory, read by ldmatrix, multiplied by mma.sync.
+//
+//   dW[r, s, c % Cg, k] = sum over (n, p, q) of X[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] * dY[n, p, q, k]
+//   for c and k of the same group
+//
+// Words. Unit: 8 neighbouring channels, 16 bytes, a row of ldmatrix's 8x8 matrices. Bundle: the fewest groups
+// whose channels are whole units on both sides; every unit of X meets every unit of dY of its bundle. Block:
+// the channels of a thread block, whole bundles or a part of one. Octet: 8 neighbouring pixels of an output
+// row. Strip: two octets (the MMA's k of 16), followed from the tile's first row to its last.
+//
+// A tile is IMAGES x ROWS x COLUMNS output pixels and the input that they read; one stage of the ring holds
+// it, X first, each as pixels of one TMA box under the swizzle of the pixel's size. Widths are whole
+// multiples of 8 pixels, so that the swizzle of a unit depends on the pixel's place in its octet only. Filter
+// taps are other addresses of the same X.
+//
+// An MMA's 16 rows are two slots (tap column, unit of X), its 8 columns a unit of dY. A warp owns a job: all
+// tap rows, some tap columns, units of X and units of dY of one bundle, whose sums stay in its registers.
+// Warps of the same job divide the strips among themselves (slices) and meet in shared memory at the end, in
+// the order of their numbers. With REUSE a row of X is loaded once, for all tap rows, against the last
+// KERNEL_H rows of dY, kept in registers.
+//
+// What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
+// the convolution does not multiply.
+//
+// Roles: the last warp is the producer (one thread issues TMA), the others are consumers.
+// Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
+// consumer warp after its last ldmatrix). Both start in phase 0; the producer's first pass does not wait: it
+// loads before the block's other warps have even begun.
+//
+// Macros: ELEMENT_BF16, OUT (split_k.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W,
+// GROUP_IN, GROUP_OUT (channels per group), IN_BLOCK, OUT_BLOCK, IMAGES, ROWS, COLUMNS, RAGGED (the last tile
+// of an image may have fewer rows), TILES_H, TILES_W (of an image), SLICES, STAGES, WARP_IN, WARP_OUT (units
+// of a job), WARP_COLUMNS (tap columns of a job), CTAS_PER_SM.
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "device/split_k.cuh"
+#include "device/tensor_map.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// Must match `_args` in wgrad_grouped.py.
+struct Args {
+  int out_channels;
+  int stride;  // elements from one split's partial sums to the next's
+  int out_h, out_w, pad_h, pad_w;
+  int each, more;  // tiles of a split; the first `more` splits have another one
+};
+
+constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int above(int a, int b) { return (a + b - 1) / b * b; }
+
+// ---- channels ---------------------------------------------------------------------------------------------
+
+constexpr int BUNDLE = most(1, most(8 / GROUP_IN, 8 / GROUP_OUT));  // groups
+constexpr int BUNDLE_IN = BUNDLE * GROUP_IN, BUNDLE_OUT = BUNDLE * GROUP_OUT;
+constexpr int BUNDLES =
+    most(1, IN_BLOCK / BUNDLE_IN);  // of a block; 1 also where the block is a part of a bundle
+constexpr int IN_UNITS = IN_BLOCK / 8 / BUNDLES,
+              OUT_UNITS = OUT_BLOCK / 8 / BUNDLES;  // of one bundle in a block
+constexpr int IN_PARTS = most(1, BUNDLE_IN / IN_BLOCK), OUT_PARTS = most(1, BUNDLE_OUT / OUT_BLOCK);
+
+constexpr int IN_JOBS = IN_UNITS / WARP_IN, OUT_JOBS = OUT_UNITS / WARP_OUT;
+constexpr int COLUMN_JOBS = (KERNEL_W + WARP_COLUMNS - 1) / WARP_COLUMNS;
+constexpr int JOBS = BUNDLES * IN_JOBS * OUT_JOBS * COLUMN_JOBS;
+constexpr int WARPS = JOBS * SLICES;  // consumers
+constexpr int THREADS = 32 * (WARPS + 1);
+
+constexpr int SLOTS = WARP_COLUMNS * WARP_IN;
+constexpr int PAIRS = (SLOTS + 1) / 2;         // of slots
+constexpr int OUT_PAIRS = (WARP_OUT + 1) / 2;  // of units of dY
+
+// ---- pixels -----------------------------------------------------------------------------------------------
+
+constexpr int X_PIXEL = IN_BLOCK * 2, DY_PIXEL = OUT_BLOCK * 2;  // bytes
+constexpr int X_WIDTH = above((COLUMNS - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1, 8);
+constexpr int X_HEIGHT = (ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
+constexpr int DY_WIDTH = above(COLUMNS, 8);
+constexpr int X_ROW = X_WIDTH * X_PIXEL, X_IMAGE = X_HEIGHT * X_ROW, X_BYTES = IMAGES * X_IMAGE;
+constexpr int DY_ROW = DY_WIDTH * DY_PIXEL, DY_IMAGE = ROWS * DY_ROW, DY_BYTES = IMAGES * DY_IMAGE;
+constexpr int DY_OFFSET = above(X_BYTES, 1024);
+constexpr int STAGE_BYTES = DY_OFFSET + above(DY_BYTES, 1024);
+
+constexpr int OCTETS = DY_WIDTH / 8;  // of a row
+constexpr int STRIPS = (OCTETS * IMAGES + 1) / 2;
+constexpr bool REUSE = STRIDE_H == 1 && DILATION_H == 1 && KERNEL_H > 1;
+// Of turns of KERNEL_H rows of X: all of them, where that is not too much code; it makes every row's part
+// constant.
+constexpr int UNROLL = KERNEL_H <= 3 ? (X_HEIGHT + KERNEL_H - 1) / KERNEL_H : 1;
+
+// Tile coordinates: group of IMAGES images, ROWS rows, COLUMNS columns.
+struct Tile {
+  int n, h, w;
+};
+
+__device__ inline Tile tile_at(int index) {
+  const int row = index / TILES_W, image = row / TILES_H;
+  return {image, row - image * TILES_H, index - row * TILES_W};
+}
+
+__device__ inline void advance(Tile& tile) {
+  if (++tile.w < TILES_W) return;
+  tile.w = 0;
+  if (++tile.h < TILES_H) return;
+  tile.h = 0;
+  ++tile.n;
+}
+
+// First channels of a thread block.
+struct Channels {
+  int in, out;
+};
+
+__device__ inline Channels block_channels(int block) {
+  const int part = block % (IN_PARTS * OUT_PARTS), bundle = block / (IN_PARTS * OUT_PARTS) * BUNDLES;
+  return {bundle * BUNDLE_IN + part / OUT_PARTS * IN_BLOCK,
+          bundle * BUNDLE_OUT + part % OUT_PARTS * OUT_BLOCK};
+}
+
+// ---- producer ---------------------------------------------------------------------------------------------
+
+__device__ inline void load_tile(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                                 uint8_t* stage, uint64_t* full, Channels channels, const Tile& tile) {
+  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  FullBarrier::arrive_and_expect_tx(full, X_BYTES + DY_BYTES);
+  const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
+  cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, stage, channels.in, q * STRIDE_W - g.pad_w,
+                               p * STRIDE_H - g.pad_h, n);
+  cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, stage + DY_OFFSET, channels.out, q, p, n);
+}
+
+// What fits into the ring, whose stages need not be waited for.
+__device__ inline void fill(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
+                            uint64_t* full, Channels channels, Tile tile, int tiles) {
+#pragma unroll 1
+  for (int stage = 0; stage < min(tiles, STAGES); ++stage) {
+    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
+    advance(tile);
+  }
+}
+
+// The other tiles.
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
+                               uint64_t* full, uint64_t* empty, Channels channels, Tile tile, int tiles) {
+  int stage = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (tiles -= STAGES; tiles > 0; --tiles) {
+    EmptyBarrier::wait(&empty[stage], phase);
+    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
+    advance(tile);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// ---- consumer ---------------------------------------------------------------------------------------------
+
+using Accumulator = float[KERNEL_H][PAIRS][WARP_OUT][4];
+using XFragment = uint32_t[PAIRS][4];
+using DyFragment = uint32_t[WARP_OUT][2];
+
+struct Job {
+  int in_unit, out_unit, column;  // the first ones: units of the block, tap column
+};
+
+__device__ inline Job job_at(int index) {
+  const int column = index % COLUMN_JOBS, out = index / COLUMN_JOBS % OUT_JOBS;
+  const int in = index / (COLUMN_JOBS * OUT_JOBS) % IN_JOBS;
+  const int bundle = index / (COLUMN_JOBS * OUT_JOBS * IN_JOBS);
+  return {bundle * IN_UNITS + in * WARP_IN, bundle * OUT_UNITS + out * WARP_OUT, column * WARP_COLUMNS};
+}
+
+// Byte of a pixel's unit under the TMA swizzle: its number's bits, taken modulo the units of a pixel, are
+// flipped by the number of the 128-byte line.
+template <int PIXEL>
+__device__ inline uint32_t swizzled(int pixel, int unit) {
+  const int byte = pixel * PIXEL;
+  return byte + ((unit ^ (byte >> 7 & (PIXEL / 16 - 1))) << 4);
+}
+
+// Matrices by address groups of 8 lanes, transposed: a thread gets elements (2*(l%4), +1) along pixels at
+// channel l/4.
+__device__ inline void load4(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
+               : "r"(address));
+}
+
+__device__ inline void load2(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(v0), "=r"(v1)
+               : "r"(address));
+}
+
+#if ELEMENT_BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Where a lane's pixel lies in shared memory, for each load of a row. Lanes come in groups of 8, a pixel of
+// an octet each. For X the groups are (octet, slot of a pair) = (0, 0), (0, 1), (1, 0), (1, 1), the order of
+// the MMA's A registers; for dY (unit of a pair, octet), the order of two B operands.
+struct Cursor {
+  uint32_t x[PAIRS], dy[OUT_PAIRS];
+  uint32_t x_row, dy_row;  // from a row to the next: 0 for lanes that stay on the row of zeros
+};
+
+// A lane's offsets from an octet's first pixel.
+struct Lane {
+  uint32_t x[PAIRS], dy[OUT_PAIRS];
+};
+
+__device__ inline Lane lane_offsets(const Job& job, int lane) {
+  const int pixel = lane % 8;
+  Lane at;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    // An odd last slot is loaded twice, and the second not stored: cheaper than moving its registers.
+    const int slot = min(2 * i + lane / 8 % 2, SLOTS - 1);
+    // So are columns beyond the filter, in the last job.
+    const int column = min(job.column + slot / WARP_IN, KERNEL_W - 1);
+    at.x[i] = swizzled<X_PIXEL>(pixel * STRIDE_W + column * DILATION_W, job.in_unit + slot % WARP_IN);
+  }
+#pragma unroll
+  for (int i = 0; i < OUT_PAIRS; ++i) {
+    at.dy[i] = swizzled<DY_PIXEL>(pixel, job.out_unit + min(2 * i + lane / 16, WARP_OUT - 1));
+  }
+  return at;
+}
+
+__device__ inline Cursor strip_cursor(const Lane& at, uint32_t stage, uint32_t zeros, int strip, int columns,
+                                      int lane) {
+  Cursor cursor;
+  {
+    const int octet = 2 * strip + lane / 16;
+    const int image = octet / OCTETS, q = (octet - image * OCTETS) * 8;
+    const bool live = image < IMAGES && q + lane % 8 < columns;
+    const uint32_t x = stage + image * X_IMAGE + q * (STRIDE_W * X_PIXEL);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) cursor.x[i] = live ? x + at.x[i] : zeros + (at.x[i] & 0x70);
+    cursor.x_row = live ? X_ROW : 0;
+  }
+  {
+    const int octet = 2 * strip + lane / 8 % 2;
+    const int image = octet / OCTETS, q = (octet - image * OCTETS) * 8;
+    const bool live = image < IMAGES && q + lane % 8 < columns;
+    const uint32_t dy = stage + DY_OFFSET + image * DY_IMAGE + q * DY_PIXEL;
+#pragma unroll
+    for (int i = 0; i < OUT_PAIRS; ++i) cursor.dy[i] = live ? dy + at.dy[i] : zeros + (at.dy[i] & 0x70);
+    cursor.dy_row = live ? DY_ROW : 0;
+  }
+  return cursor;
+}
+
+// Loads a row, `offset` bytes from the cursor's.
+__device__ inline void load_x(const Cursor& cursor, uint32_t offset, XFragment& a) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) load4(cursor.x[i] + offset, a[i][0], a[i][1], a[i][2], a[i][3]);
+}
+
+__device__ inline void load_dy(const Cursor& cursor, uint32_t offset, DyFragment& b) {
+#pragma unroll
+  for (int i = 0; i < OUT_PAIRS; ++i) {
+    const uint32_t address = cursor.dy[i] + offset;
+    if (2 * i + 1 < WARP_OUT) {
+      load4(address, b[2 * i][0], b[2 * i][1], b[2 * i + 1][0], b[2 * i + 1][1]);
+    } else {
+      load2(address, b[2 * i][0], b[2 * i][1]);
+    }
+  }
+}
+
+__device__ inline void multiply_row(const XFragment& a, const DyFragment& b,
+                                    float (&acc)[PAIRS][WARP_OUT][4]) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+#pragma unroll
+    for (int k = 0; k < WARP_OUT; ++k) multiply(acc[i][k], a[i], b[k]);
+  }
+}
+
+// Adds a strip of `rows` rows of dY.
+__device__ inline void add_strip(const Cursor& cursor, int rows, Accumulator& acc) {
+  uint32_t x_offset = 0, dy_offset = 0;
+  if constexpr (REUSE) {
+    DyFragment b[KERNEL_H];
+#pragma unroll(UNROLL)
+    for (int first = 0; first < X_HEIGHT; first += KERNEL_H) {
+#pragma unroll
+      for (int j = 0; j < KERNEL_H; ++j) {
+        const int h = first + j;
+        if (h >= X_HEIGHT || (RAGGED && h >= rows + KERNEL_H - 1)) break;
+        XFragment a;
+        load_x(cursor, x_offset, a);
+        if (h < ROWS) load_dy(cursor, dy_offset, b[j]);
+        x_offset += cursor.x_row;
+        dy_offset += cursor.dy_row;
+#pragma unroll
+        for (int r = KERNEL_H - 1; r >= 0; --r) {
+          const int p = h - r;
+          if (p < 0 || p >= ROWS || (RAGGED && p >= rows)) continue;
+          multiply_row(a, b[(j - r + KERNEL_H) % KERNEL_H], acc[r]);
+        }
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int p = 0; p < rows; ++p) {
+      DyFragment b;
+      load_dy(cursor, dy_offset, b);
+#pragma unroll
+      for (int r = 0; r < KERNEL_H; ++r) {
+        XFragment a;
+        load_x(cursor, x_offset + r * DILATION_H * cursor.x_row, a);
+        multiply_row(a, b, acc[r]);
+      }
+      x_offset += STRIDE_H * cursor.x_row;
+      dy_offset += cursor.dy_row;
+    }
+  }
+}
+
+__device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, uint32_t zeros,
+                               const Job& job, int slice, Tile tile, int tiles, Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+  const Lane at = lane_offsets(job, lane);
+  int stage = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (; tiles > 0; --tiles) {
+    const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
+    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out_w - tile.w * COLUMNS);
+    FullBarrier::wait(&full[stage], phase);
+#pragma unroll 1
+    for (int strip = slice; strip < STRIPS; strip += SLICES) {
+      add_strip(strip_cursor(at, ring + stage * STAGE_BYTES, zeros, strip, columns, lane), rows, acc);
+    }
+    __syncwarp();
+    if (lane == 0) EmptyBarrier::arrive(&empty[stage]);
+    advance(tile);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// Orders plain accesses to shared memory too, which CUTLASS's NamedBarrier leaves to the compiler.
+__device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" : : "n"(WARPS * 32) : "memory"); }
+
+// ---- epilogue ---------------------------------------------------------------------------------------------
+
+// A block's results are, for each tap, SUM_ROWS (input channels of a group) rows of OUT_BLOCK values; where
+// it is a part of a bundle of several groups, some of these belong to groups of which it has no input. They
+// lie so in shared memory, in place of the ring, for each slice; there the 32-byte units of a row are swapped
+// so that half a warp, which has 4 rows of a unit, meets all banks.
+constexpr int TAPS = KERNEL_H * KERNEL_W;
+constexpr int SUM_ROWS = IN_BLOCK < GROUP_IN ? IN_BLOCK : GROUP_IN;
+constexpr bool INCOMPLETE = BUNDLE > 1 && most(IN_PARTS, OUT_PARTS) > 1;
+constexpr int PIECE = INCOMPLETE && GROUP_OUT < 4 ? GROUP_OUT : 4;  // values that a thread stores together
+constexpr int TAP_SUMS = SUM_ROWS * OUT_BLOCK, TAP_PIECES = TAP_SUMS / PIECE;
+constexpr int SUMS_BYTES = TAPS * TAP_SUMS * 4;  // of a slice
+
+__device__ inline int swapped(int row, int unit) {
+  return unit ^ (OUT_BLOCK >= 32 ? row & 3 : OUT_BLOCK == 16 ? row >> 1 & 1 : 0);
+}
+
+// The MMA's accumulator holds, for lane l, rows l/4 (+8) and columns 2*(l%4) (+1). Sums across groups are
+// left out.
+__device__ inline void stage_sums(uint32_t sums, Channels channels, const Job& job, const Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+  const int row = SUM_ROWS < 8 ? lane / 4 % SUM_ROWS : job.in_unit * 8 % SUM_ROWS + lane / 4;
+  sums += ((job.column * SUM_ROWS + row) * OUT_BLOCK + lane % 4 * 2) * 4;
+#pragma unroll
+  for (int k = 0; k < WARP_OUT; ++k) {
+    const uint32_t to = sums + swapped(row, job.out_unit + k) * 32;
+    const int group = (channels.out + (job.out_unit + k) * 8 + lane % 4 * 2) / GROUP_OUT;
+#pragma unroll
+    for (int unit = 0; unit < WARP_IN; ++unit) {
+      if (BUNDLE > 1 && (channels.in + (job.in_unit + unit) * 8 + lane / 4) / GROUP_IN != group) continue;
+#pragma unroll
+      for (int column = 0; column < WARP_COLUMNS; ++column) {
+        if (KERNEL_W % WARP_COLUMNS && job.column + column >= KERNEL_W) break;
+        const int slot = column * WARP_IN + unit;
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r) {
+          const float* v = &acc[r][slot / 2][k][slot % 2 * 2];
+          const int at = (r * KERNEL_W + column) * TAP_SUMS + unit * 8 % SUM_ROWS * OUT_BLOCK;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + at * 4), "f"(v[0]), "f"(v[1])
+                       : "memory");
+        }
+      }
+    }
+  }
+}
+
+__device__ inline Vec<float, PIECE> sums_at(uint32_t address) {
+  Vec<float, PIECE> x;
+  if constexpr (PIECE == 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[PIECE - 2]), "=f"(x.v[PIECE - 1])
+                 : "r"(address));
+  } else {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.v[0]), "=f"(x.v[1]) : "r"(address));
+  }
+  return x;
+}
+
+// Adds the slices in their order, and writes out[KERNEL_H][KERNEL_W][GROUP_IN][K].
+template <class T>
+__device__ inline void store_sums(const Args& g, T* out, Channels channels, uint32_t sums) {
+  constexpr int TOGETHER = most(1, WARPS * 32 / TAP_PIECES);  // taps
+  const int first = TAP_PIECES > WARPS * 32 ? 0 : threadIdx.x / TAP_PIECES;
+  if (WARPS * 32 % TAP_PIECES && first >= TOGETHER) return;
+#pragma unroll 1
+  for (int piece = threadIdx.x - first * TAP_PIECES; piece < TAP_PIECES; piece += WARPS * 32) {
+    const int row = piece / (OUT_BLOCK / PIECE), column = piece % (OUT_BLOCK / PIECE) * PIECE;
+    const int k = channels.out + column;
+    if (k >= g.out_channels) continue;
+    const int group = k / GROUP_OUT - channels.in / GROUP_IN;  // from the block's first on
+    if (INCOMPLETE && uint32_t(group) >= most(1, IN_BLOCK / GROUP_IN)) continue;
+    uint32_t from =
+        sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
+    T* to = out + size_t(first * GROUP_IN + channels.in % GROUP_IN + row) * g.out_channels + k;
+    const auto store = [&] {
+      Vec<float, PIECE> sum = sums_at(from);
+#pragma unroll
+      for (int slice = 1; slice < SLICES; ++slice) {
+        const Vec<float, PIECE> x = sums_at(from + slice * SUMS_BYTES);
+#pragma unroll
+        for (int j = 0; j < PIECE; ++j) sum.v[j] += x.v[j];
+      }
+      Vec<T, PIECE> result;
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) convert(sum.v[j], result.v[j]);
+      *reinterpret_cast<Vec<T, PIECE>*>(to) = result;
+      from += TOGETHER * TAP_SUMS * 4;
+      to += size_t(TOGETHER * GROUP_IN) * g.out_channels;
+    };
+    if constexpr (TOGETHER == 1) {
+#pragma unroll(TAPS % 3 ? 1 : 3)
+      for (int tap = 0; tap < TAPS; ++tap) store();
+    } else {
+#pragma unroll 1
+      for (int tap = first; tap < TAPS; tap += TOGETHER) store();
+    }
+  }
+}
+
+// Grid: x over blocks of channels (neighbours share cache lines), y over splits. The tiles are shared out
+// evenly: the first splits have one more where they do not divide.
+template <class T>
+__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
+  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  const int split = blockIdx.y, tiles = g.each + (split < g.more);
+  const int first = split * g.each + min(split, g.more);
+  const Channels channels = block_channels(blockIdx.x);
+  // Uniform to the compiler.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (warp == WARPS && cute::elect_one_sync()) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], 1);
+      EmptyBarrier::init(&empty[i], WARPS);
+    }
+    cutlass::arch::fence_barrier_init();
+    fill(x_map, dy_map, g, ring, full, channels, tile_at(first), tiles);
+  }
+  __syncthreads();
+  if (warp == WARPS) {
+    if (tiles > STAGES && cute::elect_one_sync()) {
+      produce(x_map, dy_map, g, ring, full, empty, channels, tile_at(first + STAGES), tiles);
+    }
+    return;
+  }
+  const int slice = warp / JOBS, index = warp - slice * JOBS;
+  const Job job = job_at(index);
+  Accumulator acc = {};
+  consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
+          tile_at(first), tiles, acc);
+  launch_dependent_grids();
+  const uint32_t sums = cute::cast_smem_ptr_to_uint(ring);
+  sync_consumers();  // after the last read of the ring
+  stage_sums(sums + slice * SUMS_BYTES, channels, job, acc);
+  sync_consumers();
+  store_sums(g, out + size_t(split) * g.stride, channels, sums);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                  const __grid_constant__ Args g, float* partials) {
+  wgrad(x_map, dy_map, g, partials);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                 const __grid_constant__ Args g, Output* out) {
+  wgrad(x_map, dy_map, g, out);
+}

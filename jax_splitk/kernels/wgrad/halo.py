@@ -1,0 +1,386 @@
+"""Kernel family: weight gradients of unit-stride 2D convolutions that load each input row once for all filter taps.
+
+Where channels are few, an implicit GEMM reads its input from L2 once per filter tap, and that is what bounds it. Here a
+strip of input rows with its halo lies in shared memory, and the taps are shifted views of it (device code:
+wgrad/halo.cu). It also loses nothing to tiles that do not fit the filter: 64 output channels by 9 taps of 64 input
+channels is the tile of a 3x3 filter, for any number of channels.
+
+With `splits=0` the schedule is stream-k: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
+Multiplication on the GPU" (Osama et al., 2023) after whole waves of whole tiles, with its fix-up in a second kernel, in
+a fixed order.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.divisor import divisor
+from jax_splitk.kernels.wgrad import limits
+from jax_splitk.kernels.wgrad.limits import INT32_MAX
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target, hopper_limit
+
+name = "wgrad_halo"
+implementation = "cutlass"
+platform = "cuda"
+ABI = 1
+
+CHANNELS = 64  # of a block, on both sides
+PIXEL_BYTES = CHANNELS * 2
+SHARED_BYTES = 226 * 1024  # dynamic; the barriers have a KiB of their own
+RESERVED_BYTES = 1024  # alignment
+MAX_LINES = 64
+MAX_PITCH = 256  # TMA's box
+MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
+MAX_TAPS = (3, 3)
+MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see split_k.least_splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a weight gradient is computed.
+
+    Attributes:
+      tile_p, tile_q: output rows and columns of a strip (a unit of work). tile_q divides the output's width.
+      taps_h, taps_w: filter rows and columns of a thread block's tile; it has 64 output and 64 input channels.
+      splits: parts of the reduction of a tile, in whole strips, none of them empty; 0 for stream-k.
+    """
+
+    tile_p: int
+    tile_q: int
+    taps_h: int
+    taps_w: int
+    splits: int
+
+    @property
+    def tile_bytes(self) -> int:
+        """fp32 partial sums of a tile."""
+        return self.taps_h * self.taps_w * CHANNELS * CHANNELS * 4
+
+
+def lines(problem: ConvWgradProblem, config: Config) -> int:
+    """Input rows of a strip."""
+    return config.tile_p + (config.taps_h - 1) * problem.rhs_dilation[0]
+
+
+def pitch(problem: ConvWgradProblem, config: Config) -> int:
+    """Pixels of an input row of a strip."""
+    return config.tile_q + (config.taps_w - 1) * problem.rhs_dilation[1]
+
+
+def buffer_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """A strip of both inputs in shared memory."""
+    x = -(-lines(problem, config) * pitch(problem, config) // 8) * 8
+    return (x + config.tile_p * config.tile_q) * PIXEL_BYTES
+
+
+def buffers(problem: ConvWgradProblem, config: Config) -> int:
+    """Strips that fit in shared memory at a time; 0 where none does."""
+    fitting = (SHARED_BYTES - RESERVED_BYTES) // buffer_bytes(problem, config)
+    return min(fitting, MAX_LINES // lines(problem, config))
+
+
+def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    return max(1, buffers(problem, config)) * buffer_bytes(problem, config) + RESERVED_BYTES
+
+
+def tiles(problem: ConvWgradProblem, config: Config) -> int:
+    r, s = problem.kernel_spatial
+    groups = -(-r // config.taps_h) * -(-s // config.taps_w)
+    return groups * -(-problem.in_channels // CHANNELS) * -(-problem.out_channels // CHANNELS)
+
+
+def units_per_tile(problem: ConvWgradProblem, config: Config) -> int:
+    p, q = problem.output_spatial
+    return problem.batch * -(-p // config.tile_p) * (q // config.tile_q)
+
+
+def parts(problem: ConvWgradProblem, config: Config, cores: int = DEFAULT_CUDA.cores) -> int:
+    """Thread blocks."""
+    count = tiles(problem, config)
+    return count * config.splits if config.splits else min(cores, count * units_per_tile(problem, config))
+
+
+def whole_tiles(problem: ConvWgradProblem, config: Config) -> int:
+    """Tiles that each thread block of stream-k computes alone, before it takes its part of the rest."""
+    return 0 if config.splits else tiles(problem, config) // parts(problem, config)
+
+
+def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
+    """Tiles that are shared out by parts."""
+    return tiles(problem, config) - whole_tiles(problem, config) * parts(problem, config)
+
+
+def longest_part(problem: ConvWgradProblem, config: Config) -> int:
+    """Units of the busiest thread block."""
+    units = units_per_tile(problem, config)
+    if config.splits:
+        return -(-units // config.splits)
+    shared = -(-rest_tiles(problem, config) * units // parts(problem, config))
+    return whole_tiles(problem, config) * units + shared
+
+
+def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    """fp32 partial sums: a tile for each split of it, or for each part that stream-k's cuts make of the tiles."""
+    rest = rest_tiles(problem, config)
+    if config.splits == 1 or rest == 0 or (not config.splits and units_per_tile(problem, config) == 1):
+        return 0  # every tile is some block's alone
+    return (parts(problem, config) + (0 if config.splits else rest - 1)) * config.tile_bytes
+
+
+def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
+    """None when the family (with that config, on that target) can compute the problem, else the reason."""
+    limit = hopper_limit(target) or _problem_limit(problem)
+    if limit is None and config is None and not _strips(problem):
+        return f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
+    return limit or (_config_limit(problem, config) if config else None)
+
+
+def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
+    """Always comparable: the estimate decides."""
+    del problem, target
+    return None
+
+
+def _problem_limit(p: ConvWgradProblem) -> str | None:
+    if p.rank != 2:
+        return f"{p.rank} spatial dimensions; accepted: 2"
+    return (
+        split_k.type_limit(p, ("bfloat16", "float16"))
+        or limits.groups(p)
+        or limits.channels(p, 8)
+        or limits.lhs_dilation(p)
+        or _window_limit(p)
+        or limits.empty_dimensions(p)
+        or _extent_limit(p)
+    )
+
+
+def _window_limit(p: ConvWgradProblem) -> str | None:
+    if any(s != 1 for s in p.window_strides):
+        return f"window_strides {p.window_strides}; accepted: 1"
+    if p.kernel_spatial[1] < 2:
+        return f"a filter {p.kernel_spatial[1]} wide; accepted: at least 2"
+    return None
+
+
+def _extent_limit(p: ConvWgradProblem) -> str | None:
+    height, width = p.output_spatial
+    if width % 8 or (width % 16 and height % 2):
+        return f"output of {height}x{width}; accepted: a width of whole 16 pixels, or of whole 8 with an even height"
+    sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
+    if max(sizes) > INT32_MAX - 1024:
+        return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
+    return limits.padded_input(p, MAX_LINES)
+
+
+def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
+    height, width = p.output_spatial
+    if not 1 <= config.taps_h <= MAX_TAPS[0] or not 1 <= config.taps_w <= MAX_TAPS[1]:
+        return f"taps {config.taps_h}x{config.taps_w}; accepted: at most {MAX_TAPS[0]}x{MAX_TAPS[1]}"
+    if config.tile_q < 8 or config.tile_q % 8 or width % config.tile_q:
+        return f"tile_q {config.tile_q}; accepted: divisors of {width} in multiples of 8"
+    if config.tile_p < 1 or (pairs(config) and (config.tile_p % 2 or height % 2)):
+        return f"tile_p {config.tile_p} of {height} rows; accepted with tile_q {config.tile_q}: even numbers"
+    if pitch(p, config) > MAX_PITCH:
+        return f"rows of {pitch(p, config)} pixels; accepted: at most {MAX_PITCH}"
+    if lines(p, config) > MAX_LINES:
+        return f"{lines(p, config)} rows; accepted: at most {MAX_LINES}"
+    if shared_bytes(p, config) > SHARED_BYTES:
+        return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+    if tiles(p, config) > split_k.MAX_GRID_Y:
+        return f"{tiles(p, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
+    units = units_per_tile(p, config)
+    if tiles(p, config) * units > INT32_MAX:
+        return f"{tiles(p, config) * units} strips of work; accepted: at most {INT32_MAX}"
+    return split_k.splits_limit(config.splits, units, "strips", least=0)
+
+
+def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
+    """Output rows whose products are issued together: at least four of each warpgroup, if the rows divide so."""
+    row = 2 if pairs(config) else 1
+    rows = row * max(1, 4 * 16 // (config.tile_q * row))
+    while rows > row and (problem.output_spatial[0] % rows or config.tile_p % rows):
+        rows -= row
+    return rows
+
+
+def pairs(config: Config) -> bool:
+    """Whether a block of 16 pixels is 8 of each of two rows."""
+    return config.tile_q % 16 != 0
+
+
+def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
+    """The filter's taps in equal blocks, as few as there may be."""
+    height, width = (-(-n // -(-n // most)) for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
+    return height, width
+
+
+@functools.lru_cache(maxsize=4096)
+def _strips(problem: ConvWgradProblem) -> tuple[Config, ...]:
+    """The largest strips that fit: for each width, heights that cut the output into equal parts."""
+    if _problem_limit(problem) is not None:
+        return ()
+    width = problem.output_spatial[1]
+    found: list[Config] = []
+    for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
+        if tile_q < MIN_TILE_Q and found:
+            break
+        found += itertools.islice(_strips_of_width(problem, tile_q), 3)
+    return tuple(found)
+
+
+def _strips_of_width(problem: ConvWgradProblem, tile_q: int) -> Iterator[Config]:
+    """The legal ones, the highest first."""
+    height, row = problem.output_spatial[0], Config(1, tile_q, *_taps(problem), 1)
+    if pitch(problem, row) > MAX_PITCH:
+        return
+    # Every lookup of a decision comes by here: begin where shared memory may suffice for dY and X, halo aside.
+    most = min(SHARED_BYTES // (PIXEL_BYTES * (tile_q + pitch(problem, row))), MAX_LINES)
+    last = None
+    for count in range(-(-height // max(most, 1)), height + 1):
+        tile_p = -(-height // count)
+        strip = dataclasses.replace(row, tile_p=tile_p + (tile_p % 2 if pairs(row) else 0))
+        if strip != last and _config_limit(problem, strip) is None:
+            last = strip
+            yield strip
+
+
+def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
+    """Strips that fit, with stream-k and with the split counts that fill 1 to 4 whole waves of the machine."""
+    found: dict[Config, None] = {}
+    for strip in _strips(problem):
+        units, count = units_per_tile(problem, strip), tiles(problem, strip)
+        wanted = {0, *(split_k.whole_splits(units, max(1, target.cores * waves // count)) for waves in range(1, 5))}
+        for splits in sorted(wanted):
+            found[dataclasses.replace(strip, splits=splits)] = None
+    return [config for config in found if _is_exact_enough(problem, config)]
+
+
+def _is_exact_enough(problem: ConvWgradProblem, config: Config) -> bool:
+    if problem.out_dtype != "float32":
+        return True
+    pixels = longest_part(problem, config) * config.tile_p * config.tile_q
+    return min(pixels, problem.reduction_size) <= MAX_FLOAT32_PIXELS
+
+
+def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+    """Other strips with the same schedule, and more and fewer splits."""
+    units = units_per_tile(problem, config)
+    found = [dataclasses.replace(strip, splits=config.splits) for strip in _strips(problem)]
+    if config.splits:
+        wanted = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2} - {0}
+        found += [dataclasses.replace(config, splits=split_k.whole_splits(units, s)) for s in sorted(wanted)]
+    return [c for c in dict.fromkeys(found) if c != config and _is_exact_enough(problem, c)]
+
+
+# Fitted to measurements of seven shapes on one H200.
+_MMA_FLOPS_PER_SM = 840e12 / 132
+# Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
+_MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
+_BATCH_SECONDS = 0.31e-6  # least time of a batch of products
+_UNIT_SECONDS = 0.3e-6
+_HBM_BYTES = 4.0e12
+_PARTIAL_BYTES = 4.0e12
+_L2_BYTES_PER_SM = 111e9
+_LAUNCH_SECONDS = 4.0e-6
+_REDUCE_SECONDS = 1.0e-6
+
+
+def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
+    """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
+    waves = -(-parts(problem, config) // target.cores)
+    units = waves * longest_part(problem, config)
+    height = problem.output_spatial[0]
+    rows = height / -(-height // config.tile_p)  # of a strip, on average
+    together = batch_rows(problem, config)
+    flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
+    batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
+    load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
+    seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
+    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+    if workspace_bytes(problem, config) > 0:
+        partial = parts(problem, config) * config.tile_bytes * (1 if config.splits else 2)
+        seconds += _REDUCE_SECONDS + partial / _PARTIAL_BYTES
+    return seconds
+
+
+def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+    """The device code's specialisation: it depends on dtypes, taps and the strip's geometry."""
+    return compiler.Source(
+        "wgrad/halo.cu",
+        (
+            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
+            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
+            ("TAPS_H", config.taps_h),
+            ("TAPS_W", config.taps_w),
+            ("TILE_Q", config.tile_q),
+            ("BATCH_ROWS", batch_rows(problem, config)),
+        ),
+    )
+
+
+def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+    """`struct Args` of the device code, in its order."""
+    height, width = p.output_spatial
+    units = units_per_tile(p, config)
+    if config.splits:
+        per_part, longer = -(-units // config.splits), 0
+    else:
+        per_part, longer = divmod(rest_tiles(p, config) * units, parts(p, config))
+    (pad_h, _), (pad_w, _) = p.padding
+    values = (
+        *(p.in_channels, p.out_channels),
+        *(*p.kernel_spatial, *divisor(-(-p.kernel_spatial[1] // config.taps_w))),
+        *(*divisor(-(-p.in_channels // CHANNELS)), *divisor(-(-p.out_channels // CHANNELS))),
+        *(height, config.tile_p, *divisor(units // p.batch), *divisor(width // config.tile_q)),
+        pitch(p, config),
+        *(pad_h, pad_w, *p.rhs_dilation),
+        *(*divisor(units), buffers(p, config)),
+        *(config.splits, whole_tiles(p, config), *divisor(per_part), *divisor(per_part + 1), longer),
+    )
+    return plan.Int32Struct(values)
+
+
+def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: int) -> plan.TiledMap:
+    """Rows of `pixels` pixels and 64 channels of an NHWC array."""
+    dims = tuple(reversed(shape))
+    return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box=(CHANNELS, pixels, 1, 1))
+
+
+def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
+    """Exact launches. Buffers: lhs, g, dW, workspace."""
+    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
+    maps = (
+        _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
+        _row_map(1, problem, problem.g_shape, config.tile_q),
+    )
+    args, count = _args(problem, config), tiles(problem, config)
+    main = plan.Launch(
+        kernel="wgrad_halo",
+        grid=(count, config.splits, 1) if config.splits else (parts(problem, config), 1, 1),
+        block=(128 * (config.taps_h + 1), 1, 1),
+        params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(2), plan.Pointer(3)),
+        shared_bytes=shared_bytes(problem, config),
+    )
+    split = workspace_bytes(problem, config) > 0
+    launches = (main, _reduce_launch(problem, config, args)) if split else (main,)
+    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+
+
+def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32Struct) -> plan.Launch:
+    count, elements = rest_tiles(problem, config), config.tile_bytes // 16
+    most = config.splits or -(-parts(problem, config) // count) + 1
+    lanes = split_k.reduce_lanes(count * elements, most)
+    first_tile = tiles(problem, config) - count
+    return plan.Launch(
+        kernel="reduce_tiles",
+        grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
+        block=(split_k.REDUCE_THREADS, 1, 1),
+        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((lanes, first_tile))),
+        programmatic=True,
+    )

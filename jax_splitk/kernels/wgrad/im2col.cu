@@ -1,0 +1,778 @@
+// Split-k convolution weight gradient for Hopper: TMA (im2col) feeding WGMMA, on CuTe and CUTLASS atoms.
+//
+//   dW[tap, c, k] = sum over pixels (n, p, q) of X[n, p*stride - pad + tap*dilation, c] * dY[n, p, q, k]
+//
+// As a matrix product, D[rsc, k] = A^T B with both operands MN-major. The rsc side of a tile is a list of
+// independent 64-channel slots (tap, c0), each one TMA im2col box of 64 pixels x 64 channels; the k side is
+// 64-channel boxes of dY. In shared memory every box is 64 rows of 128 bytes under the 128-byte swizzle. With
+// SWAP the M side of the tile is k and the N side is rsc.
+//
+// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA; it leaves its registers to
+// the others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
+// Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one
+// arrival per consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0;
+// the producers' first pass over the ring does not wait. With CLUSTER 2 two thread blocks whose tiles need
+// the same boxes of one side issue every other one of these for both (multicast): each box completes at the
+// `full` barrier of the block that it lands in, which expects the whole stage whoever issues it, and `empty`
+// has the arrivals of both blocks' consumers. Epilogue: fp32 goes to memory from the accumulators. Once every
+// consumer of the block is done with the ring, it holds a 16-bit tile [rsc][k], which is read back in rows of
+// the output. If the splits of a tile form a cluster (wgrad_direct with more than one row in the grid), the
+// ring holds the fp32 tile, the blocks meet at the cluster's barrier and each adds its share of the tile over
+// all of them, in a fixed order, through distributed shared memory; a last cluster barrier keeps every
+// block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers) any more. Producers do
+// not take part: the cluster's barrier waits for threads that have not exited.
+//
+// Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
+// of it.
+//
+// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X
+// is a plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are
+// split), CLUSTER_SUMS (the splits of a tile are a cluster), OUT (split_k.cuh).
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "device/divisor.cuh"
+#include "device/split_k.cuh"
+#include "device/tensor_map.cuh"
+#include "device/wgmma_ss.cuh"
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// Must match `_args` in wgrad_im2col.py. Depth counts under RANK3 only.
+struct Args {
+  int channels, out_channels, taps;  // C and K of a group, T*R*S
+  int pitch;                         // K of all groups
+  Divisor slots;                     // of a tap
+  Divisor kernel_h, kernel_w;        // R, S
+  Divisor out_d, out_h, out_w;       // O, P, Q
+  int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
+  Divisor columns;                 // tiles along N; pairs of them where pairs go along N
+  int k_tiles, k_tiles_per_split;  // blocks of BLOCK_K pixels; under TURNS the fewest of a split
+  // Pixels from a split's block to its next, and that as a mixed-radix number (n, o, p, q).
+  int step, step_n, step_o, step_p, step_q;
+  int x_once, dy_once;  // under TURNS: whether a single tile reads any of the operand
+};
+
+// Under TAIL: tiles that are not split, those after them, and the splits of these.
+struct TailArgs {
+  int whole, rest, splits;
+};
+
+// A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
+// memory.
+constexpr bool TURNS = X_TILED && !TAIL;
+constexpr int BLOCK_K = 64;
+constexpr int SLOT = 64;  // channels of a box
+constexpr int BOX_BYTES = BLOCK_K * SLOT * 2;
+constexpr int M_BOXES = TILE_M / SLOT, N_BOXES = TILE_N / SLOT;
+constexpr int X_BOXES = SWAP ? N_BOXES : M_BOXES, DY_BOXES = SWAP ? M_BOXES : N_BOXES;
+constexpr int BOXES = M_BOXES + N_BOXES;
+constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+constexpr int PRODUCERS = BOXES < 4 ? BOXES : 4;  // producer warps
+constexpr int BOXES_PER_WARP = (BOXES + PRODUCERS - 1) / PRODUCERS;
+// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
+constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BOXES;
+constexpr int M_PER_WG = M_BOXES / CONSUMERS;
+constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int THREADS = 128 + CONSUMER_THREADS;
+// Of the two sides of a tile a pair of thread blocks shares the one with more boxes: its tiles are neighbours
+// along the other. Must match `_pair_along_m` in wgrad_im2col.py.
+constexpr bool PAIR_ALONG_M = N_BOXES >= M_BOXES;
+constexpr bool SHARE_X = PAIR_ALONG_M == bool(SWAP);
+constexpr uint16_t BOTH = 3;  // multicast mask
+// The register file, shared out by role (setmaxnreg wants multiples of 8). One consumer has enough without.
+constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+
+struct Slot {
+  int tap, c0;
+};
+
+__device__ inline Slot slot_of(const Args& g, int index) {
+  int tap = index / g.slots;
+  return {tap, (index - tap * g.slots) * SLOT};
+}
+
+// ---- producer
+// ------------------------------------------------------------------------------------------------------
+
+// The first of 64 output pixels.
+struct Pixel {
+  int index, n, o, p, q;
+};
+
+struct Tap {
+  uint16_t d, h, w;  // times the dilation
+};
+
+__device__ inline Pixel pixel_at(const Args& g, int index) {
+  int row = index / g.out_w;
+  int q = index - row * g.out_w;
+  int plane = row / g.out_h;
+  int p = row - plane * g.out_h;
+#if RANK3
+  int n = plane / g.out_d;
+  return {index, n, plane - n * g.out_d, p, q};
+#else
+  return {index, plane, 0, p, q};
+#endif
+}
+
+__device__ inline void advance(const Args& g, Pixel& at) {
+  at.index = int(at.index + (TURNS ? uint32_t(g.step) : BLOCK_K));  // may wrap, after the last block
+  at.q += g.step_q;
+  if (at.q >= g.out_w) {
+    at.q -= g.out_w;
+    ++at.p;
+  }
+  at.p += g.step_p;
+#if RANK3
+  if (at.p >= g.out_h) {
+    at.p -= g.out_h;
+    ++at.o;
+  }
+  at.o += g.step_o;
+  if (at.o >= g.out_d) {
+    at.o -= g.out_d;
+    ++at.n;
+  }
+#else
+  if (at.p >= g.out_h) {
+    at.p -= g.out_h;
+    ++at.n;
+  }
+#endif
+  at.n += g.step_n;
+}
+
+// `once`: a single tile reads it, so that it need not stay in L2.
+template <bool MULTICAST>
+__device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at,
+                                   bool once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  const uint64_t hint = uint64_t(TURNS && once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, BOTH, hint, to, c, at.index);
+  } else {
+    cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, c, at.index);
+  }
+}
+
+template <bool MULTICAST>
+__device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c,
+                              const Tap& tap, const Pixel& at) {
+#if X_TILED
+  load_matrix<MULTICAST>(map, full, to, c, at, g.x_once);
+#else
+  const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
+#if RANK3
+  const int d = at.o * g.stride_d - g.pad_d;
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, BOTH, to, c, w, h, d, at.n, tap.w, tap.h,
+                                                  tap.d);
+  } else {
+    cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
+  }
+#else
+  if constexpr (MULTICAST) {
+    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, BOTH, to, c, w, h, at.n, tap.w, tap.h);
+  } else {
+    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
+  }
+#endif
+#endif
+}
+
+__device__ inline Tap tap_at(const Args& g, int tap) {
+  int row = tap / g.kernel_w;
+  int s = tap - row * g.kernel_w;
+#if RANK3
+  int t = row / g.kernel_h;
+  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h),
+          uint16_t(s * g.dilation_w)};
+#else
+  return {0, uint16_t(row * g.dilation_h), uint16_t(s * g.dilation_w)};
+#endif
+}
+
+// One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four
+// warps instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
+struct Loads {
+  int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
+  Tap tap[BOXES_PER_WARP];
+  bool issued[BOXES_PER_WARP];  // here, not by the other block of a pair
+  int boxes;
+  Pixel at;
+};
+
+// Everything that divides: in the loop two divisions a box cost more than the loads themselves.
+__device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_tile, int kt) {
+  Loads loads;
+  loads.boxes = 0;
+#pragma unroll
+  for (int i = 0; i < BOXES_PER_WARP; ++i) {
+    const int box = warp + i * PRODUCERS;
+    const bool is_x = box < X_BOXES;
+    const int index = is_x ? box : box - X_BOXES;
+    loads.boxes += box < BOXES;
+    loads.issued[i] = box < BOXES && (CLUSTER == 1 || is_x != SHARE_X || index % 2 == blockIdx.x % 2);
+    loads.tap[i] = {0, 0, 0};
+    // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
+    loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
+    if (is_x) {
+      Slot slot = slot_of(g, x_tile * X_BOXES + index);
+      if (slot.tap < g.taps) {
+        loads.c0[i] = blockIdx.z * g.channels + slot.c0;
+        loads.tap[i] = tap_at(g, slot.tap);
+      } else {
+        loads.c0[i] =
+            gridDim.z * g.channels + SLOT;  // beyond the filter: filled with zeros, and never stored
+      }
+    } else {
+      loads.c0[i] = blockIdx.z * g.out_channels + (dy_tile * DY_BOXES + index) * SLOT;
+    }
+  }
+  loads.at = pixel_at(g, kt * BLOCK_K);
+  return loads;
+}
+
+// Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are
+// loops of their own right at the kernel's start: all that follows waits for them, and code that lies far off
+// is slow to come.
+template <bool EMPTY>
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint32_t ring,
+                               uint32_t barriers, int warp, Loads& loads, int k_tiles) {
+  int stage = 0;
+  uint32_t phase = 0;
+  const auto shared = [](uint32_t address) {
+    return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
+  };
+  const bool lead = !EMPTY || cute::elect_one_sync();
+#pragma unroll 1  // short: all of it is fetched anew in each block
+  for (int kt = 0; kt < k_tiles; ++kt) {
+    uint64_t* full = reinterpret_cast<uint64_t*>(shared(barriers + stage * 8));
+    const uint32_t base = ring + stage * STAGE_BYTES;
+    if constexpr (!EMPTY) EmptyBarrier::wait(full + STAGES, phase);
+    if (lead) {
+      FullBarrier::arrive_and_expect_tx(full, loads.boxes * BOX_BYTES);
+#pragma unroll
+      for (int i = 0; i < BOXES_PER_WARP; ++i) {
+        if (!loads.issued[i]) continue;
+        uint8_t* to = shared(base + loads.offset[i]);
+        if (warp + i * PRODUCERS < X_BOXES) {
+          load_x<CLUSTER == 2 && SHARE_X>(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
+        } else {
+          load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, full, to, loads.c0[i], loads.at, g.dy_once);
+        }
+      }
+    }
+    advance(g, loads.at);
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// ---- consumer
+// ------------------------------------------------------------------------------------------------------
+
+using Accumulator = float[M_PER_WG][ACCUMULATORS];
+
+__device__ inline void fence(Accumulator& acc) {
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) fence(acc[m]);
+}
+
+// The stage may be filled again, by whoever writes to it.
+__device__ inline void release(uint64_t* empty) {
+  const int thread = threadIdx.x % 128;
+  if constexpr (CLUSTER == 1) {
+    if (thread == 0) EmptyBarrier::arrive(empty);
+  } else {
+    EmptyBarrier::arrive(empty, thread, thread < CLUSTER);
+  }
+}
+
+__device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, int warpgroup, int k_tiles,
+                               Accumulator& acc) {
+  int stage = 0, previous = -1;
+  uint32_t phase = 0;
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+#pragma unroll 1
+  for (int kt = 0; kt < k_tiles; ++kt) {
+    FullBarrier::wait(&full[stage], phase);
+    uint32_t m_side = ring + stage * STAGE_BYTES + warpgroup * BOX_BYTES;
+    uint64_t b = operand(ring + stage * STAGE_BYTES + M_BOXES * BOX_BYTES, BOX_BYTES);
+    fence(acc);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < BLOCK_K / 16; ++k) {
+#pragma unroll
+      for (int m = 0; m < M_PER_WG; ++m) {
+        uint64_t a = operand(m_side + m * CONSUMERS * BOX_BYTES, BOX_BYTES);
+        wgmma(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale);
+      }
+      scale = GMMA::ScaleOut::One;
+    }
+    cute::warpgroup_commit_batch();
+    // The batch before this one has retired, so the stage it read may be filled again.
+    cute::warpgroup_wait<1>();
+    fence(acc);
+    if (previous >= 0) release(&empty[previous]);
+    previous = stage;
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  cute::warpgroup_wait<0>();
+  fence(acc);
+}
+
+// ---- epilogue
+// ------------------------------------------------------------------------------------------------------
+
+constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
+static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
+#if TAIL || CLUSTER_SUMS
+constexpr int CHUNKS = DY_TILE / 4;  // float4 of a row
+#endif
+
+// Where the 64 rows of a slot go.
+struct Rows {
+  int offset, count;  // of the first in the output; those within the problem
+};
+
+__device__ inline Rows rows_of(const Args& g, int index) {
+  const Slot slot = slot_of(g, index);
+  if (slot.tap >= g.taps) return {0, 0};
+  return {(slot.tap * g.channels + slot.c0) * g.pitch + int(blockIdx.z) * g.out_channels,
+          min(SLOT, g.channels - slot.c0)};
+}
+
+// Where the rows of a tile go, and its columns: from `column` on, those below `columns`, of rows that are
+// `pitch` apart. Their numbers within the problem are multiples of 8.
+struct Place {
+  const Rows* slots;
+  int column, columns, pitch;
+};
+
+// WGMMA's accumulator holds, for warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns
+// 8*j + 2*(l%4) (+1).
+
+// ---- epilogue: fp32 ----
+
+// A predicate, not a branch, for which the compiler computes all of the address anew.
+__device__ inline void store_if(bool inside, float* to, float x) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(x),
+               "r"(int(inside))
+               : "memory");
+}
+
+__device__ inline void store_if(bool inside, float* to, float x, float y) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
+               "f"(x), "f"(y), "r"(int(inside))
+               : "memory");
+}
+
+// Straight from the accumulators: a warp writes whole 32-byte sectors.
+__device__ inline void store_sums(const Place& place, int warpgroup, const Accumulator& acc, float* out) {
+  const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16, col0 = 2 * (lane % 4);
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int box = m * CONSUMERS + warpgroup;
+#if SWAP
+    const int k = place.column + box * SLOT + row0;
+    const bool inside[2] = {k < place.columns, k + 8 < place.columns};
+#pragma unroll
+    for (int slot = 0; slot < X_BOXES; ++slot) {
+      const Rows rows = place.slots[slot];
+      float* to = out + rows.offset + col0 * place.pitch + k + lane / 4;
+#pragma unroll
+      for (int j = 0; j < SLOT / 8; ++j) {
+        const float* sums = &acc[m][(slot * (SLOT / 8) + j) * 4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool store = inside[half] && 8 * j < rows.count;
+          store_if(store, to + 8 * half, sums[2 * half]);
+          store_if(store, to + place.pitch + 8 * half, sums[2 * half + 1]);
+        }
+        to += 8 * place.pitch;
+      }
+    }
+#else
+    const Rows rows = place.slots[box];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = row0 + 8 * half;
+      const int columns = first < rows.count ? place.columns - place.column : 0;
+      float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        store_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
+      }
+    }
+#endif
+  }
+}
+
+// ---- epilogue: 16 bits ----
+
+#if OUT != 0
+// The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of
+// the slot, 16-byte chunk i at i ^ row % 8.
+__device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row, int chunk) {
+  return tile + (slot * DY_BOXES + dy_box) * BOX_BYTES + row * 128 + (chunk ^ row % 8) * 16;
+}
+
+__device__ inline uint32_t packed(const float* pair) {
+  Vec<Output, 2> result;
+  convert(pair[0], result.v[0]);
+  convert(pair[1], result.v[1]);
+  return reinterpret_cast<const uint32_t&>(result);
+}
+
+__device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc) {
+  // Lanes 8*i to 8*i+7 have the addresses of the i-th of four 8x8 matrices: two halves, for j and j + 1.
+  const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
+  const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int box = m * CONSUMERS + warpgroup;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j += 2) {
+      const float* v = &acc[m][j * 4];
+#if SWAP
+      const uint32_t to = chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight);
+#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+#else
+      const uint32_t to = chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd);
+#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+#endif
+      asm volatile(STMATRIX " [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed(v)), "r"(packed(v + 2)),
+                   "r"(packed(v + 4)), "r"(packed(v + 6)));
+    }
+  }
+}
+
+// Each warpgroup stores whole boxes.
+__device__ inline void store_packed(const Place& place, uint32_t tile, int warpgroup, Output* out) {
+  constexpr int ROWS = 16, PASSES = SLOT / ROWS;  // rows that a warpgroup stores together
+  const int row0 = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < M_PER_WG * N_BOXES; ++i) {
+    const int box = i * CONSUMERS + warpgroup, slot = box / DY_BOXES, dy_box = box % DY_BOXES;
+    const uint32_t from = chunk_at(tile, slot, dy_box, row0, chunk);
+    const int k = place.column + dy_box * SLOT + chunk * 8;
+    const Rows rows = place.slots[slot];
+    const int end = k < place.columns ? rows.count : 0;
+    Output* to = out + rows.offset + row0 * place.pitch + k;
+    uint4 v[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v[pass].x), "=r"(v[pass].y), "=r"(v[pass].z), "=r"(v[pass].w)
+                   : "r"(from + pass * ROWS * 128));
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      asm volatile(
+          "{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
+              to + pass * ROWS * place.pitch),
+          "r"(v[pass].x), "r"(v[pass].y), "r"(v[pass].z), "r"(v[pass].w), "r"(row0 + pass * ROWS), "r"(end)
+          : "memory");
+    }
+  }
+}
+#endif
+
+// ---- epilogue: sums of a cluster ----
+
+#if CLUSTER_SUMS
+// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels
+// along it. Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every
+// other row, meet in a write, nor where lanes read along a row. All accesses are volatile: they stay on their
+// side of the barriers.
+__device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
+
+__device__ inline void write(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x));
+}
+
+__device__ inline void write(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y));
+}
+
+__device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc) {
+  const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16 + lane / 4, col0 = 2 * (lane % 4);
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int m0 = (m * CONSUMERS + warpgroup) * SLOT + row0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#if SWAP
+      const int k = m0 + 8 * half;
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int c = col0 + odd;
+        const uint32_t column = tile + (c * CHUNKS + (k / 4 ^ swizzle(c))) * 16 + k % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j)
+          write(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
+      }
+#else
+      const uint32_t row = tile + (m0 + 8 * half) * CHUNKS * 16 + col0 * 4;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        const float* pair = &acc[m][j * 4 + 2 * half];
+        write(row + j / 4 * 128 + (j % 4 * 2 ^ swizzle(row0)) * 16, pair[0], pair[1]);
+      }
+#endif
+    }
+  }
+}
+
+__device__ inline float4 read_own(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address));
+  return v;
+}
+
+__device__ inline void add(float4& sum, uint32_t address, int block) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cute::set_block_rank(address, block)));
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
+
+// Writes block `block`'s share of the tile into `out`, leaving out rows and columns beyond the problem. The
+// sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is
+// read by all the others at once.
+__device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int block, int blocks,
+                                          Output* out) {
+  constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;  // chunks that are under way at a time
+  const int step = blocks * CONSUMER_THREADS;
+  for (int i = block * CONSUMER_THREADS + threadIdx.x - 128; i < TOTAL; i += BATCH * step) {
+    float4 sum[BATCH];
+    uint32_t address[BATCH];
+    Output* to[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const bool mine = i + b * step < TOTAL;
+      const int at = mine ? i + b * step : i;
+      const int row = at / CHUNKS, chunk = at % CHUNKS, k = place.column + chunk * 4;
+      address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
+      sum[b] = read_own(address[b]);
+      const Rows rows = place.slots[row / SLOT];
+      const bool inside = mine && row % SLOT < rows.count && k < place.columns;
+      to[b] = inside ? out + rows.offset + row % SLOT * place.pitch + k : nullptr;
+    }
+#pragma unroll 2
+    for (int other = 1; other < blocks; ++other) {
+      const int from = block + other < blocks ? block + other : block + other - blocks;
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        if (i + b * step < TOTAL) add(sum[b], address[b], from);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      Vec<Output, 4> result;
+      convert(sum[b].x, result.v[0]);
+      convert(sum[b].y, result.v[1]);
+      convert(sum[b].z, result.v[2]);
+      convert(sum[b].w, result.v[3]);
+      if (to[b] != nullptr) *reinterpret_cast<Vec<Output, 4>*>(to[b]) = result;
+    }
+  }
+}
+#endif
+
+// ---- the kernels
+// ---------------------------------------------------------------------------------------------------
+
+// What a thread block computes: a tile's sum over so many blocks of pixels from kt on.
+struct Work {
+  int tile, split, kt, k_tiles;
+};
+
+// Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z
+// over groups. Split s covers pixel blocks [s, s+1) * k_tiles_per_split, or s, s + splits, ... under TURNS;
+// the plan leaves no split empty. Partial sums of split s go to partials + s * (output size); without PARTIAL
+// the splits are a cluster.
+__device__ inline Work work_of_block(const Args& g) {
+  const int tile = int(blockIdx.x) / CLUSTER, split = blockIdx.y;
+  if constexpr (TURNS) {
+    const int more = g.k_tiles - g.k_tiles_per_split * int(gridDim.y);  // splits that have one block more
+    return {tile, split, split, g.k_tiles_per_split + (split < more)};
+  } else {
+    const int kt = split * g.k_tiles_per_split;
+    return {tile, split, kt, min(g.k_tiles_per_split, g.k_tiles - kt)};
+  }
+}
+
+// Grid under TAIL: the tiles that are not split, then the splits of the others. These go to partials as
+// tiles.
+__device__ inline Work work_of_block(const Args& g, const TailArgs& tail) {
+  const int index = int(blockIdx.x) - tail.whole;
+  if (index < 0) return {int(blockIdx.x), 0, 0, g.k_tiles};
+  const int split = index / tail.rest, kt = split * g.k_tiles_per_split;
+  return {tail.whole + index - split * tail.rest, split, kt, min(g.k_tiles_per_split, g.k_tiles - kt)};
+}
+
+template <bool PARTIAL>
+__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
+                             Output* out, float* partials, const TailArgs* tail) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t full[2 * STAGES];
+  uint64_t* const empty = full + STAGES;
+  __shared__ Rows slots[X_BOXES];
+  const uint32_t ring = (cute::cast_smem_ptr_to_uint(raw) + 1023) & ~1023u;
+
+  const int rank = blockIdx.x % CLUSTER;
+  const int row = work.tile / g.columns, column = work.tile - row * g.columns;
+  const int tile_m = PAIR_ALONG_M ? row * CLUSTER + rank : row;
+  const int tile_n = PAIR_ALONG_M ? column : column * CLUSTER + rank;
+  const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
+  const bool as_tile = tail != nullptr && work.tile >= tail->whole;
+
+  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Loads loads;
+  if (warp < PRODUCERS) {
+    loads = loads_of(g, warp, x_tile, dy_tile, work.kt);
+  } else if (threadIdx.x == 128) {
+    for (int i = 0; i < STAGES; ++i) {
+      FullBarrier::init(&full[i], PRODUCERS);
+      EmptyBarrier::init(&empty[i], CONSUMERS * CLUSTER);
+    }
+    cutlass::arch::fence_barrier_init();
+  } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
+    const int slot = threadIdx.x % 32;
+    slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
+  }
+  __syncthreads();
+  if constexpr (CLUSTER == 2) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
+
+  const uint32_t barriers = cute::cast_smem_ptr_to_uint(full);
+  // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
+  if (warp < PRODUCERS)
+    produce<true>(x_map, dy_map, g, ring, barriers, warp, loads, min(work.k_tiles, STAGES));
+  if (warp < 4) {
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    if (warp < PRODUCERS && cute::elect_one_sync()) {
+      produce<false>(x_map, dy_map, g, ring, barriers, warp, loads, work.k_tiles - STAGES);
+    }
+  } else {
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    const int warpgroup = threadIdx.x / 128 - 1;
+    const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
+                                : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
+    Accumulator acc;
+    const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
+#if CLUSTER_SUMS
+    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
+    sync_consumers();
+    stage_tile(ring, warpgroup, acc);
+    cute::cluster_sync();
+    store_cluster_sums(place, ring, blockIdx.y, gridDim.y, out);
+    cute::cluster_sync();
+#else
+    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
+    if (PARTIAL) launch_dependent_grids();
+    if (as_tile) {
+      const int part = work.split * tail->rest + work.tile - tail->whole;
+      store_sums(place, warpgroup, acc, partials + size_t(part) * (TILE_M * TILE_N));
+    } else if (PARTIAL && tail == nullptr) {
+      store_sums(place, warpgroup, acc, partials + work.split * (size_t(g.taps) * g.channels * g.pitch));
+    } else {
+#if OUT == 0
+      store_sums(place, warpgroup, acc, out);
+#else
+      sync_consumers();
+      stage_packed(ring, warpgroup, acc);
+      sync_consumers();
+      store_packed(place, ring, warpgroup, out);
+#endif
+    }
+#endif
+    if constexpr (CLUSTER == 2) cute::cluster_sync();
+  }
+}
+
+#if TAIL
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_tail(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out,
+               float* partials) {
+  wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
+}
+
+constexpr int TAIL_CHUNKS = 4;  // of each thread: enough loads under way
+
+// Grid: x over pieces of a tile, y over the tiles that were split. Adds the splits in order.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
+    reduce_tail(const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, const float4* partials,
+                Output* out) {
+  static_assert(TILE_M * TILE_N / 4 % (REDUCE_THREADS * TAIL_CHUNKS) == 0);
+  const int tile = tail.whole + blockIdx.y, row = tile / g.columns, column = tile - row * g.columns;
+  const int x_tile = SWAP ? column : row, dy_tile = SWAP ? row : column;
+  const int first = blockIdx.x * REDUCE_THREADS * TAIL_CHUNKS + threadIdx.x;
+  wait_on_dependent_grids();
+  float4 sum[TAIL_CHUNKS] = {};
+  for (int split = 0; split < tail.splits; ++split) {
+    const float4* from = partials + (size_t(split) * tail.rest + blockIdx.y) * (TILE_M * TILE_N / 4) + first;
+#pragma unroll
+    for (int i = 0; i < TAIL_CHUNKS; ++i) {
+      const float4 v = __ldcg(from + i * REDUCE_THREADS);
+      sum[i].x += v.x;
+      sum[i].y += v.y;
+      sum[i].z += v.z;
+      sum[i].w += v.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < TAIL_CHUNKS; ++i) {
+    const int at = first + i * REDUCE_THREADS, line = at / CHUNKS, k = dy_tile * DY_TILE + at % CHUNKS * 4;
+    const Rows rows = rows_of(g, x_tile * X_BOXES + line / SLOT);
+    if (line % SLOT >= rows.count || k >= g.out_channels) continue;
+    Vec<Output, 4> result;
+    convert(sum[i].x, result.v[0]);
+    convert(sum[i].y, result.v[1]);
+    convert(sum[i].z, result.v[2]);
+    convert(sum[i].w, result.v[3]);
+    *reinterpret_cast<Vec<Output, 4>*>(out + rows.offset + line % SLOT * g.pitch + k) = result;
+  }
+}
+#else
+#if !CLUSTER_SUMS
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                  const __grid_constant__ Args g, float* partials) {
+  wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                 const __grid_constant__ Args g, Output* out) {
+  wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
+}
+#endif

@@ -1,0 +1,1 @@
+"""Public operations: their arguments, primitives, lowering, and what looks at them."""

@@ -1,0 +1,110 @@
+"""What would run, and why: reads the operations out of a function's trace and asks the selection code."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_splitk.ops import trace
+from jax_splitk.ops.lowering import choose
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import local_platform, target_for
+from jax_splitk.tuning.select import Choice
+
+# As JAX names what it lowers for.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One operation of a traced function.
+
+    Attributes:
+      problem: what is computed.
+      implementation: "cutlass", "host" or "xla"; "none" where an explicit choice cannot serve.
+      family: the kernel family, e.g. "wgrad_im2col"; None for XLA.
+      config: the family's config, None for XLA.
+      splits: parts into which the reduction is cut, None for XLA.
+      workspace_bytes: scratch memory asked of XLA.
+      why: one sentence.
+      count: how many operations of the function are this one.
+    """
+
+    problem: Problem
+    implementation: str
+    family: str | None
+    config: Any
+    splits: int | None
+    workspace_bytes: int
+    why: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The decisions for a function, in the order of its trace; `str()` of it is a table."""
+
+    platform: str
+    decisions: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        if not self.decisions:
+            return f"no jax_splitk operations (platform {self.platform})"
+        header = ("operation", "x", "implementation", "family", "config", "splits", "workspace", "why")
+        rows: list[tuple[str, ...]] = [header]
+        for d in self.decisions:
+            config = "" if d.config is None else str(d.config)
+            splits = "" if d.splits is None else str(d.splits)
+            size = f"{d.workspace_bytes / 2**20:.2f} MiB"
+            rows.append((str(d.problem), str(d.count), d.implementation, d.family or "", config, splits, size, d.why))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"platform {self.platform}", *lines])
+
+
+def decision(choice: Choice, count: int = 1) -> Decision:
+    """What is shown of a choice."""
+    family = None if choice.family is None else choice.family.name
+    splits = getattr(choice.config, "splits", None)
+    why, size = choice.why, choice.workspace_bytes
+    return Decision(choice.problem, choice.implementation, family, choice.config, splits, size, why, count)
+
+
+def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why.
+
+    Nothing is run, measured or compiled. Shapes are those of the trace: inside shard_map a device's part, under vmap
+    the batched ones. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
+    several devices, XLA partitions it, and operations outside of shard_map are XLA's.
+
+    Args:
+      fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
+      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s, whose shardings count.
+      platform: "cpu", "cuda" (also without a GPU: then for an H200), "rocm" or "tpu"; None for the default backend's.
+
+    Raises:
+      ValueError: another platform.
+    """
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; accepted: None, {', '.join(map(repr, PLATFORMS))}")
+    if platform is None:
+        platform = local_platform()
+    target = target_for(platform)
+    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
+    found: dict[tuple[Any, ...], Decision] = {}
+    for eqn in trace.operations(jaxpr.jaxpr):
+        problem = trace.problem_of(eqn)
+        options, partitioned = eqn.params["options"], several and not trace.is_manual(eqn)
+        key = (problem, options, partitioned)
+        if key in found:
+            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+            continue
+        try:
+            choice = choose(problem, target, options, partitioned=partitioned)
+        except (NotImplementedError, ValueError) as error:
+            found[key] = Decision(problem, "none", None, options.config, None, 0, str(error))
+            continue
+        found[key] = decision(choice)
+    return Explanation(platform, tuple(found.values()))

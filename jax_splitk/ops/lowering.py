@@ -1,0 +1,123 @@
+"""What the primitives share: from an equation at lowering to the choice, and to the code of the choice.
+
+A primitive rather than an `ffi_call` at trace time, so that the decision is taken at lowering, where the platform and
+the final (batched, per-shard) shapes are known.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime.plan import CustomCall
+from jax_splitk.runtime.target import Target, target_for
+from jax_splitk.tuning.code import code_of
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import Choice, announce, select, xla
+
+PLATFORMS = ("cpu", "cuda")
+
+
+# An equation's problem in canonical form, from the types of its operands and its parameters.
+ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
+
+# Our primitives.
+PROBLEMS: dict[core.Primitive, ProblemOf] = {}
+
+
+def define(
+    primitive: core.Primitive,
+    problem_of: ProblemOf,
+    with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
+    with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
+) -> None:
+    """Gives a primitive its implementation outside jit and its lowering, on every platform.
+
+    Args:
+      primitive: its parameters include `options`, the caller's.
+      problem_of: see `ProblemOf`.
+      with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
+      with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
+        custom call; None where its operands and result are the primitive's as they are.
+    """
+    PROBLEMS[primitive] = problem_of
+
+    @primitive.def_impl
+    def outside_jit(*operands: jax.Array, **params: Any) -> jax.Array:
+        with jax.disable_jit(False):  # else jit would call this again, for ever
+            return jitted(primitive, **params)(*operands)
+
+    for platform in (*PLATFORMS, None):
+
+        def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
+            problem = problem_of(ctx.avals_in, params)
+            custom_call = _chosen(ctx, problem, platform, params["options"])
+            (out,) = ctx.avals_out
+            if custom_call is None:
+                function = with_xla(problem, params, out)
+            elif (function := with_kernel(problem, params, out, custom_call)) is None:
+                return execute.lower(ctx, custom_call, problem, operands)
+            return mlir.lower_fun(function, False)(ctx, *operands)
+
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+@functools.lru_cache(maxsize=1024)
+def jitted(primitive: core.Primitive, **params: Any) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def is_static(problem: Problem) -> bool:
+    """Whether all of a problem's sizes are known: none is a symbolic dimension of jax.export."""
+    values = [getattr(problem, field.name) for field in dataclasses.fields(problem)]
+    return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
+
+
+def only_xla(problem: Problem) -> str | None:
+    """Why no kernel on any platform takes the problem; None where one may."""
+    return problem.limit or (None if is_static(problem) else "symbolic shapes")
+
+
+def choose(
+    problem: Problem,
+    target: Target,
+    options: Options,
+    *,
+    partitioned: bool,
+    measure: bool = False,
+    final: bool = False,
+) -> Choice:
+    """`select`, except that code which XLA will partition by itself is left to XLA.
+
+    A custom call is opaque to XLA's partitioner, which would gather its operands onto every device; inside shard_map
+    each device's part is a problem of its own and this does not apply.
+    """
+    reason = only_xla(problem)
+    if reason is not None:
+        return xla(problem, reason)
+    if partitioned and options.implementation != "xla":
+        if options.implementation is not None or options.config is not None:
+            raise NotImplementedError(
+                f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
+                "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
+            )
+        return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
+    return select(problem, target, options, measure=measure, final=final)
+
+
+def _chosen(ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options) -> CustomCall | None:
+    """The custom call that is lowered, None for XLA's operation, with a line in the log."""
+    target = target_for(platform)
+    partitioned = _compat.is_automatically_partitioned(ctx)
+    # Only what will run here can be measured here.
+    measure = not partitioned and not _compat.is_export(ctx) and target.is_local
+    choice = choose(problem, target, options, partitioned=partitioned, measure=measure, final=True)
+    choice, custom_call = code_of(choice, target, options, agreed=measure)
+    announce(choice)
+    return custom_call

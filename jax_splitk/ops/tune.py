@@ -1,0 +1,121 @@
+"""Tuning ahead of time: the problems of a function's trace, or problems given one by one."""
+
+import contextlib
+import logging
+import math
+import numbers
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jax_splitk.ops import lowering, trace
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import Target, local_platform, target_for
+from jax_splitk.tuning import agreement, store, tuner, watch
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.options import Options, current
+from jax_splitk.tuning.result import TuningResult
+
+logger = logging.getLogger("jax_splitk")
+
+
+def tune(
+    fn: Callable[..., Any], *args: Any, seconds: float | None = None, again: bool = False, **kwargs: Any
+) -> TuningResult:
+    """Tunes every jax_splitk operation in a trace of `fn(*args, **kwargs)` on the local device, and stores the
+    decisions in the user's cache, if that may be written (`JAX_SPLITK_CACHE_MODE`); the log says what was not stored.
+
+    Args:
+      fn: a function that `jax.make_jaxpr` accepts, e.g. a train step; it is traced, not run.
+      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
+      again: also tune what a cache already has.
+
+    Returns:
+      The decisions. As a context manager it puts them in force; `dumps` and `loads` carry them elsewhere.
+
+    Raises:
+      ValueError: `seconds` is not a number above 0.
+      RuntimeError: XLA itself cannot compute a problem.
+    """
+    wanted = {}
+    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
+    for eqn in trace.operations(jaxpr.jaxpr):
+        problem = trace.problem_of(eqn)
+        options: Options = eqn.params["options"]
+        if several and not trace.is_manual(eqn):
+            continue  # XLA partitions it
+        if options.config is None and options.implementation != "xla" and lowering.only_xla(problem) is None:
+            wanted[(problem, options.is_deterministic, options.workspace_limit)] = None
+    keys = [
+        (problem, Options(deterministic=deterministic, workspace_limit_bytes=limit))
+        for problem, deterministic, limit in wanted
+    ]
+    return _tune_all(keys, seconds, again)
+
+
+def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
+    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`,
+    `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`), under the options in force.
+
+    Raises:
+      TypeError: one of them is not a problem.
+      ValueError: the fields of one do not belong together; otherwise as `tune`.
+    """
+    given = list(problems)
+    accepted = tuple(operation.problem for operation in OPERATIONS.values())
+    for i, problem in enumerate(given):
+        if not isinstance(problem, accepted):
+            raise TypeError(f"problems[{i}]={problem!r}; accepted: {', '.join(t.__name__ for t in accepted)}")
+        try:
+            problem.validate()
+        except ValueError as error:
+            raise ValueError(f"problems[{i}]: {error}") from None
+    return _tune_all([(problem, current()) for problem in dict.fromkeys(given)], seconds, again)
+
+
+def _tune_all(wanted: list[tuple[Problem, Options]], seconds: float | None, again: bool) -> TuningResult:
+    budget = None if seconds is None else _seconds(seconds)
+    target = target_for(local_platform())
+    pairs: list[tuple[Key, Entry]] = []
+    for i, (problem, options) in enumerate(wanted):
+        key = key_for(problem, target, options)
+        if not tuner.ranked(key, target):
+            continue  # only XLA can compute it: nothing to decide
+        if sys.stderr.isatty() and len(wanted) > 1:
+            print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
+        _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, budget, again))
+        watch.decided(key, entry)
+        if entry is not None:
+            pairs.append((key, entry))
+    return TuningResult(tuple(pairs))
+
+
+def _seconds(value: Any) -> float:
+    """A number of seconds of any kind, NumPy's among them."""
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer that no float holds
+            number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"seconds={value!r}; accepted: None or a number above 0")
+    return number
+
+
+def _one(key: Key, target: Target, seconds: float | None, again: bool) -> Entry:
+    found = store.lookup(key, target)
+    if found is not None and not again:
+        return found[0]
+    entry = tuner.tune(key, target, None if found is None else found[0], seconds)
+    if not store.save(key, entry):
+        logger.warning(
+            "%s: measured, but not stored (JAX_SPLITK_CACHE_MODE=%s, %s): the TuningResult alone has it",
+            *(key.problem, disk.mode(), disk.cache_dir()),
+        )
+    return entry

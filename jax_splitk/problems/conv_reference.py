@@ -1,0 +1,127 @@
+"""The same operations in plain lax: what the fallback runs and what kernels are checked against."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, dilated
+from jax_splitk.runtime import _compat
+from jax_splitk.runtime.arguments import wider
+
+NHWC_SPECS = {
+    rank: lax.ConvDimensionNumbers(
+        lhs_spec=(0, rank + 1, *range(1, rank + 1)),
+        rhs_spec=(rank + 1, rank, *range(rank)),
+        out_spec=(0, rank + 1, *range(1, rank + 1)),
+    )
+    for rank in range(4)
+}
+
+
+def _swap_first_two(spec: Sequence[int]) -> tuple[int, ...]:
+    return (spec[1], spec[0], *spec[2:])
+
+
+def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
+    """Padding of the convolution of lhs with g whose result is the weight gradient."""
+    lhs = dilated(problem.input_spatial, problem.lhs_dilation)
+    g = dilated(problem.output_spatial, problem.window_strides)
+    kernel = dilated(problem.kernel_spatial, problem.rhs_dilation)
+    # What the result's size must be decides the high side; it also drops input that no window reaches.
+    sizes = zip(problem.padding, lhs, g, kernel, strict=True)
+    return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
+
+
+def conv_wgrad(
+    lhs: jax.Array,
+    g: jax.Array,
+    problem: ConvWgradProblem,
+    specs: lax.ConvDimensionNumbers | None = None,
+    out_sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+    """The weight gradient as one lax convolution, as lax's own transpose rule builds it.
+
+    The batch dimension of lhs and g is contracted, so it plays the feature dimension; channels play batch and output
+    features. Strides and kernel dilation change places. Unlike through `jax.vjp`, the result's dtype can be chosen.
+    `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
+    """
+    specs = specs or NHWC_SPECS[problem.rank]
+    if problem.reduction_size == 0:  # XLA refuses a convolution whose window has no pixels
+        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
+        return _compat.vary_like(zeros, lhs, g)
+    feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
+    # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
+    out = lax.conv_general_dilated(
+        lhs,
+        g,
+        window_strides=problem.rhs_dilation,
+        padding=wgrad_padding(problem),
+        lhs_dilation=problem.lhs_dilation,
+        rhs_dilation=problem.window_strides,
+        dimension_numbers=lax.ConvDimensionNumbers(
+            _swap_first_two(specs.lhs_spec), _swap_first_two(specs.out_spec), _swap_first_two(specs.rhs_spec)
+        ),
+        feature_group_count=feature_groups,
+        batch_group_count=batch_groups,
+        precision=lax_precision(problem.precision),
+        preferred_element_type=wider(problem.dtype, problem.out_dtype),
+        out_sharding=out_sharding,
+    )
+    return out.astype(problem.out_dtype)
+
+
+def rhs_shape(problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:
+    """The weight's shape in the order of `specs`."""
+    *kernel, in_channels, out_channels = problem.out_shape
+    sizes = dict(zip(specs.rhs_spec, (out_channels, in_channels, *kernel), strict=True))
+    return tuple(sizes[axis] for axis in range(len(sizes)))
+
+
+def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precision]:
+    """Inverse of `precision_name`."""
+    parts = [lax.Precision[part.upper()] for part in name.split(",")]
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+def precision_name(precision: lax.PrecisionLike) -> str:
+    """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs".
+
+    None means jax's `jax_default_matmul_precision`, as in lax. The algorithms that only matrix products have are
+    "default", as in lax's convolutions. Raises ValueError for what no convolution accepts.
+    """
+    if precision is None:
+        return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")
+    if _is_algorithm(precision):
+        return "default"
+    if isinstance(precision, tuple | list) and len(precision) == 2 and not any(map(_is_algorithm, precision)):
+        lhs, rhs = (precision_name(side) for side in cast(tuple[lax.PrecisionLike, ...], precision))
+        return lhs if lhs == rhs else f"{lhs},{rhs}"
+    if isinstance(precision, str):
+        if precision not in _PRECISION_NAMES:
+            raise ValueError(f"precision={precision!r}; accepted: {', '.join(map(repr, _PRECISION_NAMES))}")
+        return _PRECISION_NAMES[precision]
+    if not isinstance(precision, lax.Precision):
+        raise ValueError(f"precision={precision!r}; accepted: None, a jax.lax.Precision, its name, or a pair of them")
+    return precision.name.lower()
+
+
+def _is_algorithm(precision: object) -> bool:
+    if isinstance(precision, str):
+        return precision in lax.DotAlgorithmPreset.__members__
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+# lax's names and their aliases.
+_PRECISION_NAMES = {
+    "default": "default",
+    "fastest": "default",
+    "bfloat16": "default",
+    "high": "high",
+    "bfloat16_3x": "high",
+    "tensorfloat32": "high",
+    "highest": "highest",
+    "float32": "highest",
+}

@@ -1,0 +1,218 @@
+"""Exact, plain-data descriptions of what a custom call does: the last step before lowering.
+
+A `DevicePlan` is a list of kernel launches. Its buffers are the custom call's operands, then its results, the last of
+which is the workspace. It travels to the launcher (ffi/plan.cc) as a list of int64 words:
+
+    plan     = MAGIC VERSION #buffers #maps #launches image_bytes buffer* map* launch*
+    buffer   = bytes alignment
+    map      = kind buffer dtype rank dims[rank] strides[rank-1] element_strides[rank]
+               (kind 0, tiled: box[rank] | kind 1, im2col: lower[rank-2] upper[rank-2] channels pixels)
+               swizzle l2_promotion
+    launch   = kernel grid[3] block[3] cluster[3] shared_bytes programmatic #params param*
+    param    = 0 buffer offset | 1 map | 2 #words word*
+
+Enumerations are CUDA's (cuda.h: CUtensorMapDataType and so on).
+"""
+
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_splitk.runtime import compiler
+
+# Names of the custom calls; a name ends in the version of its attributes.
+LAUNCH_TARGET = "jax_splitk_launch_v1"
+HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v1"
+HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v1"
+TARGETS = (LAUNCH_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET)
+PLAN_MAGIC = 0x4B50534A
+PLAN_VERSION = 1
+
+TENSOR_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+SWIZZLE_128B = 3
+L2_PROMOTION_256B = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCall:
+    """An FFI custom call: its versioned target, attributes (plain data) and workspace size in bytes."""
+
+    target: str
+    attributes: Mapping[str, Any]
+    workspace_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlan:
+    """A call of a C++ handler that runs on XLA's own threads; nothing to compile."""
+
+    call: CustomCall
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.call.workspace_bytes
+
+    def custom_call(self) -> CustomCall:
+        return self.call
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """What the launcher checks of an operand or result: its exact size and its address's alignment, in bytes."""
+
+    bytes: int
+    alignment: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledMap:
+    """A TMA descriptor of a dense box (cuTensorMapEncodeTiled). Innermost dimension first; strides in bytes."""
+
+    buffer: int
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = SWIZZLE_128B
+
+    def words(self) -> list[int]:
+        ones = [1] * len(self.dims)
+        return [
+            *(0, self.buffer, TENSOR_MAP_DTYPES[self.dtype], len(self.dims)),
+            *(*self.dims, *self.strides, *ones, *self.box),
+            *(self.swizzle, L2_PROMOTION_256B),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Im2colMap:
+    """A TMA descriptor that walks a convolution's windows (cuTensorMapEncodeIm2col).
+
+    `dims` is (channels, ..., width, height, batch) from the innermost on; `lower` and `upper` are the corners of the
+    bounding box of window origins relative to the image, innermost spatial dimension first.
+    """
+
+    buffer: int
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    channels: int
+    pixels: int
+    swizzle: int = SWIZZLE_128B
+
+    def words(self) -> list[int]:
+        return [
+            *(1, self.buffer, TENSOR_MAP_DTYPES[self.dtype], len(self.dims)),
+            *(*self.dims, *self.strides, *self.element_strides),
+            *(*self.lower, *self.upper, self.channels, self.pixels),
+            *(self.swizzle, L2_PROMOTION_256B),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """A kernel parameter: the address of a buffer."""
+
+    buffer: int
+    offset: int = 0
+
+    def words(self) -> list[int]:
+        return [0, self.buffer, self.offset]
+
+
+@dataclasses.dataclass(frozen=True)
+class MapParam:
+    """A kernel parameter: a tensor map, by value (`__grid_constant__`)."""
+
+    index: int
+
+    def words(self) -> list[int]:
+        return [1, self.index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Int32Struct:
+    """A kernel parameter: a C struct of 32-bit integers, by value."""
+
+    values: tuple[int, ...]
+
+    def words(self) -> list[int]:
+        packed = struct.pack(f"<{len(self.values)}i", *self.values)
+        packed += bytes(-len(packed) % 8)
+        return [2, len(packed) // 8, *struct.unpack(f"<{len(packed) // 8}q", packed)]
+
+
+Param = Pointer | MapParam | Int32Struct
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch. `programmatic`: it may start before the plan's previous launch has ended (programmatic
+    dependent launch; the kernel itself waits for what it reads)."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params: tuple[Param, ...]
+    shared_bytes: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    programmatic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
+
+    source: compiler.Source
+    buffers: tuple[Buffer, ...]
+    maps: tuple[TiledMap | Im2colMap, ...]
+    launches: tuple[Launch, ...]
+    label: str
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.buffers[-1].bytes
+
+    def kernels(self) -> list[str]:
+        return list(dict.fromkeys(launch.kernel for launch in self.launches))
+
+    def words(self, image_bytes: int) -> list[int]:
+        """The encoding described at the top of this file."""
+        kernels = self.kernels()
+        out = [PLAN_MAGIC, PLAN_VERSION, len(self.buffers), len(self.maps), len(self.launches), image_bytes]
+        for buffer in self.buffers:
+            out += [buffer.bytes, buffer.alignment]
+        for tensor_map in self.maps:
+            out += tensor_map.words()
+        for launch in self.launches:
+            out += [kernels.index(launch.kernel), *launch.grid, *launch.block, *launch.cluster]
+            out += [launch.shared_bytes, int(launch.programmatic), len(launch.params)]
+            for param in launch.params:
+                out += param.words()
+        return out
+
+    def custom_call(self) -> CustomCall:
+        """Compiles the source (or finds it in the cubin cache) and packs everything into attributes."""
+        compiled = compiler.compile_source(self.source)
+        attributes = {
+            "plan": np.array(self.words(compiled.size), dtype=np.int64),
+            "code": compiled.code,
+            "kernels": ",".join(self.kernels()),
+            "config": self.label,
+        }
+        return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes)
+
+
+def tensor_map_strides(dims: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a packed array whose dimensions are given innermost first, without the innermost."""
+    strides, stride = [], itemsize
+    for dim in dims[:-1]:
+        stride *= dim
+        strides.append(stride)
+    return tuple(strides)

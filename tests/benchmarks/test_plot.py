@@ -1,0 +1,84 @@
+"""benchmarks/plot.py: the figures that it shows, and the same file for the same report."""
+
+import json
+import pathlib
+import xml.etree.ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import plot
+
+REPORT = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "wgrad_h200.json"
+
+
+def test_shares() -> None:
+    report = json.loads(REPORT.read_text())
+    found = plot.shares(report)
+    assert list(found) == [result["case"]["name"] for result in report["results"]]
+    assert all(0 < share < 1.1 for pair in found.values() for share in pair)
+    first = report["results"][0]
+    assert found[first["case"]["name"]] == (first["share_of_floor"], first["floor_us"] / first["xla"]["us"])
+
+
+def test_chart_has_every_case() -> None:
+    report = json.loads(REPORT.read_text())
+    (axes,) = plot.chart(report).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(plot.shares(report))
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == [pair[i] for i in range(2) for pair in plot.shares(report).values()]
+    assert "geometric means" in axes.get_title()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_files_are_the_same_each_time(tmp_path: pathlib.Path, suffix: str) -> None:
+    files = [tmp_path / f"{name}.{suffix}" for name in ("first", "second")]
+    for file in files:
+        assert plot.main([str(REPORT), str(file)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    if suffix == "svg":
+        assert xml.etree.ElementTree.parse(files[0]).getroot().tag.endswith("svg")
+        assert b"<dc:date>" not in files[0].read_bytes()
+
+
+def test_a_report_without_floors_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    report = json.loads(REPORT.read_text())
+    file.write_text(json.dumps(report | {"results": [r | {"floor_us": None} for r in report["results"]]}))
+    assert plot.main([str(file), str(tmp_path / "out.svg")]) == 2
+    assert "no result has floor_us; accepted: reports of an H200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_a_missing_report_is_refused(name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / name
+    with pytest.raises(SystemExit) as exit_:
+        plot.main([str(REPORT), str(file), str(tmp_path / "out.svg")])
+    assert exit_.value.code == 2
+    said = f"argument report: {str(file)!r} is no file; accepted: what a benchmark wrote with --json"
+    assert said in capsys.readouterr().err
+
+
+def test_later_reports_replace_cases_and_add_others() -> None:
+    report = json.loads(REPORT.read_text())
+    names = [result["case"]["name"] for result in report["results"]]
+    newer = json.loads(json.dumps(report["results"][1]))
+    newer["ours"]["us"] *= 2
+    other = json.loads(json.dumps(report["results"][2]))
+    other["case"]["name"] = "another"
+    merged = plot.combined([report, report | {"results": [newer, other]}])
+    assert [result["case"]["name"] for result in merged["results"]] == [*names, "another"]
+    before, after = plot.shares(report), plot.shares(merged)
+    assert after[names[1]][0] == before[names[1]][0] / 2
+    assert [after[name] for name in names if name != names[1]] == [before[name] for name in names if name != names[1]]
+
+
+def test_reports_that_do_not_belong_together_are_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = json.loads(REPORT.read_text())
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(report | {"environment": report["environment"] | {"device_kind": "another"}}))
+    assert plot.main([str(REPORT), str(file), str(tmp_path / "out.svg")]) == 2
+    assert "reports of different device_kind: NVIDIA H200, another; accepted: one" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Every kernel of every CUDA family on its smallest problems: what .ci/sanitize runs under NVIDIA's compute-sanitizer.
+
+Operands and expected results are computed on the host, so that nothing else runs on the device.
+"""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jax_splitk import kernels
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.every_kernel import RUNS, Run, kernel_names
+
+FAMILIES = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
+
+
+def device_code() -> set[compiler.Source]:
+    return {run.plan.source for run in RUNS} if jax.default_backend() == "gpu" else set()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_smallest_problems_are_exact(run: Run) -> None:
+    operands, expected = run.operands()
+    np.testing.assert_array_equal(np.asarray(run.function()(*operands)), expected)
+
+
+def test_the_runs_are_legal_and_reach_every_kernel() -> None:
+    for run in RUNS:
+        assert run.family.supports(run.problem, run.config, DEFAULT_CUDA) is None, run
+    texts = [re.sub(r"__launch_bounds__\([^)]*\)", "", run.plan.source.text()) for run in RUNS]
+    declared = {name for text in texts for name in re.findall(r"__global__\s+(?:void\s+)?(\w+)\(", text)}
+    assert declared == set(kernel_names())
+    count = collections.Counter(run.family.name for run in RUNS)
+    assert set(count) == {family.name for family in FAMILIES}
+    assert min(count.values()) >= 5
+
+
+def test_the_runs_reach_every_specialisation() -> None:
+    """Of element types, result types, weight formats and reductions."""
+    macros = collections.defaultdict(set)
+    for run in RUNS:
+        for name, value in run.plan.source.defines:
+            macros[run.family.name, name].add(value)
+    assert macros["wgrad_gather", "ELEMENT"] == {0, 1, 2}
+    assert macros["wgrad_gather", "PARTS"] == {1, 2, 3}
+    for family in ("wgrad_gather", "wgrad_tf32"):
+        assert macros[family, "RAGGED"] == {0, 1}
+    for family in ("wgrad_im2col", "wgrad_gather", "wgrad_grouped", "wgrad_halo"):
+        assert macros[family, "OUT"] == {0, 1, 2}, family
+    for macro in ("RANK3", "SWAP", "TAIL", "X_TILED"):
+        assert macros["wgrad_im2col", macro] == {0, 1}, macro
+    assert macros["quantized_tiled", "SCALING"] == {0, 1, 2}
+    assert macros["quantized_stream", "FORMAT"] == set(range(6))
+    assert macros["quantized_stream", "CLUSTER"] == {1, 2, 4, 8}
+    assert macros["quantized_fp8", "CLUSTER"] == {1, 2}
+    for macro in ("EIGHTS", "WHOLE", "PARTS"):
+        assert len(macros["quantized_fp8", macro]) == len(macros["quantized_tiled", macro]) == 2, macro
+    assert macros["quantized_fp8", "N_TILES"] == macros["quantized_tiled", "N_TILES"] == {0, 1, 2}
+    assert macros["quantized_fp8", "SPLITS"] == {1, 2, 3}

@@ -1,0 +1,560 @@
+"""The gathering family: what is legal, its index arithmetic step by step, its machine code. Needs no GPU."""
+
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import cases
+from jax_splitk.kernels.wgrad import gather
+from jax_splitk.kernels.wgrad.gather import Config, supports
+from jax_splitk.kernels.wgrad.gather_stage import CHAINS
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from tests import cubin, float64
+from tests.problems import seeded
+
+REGISTERS_PER_SM = 65536
+SHARED_PER_SM = 228 * 1024
+HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
+INT32_MAX = 2**31 - 1
+SUITE = [case for case in cases.WGRAD_CASES if {"stem", "float32"} & set(case.tags)]
+
+
+def conv(
+    spatial: tuple[int, ...] = (12, 12),
+    kernel: tuple[int, ...] = (3, 3),
+    channels: tuple[int, int] = (3, 64),
+    *,
+    batch: int = 2,
+    strides: tuple[int, ...] | None = None,
+    padding: tuple[tuple[int, int], ...] | None = None,
+    lhs_dilation: tuple[int, ...] | None = None,
+    rhs_dilation: tuple[int, ...] | None = None,
+    **fields: Any,
+) -> ConvWgradProblem:
+    ones = (1,) * len(spatial)
+    geometry = (
+        spatial, kernel, strides or ones, padding or tuple((k // 2, k // 2) for k in kernel), lhs_dilation or ones,
+        rhs_dilation or ones,
+    )  # fmt: skip
+    problem = ConvWgradProblem(
+        batch=batch,
+        input_spatial=spatial,
+        output_spatial=conv_output_spatial(*geometry),
+        kernel_spatial=kernel,
+        in_channels=channels[0],
+        out_channels=channels[1],
+        window_strides=geometry[2],
+        padding=geometry[3],
+        lhs_dilation=geometry[4],
+        rhs_dilation=geometry[5],
+        feature_group_count=1,
+        dtype="bfloat16",
+        out_dtype="float32",
+    )
+    return dataclasses.replace(problem, **fields)
+
+
+STEM = conv((224, 224), (7, 7), (3, 64), batch=256, strides=(2, 2), padding=((2, 3), (2, 3)))
+CONFIG = Config(1, 1, 64, 1, 8, 8, 3, 2, 1)
+
+
+# ---- what is legal -------------------------------------------------------------------------------------------------
+
+
+def line(pixels: int, channels: int = 1, out_channels: int = 8, **more: Any) -> ConvWgradProblem:
+    return conv((pixels,), (1,), (channels, out_channels), batch=1, **more)
+
+
+MOST_PIXELS = INT32_MAX - 256**2
+
+EDGES = [
+    (conv(dtype="float32"), conv(dtype="float64"), "dtype float64; accepted: float32, bfloat16, float16"),
+    *(
+        (
+            conv(out_dtype=good),
+            conv(out_dtype="float64"),
+            "preferred_element_type float64; accepted: float32, bfloat16, float16",
+        )
+        for good in ("float32", "bfloat16", "float16")
+    ),
+    (
+        conv(),
+        conv(channels=(6, 64), feature_group_count=2),
+        "feature_group_count 2, batch_group_count 1; accepted: 1",
+    ),
+    (conv(), conv(batch_group_count=2), "feature_group_count 1, batch_group_count 2; accepted: 1"),
+    (
+        conv((1, 12)),
+        conv((0, 12), padding=((2, 2), (1, 1))),
+        "input of (0, 12) pixels; accepted: at least 1 in each dimension",
+    ),
+    (conv(batch=1), conv(batch=0), f"0 output pixels; accepted: 1 to {MOST_PIXELS}"),
+    (
+        conv((2**16, 2**15 - 1), (1, 1), strides=(99, 99), batch=1),
+        conv((2**16, 2**15), (1, 1), strides=(99, 99), batch=1),
+        f"{2**31} input pixels; accepted: at most {INT32_MAX}",
+    ),
+    (
+        line(64, 2**14, 2**16 - 8),
+        line(64, 2**15, 2**16),
+        f"{2**31} weights; accepted: 1 to {INT32_MAX - 1024}",
+    ),
+    (
+        line(1000, 2**20, 1, strides=(1,)),
+        line(1000, 2**21, 1, strides=(1,)),
+        f"padded input of up to {(1000 + 256 + 1) * 2**21} elements in spatial dimension 0; accepted: at most",
+    ),
+    (
+        conv((330, 330), (12, 12), (8, 8)),
+        conv((330, 330), (300, 300), (8, 8)),
+        "the window's input takes ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES)
+def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
+    assert supports(legal) is None
+    assert str(supports(illegal)).startswith(reason)
+    assert str(supports(illegal, CONFIG, DEFAULT_CUDA)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("target", "legal"),
+    [
+        (DEFAULT_CUDA, True),
+        (Target("cuda", "NVIDIA B200", "10.0", 148), False),
+        (Target("cpu", "cpu", "9.0", 2), False),
+    ],
+)
+def test_only_hopper(target: Target, legal: bool) -> None:
+    reason = supports(conv(), None, target)
+    assert reason is None if legal else "needs a GPU of compute capability 9.0 (Hopper)" in str(reason)
+
+
+def test_config_limits() -> None:
+    p = conv(channels=(72, 64))  # 288 pixels, 2 x 2 x 2 tiles of 64
+    good = Config(2, 1, 64, 1, 8, 8, 72, 3, 4)
+    assert supports(p, good) is None
+    for change, reason in [
+        ({"consumers": 0}, "consumers 0; accepted: 1 to 4"),
+        ({"consumers": 5}, "consumers 5; accepted: 1 to 4"),
+        ({"blocks": 0}, "blocks 0; accepted: 1 to 4"),
+        ({"blocks": 5}, "blocks 5; accepted: 1 to 4"),
+        ({"tile_n": 80}, "tile_n 80; accepted: 8, 16, 32, 64, 96, 128, 192, 256"),
+        ({"stages": 1}, "stages 1; accepted: 2 to 4"),
+        ({"stages": 5}, "stages 5; accepted: 2 to 4"),
+        ({"images": 0}, "images 0, tile_p 8 and tile_q 8; accepted: products of 32 to 256"),
+        ({"tile_p": 3}, "images 1, tile_p 3 and tile_q 8; accepted: products of 32 to 256"),
+        ({"tile_p": 2}, "images 1, tile_p 2 and tile_q 8; accepted: products of 32 to 256"),
+        ({"tile_q": 64}, "images 1, tile_p 8 and tile_q 64; accepted: products of 32 to 256"),
+        ({"tile_q": 12}, "images 1, tile_p 8 and tile_q 12; accepted: eights of pixels"),
+        ({"images": 16, "tile_p": 3, "tile_q": 4}, "images 16, tile_p 3 and tile_q 4; accepted: eights of pixels"),
+        ({"blocks": 4, "tile_n": 128}, "4 blocks by tile_n 128 take about"),
+        ({"slice": 20}, "slice 20; accepted for 72 channels: 72, 40, 24, 16, 8"),
+        ({"tile_q": 32, "stages": 4}, "stages 4 take"),
+        ({"splits": 0}, "splits 0; accepted for 8 tiles of pixels: 1 to 8"),
+        ({"splits": 9}, "splits 9; accepted for 8 tiles of pixels: 1 to 8"),
+        ({"splits": 5}, "splits 5 leaves some of 8 tiles of pixels' splits empty; use 4"),
+    ]:
+        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+
+
+def test_precision_decides_the_parts() -> None:
+    parts = lambda **fields: gather.volume(conv(**fields)).parts  # noqa: E731
+    assert parts(dtype="bfloat16", precision="highest") == 1
+    assert parts(dtype="float32") == parts(dtype="float32", precision="high") == 2
+    assert parts(dtype="float32", precision="highest") == parts(dtype="float32", precision="default,highest") == 3
+
+
+# ---- candidates and the cost model ---------------------------------------------------------------------------------
+
+
+PROBLEMS = [
+    *(case.problem() for case in SUITE),
+    *(case.problem() for case in cases.SMALL_CASES),
+    *(dataclasses.replace(case, dtype="float32").problem() for case in cases.SMALL_CASES[::4]),
+    STEM,
+    conv((28, 28), (5, 5), (1, 32), batch=256),
+    conv((55, 55), (3, 3), (65, 100)),
+    conv((6, 7, 8), (3, 3, 3), (5, 12), dtype="float32", precision="highest"),
+    conv((500,), (9,), (2, 33), lhs_dilation=(2,)),
+    conv((30000,), (2,), (64, 8), rhs_dilation=(9999,), dtype="float32"),
+    conv((330, 330), (12, 12), (8, 8)),
+    conv((2, 2), (2, 2), (40, 40), batch=64, padding=((0, 0), (0, 0))),
+]
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
+    assert supports(p, None, DEFAULT_CUDA) is None
+    configs = gather.candidates(p, DEFAULT_CUDA)
+    assert 0 < len(set(configs)) == len(configs) <= 60
+    for config in configs:
+        assert supports(p, config, DEFAULT_CUDA) is None, config
+        assert config.splits >= gather.least_splits(p, config)
+        seconds = gather.estimate(p, config, DEFAULT_CUDA)
+        products = gather.volume(p).products
+        assert max(p.flops * products / 990e12, p.bytes_moved / 4.8e12) < seconds < 1, config
+    for config in gather.neighbours(p, configs[0], DEFAULT_CUDA):
+        assert config != configs[0]
+
+
+def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
+    assert gather.preferred(STEM, DEFAULT_CUDA) is None
+    assert gather.preferred(conv((56, 56), channels=(64, 64), batch=8, dtype="float32"), DEFAULT_CUDA) is None
+    assert gather.preferred(conv((112, 112), (7, 7), (8, 64), batch=64), DEFAULT_CUDA) is None
+    assert "64 input channels" in str(gather.preferred(conv(channels=(64, 64)), DEFAULT_CUDA))
+    strided = conv((56, 56), channels=(64, 64), batch=8, dtype="float32", strides=(2, 2))
+    assert "not known to be faster" in str(gather.preferred(strided, DEFAULT_CUDA))
+
+
+def test_long_float32_chains_are_cut() -> None:
+    for p in (STEM, conv((56, 56), channels=(64, 64), batch=256, dtype="float32")):
+        for config in gather.candidates(p, DEFAULT_CUDA):
+            tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+            additions = tiles * (config.pixels // 16) * gather.volume(p).products
+            assert additions <= gather.MAX_FLOAT32_CHAIN
+
+
+def test_long_sums_of_chains_are_cut() -> None:
+    p = conv((56, 56), channels=(64, 64), batch=256, dtype="float32", precision="highest")
+    v = gather.volume(p)
+    for config in gather.candidates(p, DEFAULT_CUDA):
+        tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+        assert config.pixels % (16 * gather.chain(v, config)) == 0
+        assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
+
+
+# ---- index arithmetic: the device code's, step by step -------------------------------------------------------------
+
+ARGS = [
+    *("batch", "in_d", "in_h", "in_w", "channels", "out_channels", "out_d", "out_h", "out_w"),
+    *("stride_d", "stride_h", "stride_w", "pad_d", "pad_h", "pad_w"),
+    *("m_tiles", "n_tiles", "tiles_h", "tiles_w", "k_tiles", "k_tiles_per_split", "partial_stride"),
+]
+
+
+def test_args_are_the_device_codes_struct_in_its_order() -> None:
+    struct = re.search(r"struct Args \{(.*?)\};", compiler.Source("wgrad/gather.cu", ()).text(), re.DOTALL)
+    assert struct is not None
+    assert re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", struct[1])) == ARGS
+
+
+class Device:
+    """wgrad/gather.cu's way from a plan and arrays to the result, with unwritten shared memory full of NaN."""
+
+    def __init__(self, p: ConvWgradProblem, config: Config) -> None:
+        plan = gather.make_plan(p, config)
+        self.p, self.config = p, config
+        self.m = {name: int(value) for name, value in plan.source.defines}
+        values = plan.launches[0].params[1].values  # type: ignore[union-attr]
+        self.g = dict(zip(ARGS, values, strict=True))
+        self.grid = plan.launches[0].grid
+        m = self.m
+        self.items = m["GRANULE"] // gather.volume(p).item
+        self.segment = m["KERNEL_S"] * m["SLICE"] if m["RUNS"] else m["SLICE"]
+        self.segments = m["KERNEL_T"] * m["KERNEL_R"] * (1 if m["RUNS"] else m["KERNEL_S"])
+        self.parity = m["LEAD"] % 2 if m["PAIRED"] else 0
+        self.run = (self.parity + self.segment + 1) // 2 * 2 if m["PAIRED"] else self.segment
+        self.pixels = m["TILE_IMAGES"] * m["TILE_P"] * m["TILE_Q"]
+        self.image = m["KERNEL_T"] * m["ROWS"] * m["ROW_PITCH"]
+
+    def pixel_offset(self, k: int) -> int:
+        m = self.m
+        rest, q = divmod(k, m["TILE_Q"])
+        n, p = divmod(rest, m["TILE_P"])
+        return q * m["PIXEL_COL"] + p * m["PIXEL_ROW"] + n * self.image
+
+    def row_offset(self, rows: np.ndarray) -> np.ndarray:
+        m = self.m
+        segment = np.minimum(rows // self.run, self.segments - 1)
+        s, tr = (0, segment) if m["RUNS"] else (segment % m["KERNEL_S"], segment // m["KERNEL_S"])
+        place = tr // m["KERNEL_R"] * m["ROWS"] * m["ROW_PITCH"] + tr % m["KERNEL_R"] * m["TAP_ROW"] + s * m["TAP_COL"]
+        return place + m["LEAD"] + rows % self.run - self.parity
+
+    def load_x(self, x: np.ndarray, tile: tuple[int, int, int, int], c0: int) -> np.ndarray:
+        m, g = self.m, self.g
+        image, plane, row0, column0 = tile
+        per_line = m["SLICE"] // self.items
+        if m["DENSE"]:
+            per_line = -(-(m["LEAD"] + m["COLUMNS"] * m["PITCH"]) // self.items)
+        lines = m["TILE_IMAGES"] * m["KERNEL_T"] * m["ROWS"] * (1 if m["DENSE"] else m["COLUMNS"])
+        i = np.arange(lines * per_line)
+        line, first = i // per_line, i % per_line * self.items
+        column = 0
+        if not m["DENSE"]:
+            line, column = line // m["COLUMNS"], line % m["COLUMNS"]
+        to = line * m["ROW_PITCH"] + column * m["PITCH"] + first
+        n = image + line // (m["ROWS"] * m["KERNEL_T"])
+
+        def undilated(position: Any, size: int, dilation: int) -> Any:
+            legal = (position >= 0) & (position % dilation == 0) & (position // dilation < size)
+            return np.where(legal, position // dilation, -1)
+
+        depth = line // m["ROWS"] % m["KERNEL_T"]
+        d = undilated(plane * g["stride_d"] - g["pad_d"] + depth * m["GRID_D"], g["in_d"], m["LHS_D"])
+        h = undilated(row0 * g["stride_h"] - g["pad_h"] + line % m["ROWS"] * m["GRID_H"], g["in_h"], m["LHS_H"])
+        inside = (n < g["batch"]) & (d >= 0) & (h >= 0)
+        start = column0 * g["stride_w"] - g["pad_w"]
+        if m["DENSE"]:
+            w, element = 0, start * m["PITCH"] - m["LEAD"] + first
+            inside &= (element >= 0) & (element < g["in_w"] * m["PITCH"])
+        else:
+            w, element = undilated(start + column * m["GRID_W"], g["in_w"], m["LHS_W"]), c0 + first
+            inside &= (w >= 0) & (element < g["channels"])
+        at = np.where(inside, (((n * g["in_d"] + d) * g["in_h"] + h) * g["in_w"] + w) * g["channels"] + element, 0)
+        assert not (at % self.items).any(), "a copy's source is not aligned"
+        assert not (to % self.items).any(), "a copy's destination is not aligned"
+        stage = np.full(m["TILE_IMAGES"] * self.image, np.nan)
+        for j in range(self.items):
+            stage[to + j] = np.where(inside, x.reshape(-1)[at + j], 0)
+        return stage
+
+    def fragments(self, stage: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """A's operand: a thread's place, then steps to its pixels that are the same for all threads."""
+        k = np.arange(self.pixels)
+        eights = np.array([self.pixel_offset(int(v)) for v in k // 8 * 8])
+        lanes = np.array([self.pixel_offset(int(v)) for v in k % 8 // 2 * 2])
+        at = self.row_offset(rows)[:, None] + eights + lanes + k % 2 * self.pixel_offset(1)
+        if self.m["PAIRED"]:
+            assert not (at[0::2] % 2).any(), "a pair of rows is not aligned"
+            assert (at[1::2] == at[0::2] + 1).all(), "two rows are not neighbours"
+        return stage[at]
+
+    def run_block(self, x: np.ndarray, dy: np.ndarray, out: np.ndarray, block: tuple[int, int]) -> None:
+        m, g, config = self.m, self.g, self.config
+        slice_, mn = divmod(block[0], g["m_tiles"] * g["n_tiles"])
+        m_tile, n_tile = divmod(mn, g["n_tiles"])
+        k0, c0 = n_tile * config.tile_n, slice_ * m["SLICE"]
+        rows = m_tile * config.tile_m + np.arange(config.tile_m)
+        k = np.arange(self.pixels)
+        sums = np.zeros((config.tile_m, config.tile_n))
+        first = block[1] * g["k_tiles_per_split"]
+        for kt in range(first, min(first + g["k_tiles_per_split"], g["k_tiles"])):
+            rest, q = divmod(kt, g["tiles_w"])
+            plane, p = divmod(rest, g["tiles_h"])
+            images, depth = divmod(plane, g["out_d"])
+            tile = (images * m["TILE_IMAGES"], depth, p * m["TILE_P"], q * m["TILE_Q"])
+            a = self.fragments(self.load_x(x, tile, c0), rows)
+            n = tile[0] + k // (m["TILE_P"] * m["TILE_Q"])
+            p, q = tile[2] + k // m["TILE_Q"] % m["TILE_P"], tile[3] + k % m["TILE_Q"]
+            inside = (n < g["batch"]) & (p < g["out_h"]) & (q < g["out_w"])
+            assert m["RAGGED"] or inside.all()
+            columns = min(config.tile_n, g["out_channels"] - k0)
+            b = np.zeros((self.pixels, config.tile_n))
+            gradient = dy.reshape(*(g[name] for name in ("batch", "out_d", "out_h", "out_w", "out_channels")))
+            b[inside, :columns] = gradient[n[inside], depth, p[inside], q[inside], k0 : k0 + columns]
+            sums += np.where(inside, a, 0) @ b
+        position = rows % self.run - self.parity
+        c = c0 + position
+        stored = (rows // self.run < self.segments) & (position >= 0) & (position < self.segment)
+        stored &= bool(m["RUNS"]) | (c < g["channels"])
+        to = rows // self.run * (self.segment if m["RUNS"] else g["channels"]) + c
+        columns = min(config.tile_n, g["out_channels"] - k0)
+        target = out[block[1]].reshape(-1, g["out_channels"])
+        assert np.isnan(target[to[stored], k0 : k0 + columns]).all(), "stored twice"
+        target[to[stored], k0 : k0 + columns] = sums[stored, :columns]
+
+    def __call__(self, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+        out = np.full((self.grid[1], *self.p.out_shape), np.nan)
+        for block in itertools.product(range(self.grid[0]), range(self.grid[1])):
+            self.run_block(x, dy, out, block)
+        return out.sum(0)
+
+
+def random_problem(rng: np.random.Generator) -> ConvWgradProblem:
+    while True:
+        rank = int(rng.choice([1, 2, 2, 2, 3]))
+        draw = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
+        ones = (1,) * rank
+        matrix = rng.random() < 0.15
+        p = conv(
+            draw(1, 13),
+            ones if matrix else draw(1, 5),
+            (
+                int(rng.choice([1, 2, 3, 4, 5, 7, 8, 10, 12, 24, 33, 65, 72])),
+                int(rng.choice([1, 3, 8, 10, 24, 65, 72])),
+            ),
+            batch=int(rng.integers(1, 5)),
+            strides=ones if matrix else draw(1, 4),
+            padding=((0, 0),) * rank if matrix else tuple(zip(draw(-2, 5), draw(-2, 5), strict=True)),
+            lhs_dilation=draw(1, 3) if rng.random() < 0.25 else ones,
+            rhs_dilation=draw(1, 4) if rng.random() < 0.4 else ones,
+            dtype=str(rng.choice(["bfloat16", "float32"])),
+        )
+        if supports(p) is None and p.flops < 1e7:
+            return p
+
+
+def test_index_arithmetic_of_random_problems() -> None:
+    with seeded(31) as rng:
+        for _ in range(25):
+            p = random_problem(rng)
+            x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
+            configs = gather.candidates(p, DEFAULT_CUDA)
+            for i in rng.choice(len(configs), min(2, len(configs)), replace=False):
+                np.testing.assert_array_equal(
+                    Device(p, configs[i])(x, dy), float64.conv_wgrad_on_host(p, x, dy), err_msg=f"{p} {configs[i]}"
+                )
+
+
+@pytest.mark.parametrize("pad", [2, 3])
+def test_index_arithmetic_of_the_stem(pad: int) -> None:
+    """Rows of the 7x7x3 window are runs of 21 elements, which begin at even or odd places."""
+    p = conv((32, 32), (7, 7), (3, 64), batch=1, strides=(2, 2), padding=((pad, 3), (pad, 3)))
+    with seeded(32) as rng:
+        x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
+        for config in gather.candidates(p, DEFAULT_CUDA)[::6]:
+            layout = gather.layout(gather.volume(p), config)
+            assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
+            np.testing.assert_array_equal(Device(p, config)(x, dy), float64.conv_wgrad_on_host(p, x, dy))
+
+
+def test_splitting_into_parts_is_what_the_device_code_assumes() -> None:
+    """Three truncated bf16 parts hold a float exactly (from 1e-33 on); two hold 16 bits of it."""
+    truncated = lambda x: (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # noqa: E731
+    with seeded(33) as rng:
+        x = (rng.standard_normal(10_000) * 10.0 ** rng.uniform(-25, 30, 10_000)).astype(np.float32)
+        high = truncated(x)
+        middle = truncated(x - high)
+        low = truncated(x - high - middle)
+        np.testing.assert_array_equal(high.astype(np.float64) + middle + low, x)
+        assert (abs(x - high - middle) <= abs(x) * 2.0**-15).all()
+
+
+# ---- how exactly the tensor cores add ------------------------------------------------------------------------------
+
+SMALL = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1))  # products of parts (of X, of dY), in the device code's order
+
+
+def bf16_parts(x: np.ndarray) -> list[np.ndarray]:
+    """Three that hold float32 numbers exactly, as float64."""
+    parts = []
+    for _ in range(3):
+        part = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        parts.append(part.astype(np.float64))
+        x = x - part
+    return parts
+
+
+def truncated_sum(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """A WGMMA's: it cuts off what lies below 26 bits of the largest of them all, and the result to 24.
+
+    Errors measured on an H200 follow from it: see `test_chains_keep_float32s_accuracy`.
+    """
+    terms = np.concatenate([sums[None], products])
+    unit = np.ldexp(1.0, np.frexp(np.abs(terms).max(0))[1] - 26)
+    total = np.trunc(terms / unit).sum(0) * unit
+    unit = np.ldexp(1.0, np.frexp(total)[1] - 24)
+    return np.trunc(total / unit) * unit
+
+
+def chain_error(order: list[tuple[int, int, int]], splits: int, chains: int) -> float:
+    """Relative error of inner products in `splits` parts of so many chains, whose products are `order`: (step of 16
+    pixels, part of X, part of dY)."""
+    width, steps = 128, 1 + max(step for step, _, _ in order)
+    with seeded(35) as rng:
+        x, dy = (rng.standard_normal((splits, chains, steps, 16, width)).astype(np.float32) for _ in range(2))
+    exact = (x.astype(np.float64) * dy).sum((0, 1, 2, 3))
+    x_parts, dy_parts = bf16_parts(x), bf16_parts(dy)
+    total = np.zeros(width, np.float32)
+    for split in range(splits):
+        rounded = np.zeros(width, np.float32)
+        for chain in range(chains):
+            sums = np.zeros(width)
+            for step, i, j in order:
+                sums = truncated_sum(sums, x_parts[i][split, chain, step] * dy_parts[j][split, chain, step])
+            rounded += sums.astype(np.float32)
+        total += rounded
+    return float(np.linalg.norm(total - exact) / np.linalg.norm(exact))
+
+
+def order_of(steps: int) -> list[tuple[int, int, int]]:
+    """The device code's, of a chain."""
+    return [(step, *parts) for step in range(steps) for parts in SMALL] + [(step, 0, 0) for step in range(steps)]
+
+
+@pytest.mark.parametrize("steps", CHAINS)
+def test_chains_keep_float32s_accuracy(steps: int) -> None:
+    """Of 25088 pixels in 44 splits, on which XLA's float32 has an error of 2.3e-7 on an H200. hh first, and the others
+    onto its large sums, in chains of two steps, gave 5.70e-7 there."""
+    before = [(step, *parts) for step in range(2) for parts in ((0, 0), *reversed(SMALL))]
+    assert 5e-7 < chain_error(before, 44, 18) < 6.5e-7
+    assert chain_error(order_of(steps), 44, 36 // steps) < 2.5e-7
+
+
+# Warpgroups of several blocks, whose chains end one after the other, by (blocks, steps of a chain).
+CHAINED = conv((33, 31), (3, 3), (64, 72), batch=2, dtype="float32", precision="highest")
+BLOCKS = {
+    (2, 4): Config(2, 2, 32, 1, 8, 8, 16, 2, 3),
+    (3, 4): Config(2, 3, 32, 1, 8, 8, 16, 2, 2),
+    (2, 2): Config(2, 2, 64, 1, 4, 8, 16, 2, 5),
+    (4, 2): Config(1, 4, 16, 1, 8, 8, 16, 2, 1),
+}
+
+
+def test_chains_of_several_blocks() -> None:
+    v = gather.volume(CHAINED)
+    for (blocks, steps), config in BLOCKS.items():
+        assert supports(CHAINED, config) is None
+        assert (config.blocks, gather.chain(v, config)) == (blocks, steps)
+    assert gather.chain(gather.volume(STEM), BLOCKS[2, 4]) == 1
+
+
+def test_sums_of_the_longest_split_keep_float32s_accuracy() -> None:
+    assert chain_error(order_of(CHAINS[0]), 1, gather.MAX_ROUNDED_CHAIN) < 4e-7
+
+
+# ---- machine code --------------------------------------------------------------------------------------------------
+
+
+def compilations() -> list[tuple[ConvWgradProblem, Config]]:
+    """The likeliest choices of problems that differ in what the macros switch."""
+    problems = [
+        STEM,
+        *(case.problem() for case in SUITE[1:]),
+        conv((28, 28), (5, 5), (1, 32), batch=256, out_dtype="bfloat16"),
+        conv((55, 55), (3, 3), (65, 100), dtype="float16"),
+        conv((33, 31), (3, 3), (12, 10), dtype="float32", precision="highest"),
+        conv((6, 7, 8), (3, 3, 3), (5, 12), lhs_dilation=(2, 1, 2)),
+    ]
+    found = {}
+    for p in problems:
+        seen = set()
+        for config in gather.candidates(p, DEFAULT_CUDA):
+            shape = (config.consumers, config.blocks, config.tile_n)
+            if shape not in seen and len(seen) < 3:
+                seen.add(shape)
+                found[gather.source(p, config)] = (p, config)
+    return list(found.values())
+
+
+@pytest.mark.slow
+def test_variants_are_good_machine_code() -> None:
+    wanted = compilations()
+    sources = [gather.source(p, config) for p, config in wanted]
+    for (p, config), source, compiled in zip(wanted, sources, compiler.compile_sources(sources), strict=True):
+        what = f"{p} {config}\n{compiled.log}"
+        assert not cubin.warnings(compiled.log, source.file), what
+        assert not compiled.serialized_wgmma, what
+        assert compiled.spill_bytes == 0, what
+        found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
+        assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
+        v, threads = gather.volume(p), 128 * (1 + config.consumers)
+        for name in ("wgrad_partial", "wgrad_direct"):
+            kernel, report, together = found[name], reports[name], gather.ctas_per_sm(v, config)
+            assert (report.stack_bytes, report.spill_bytes) == (0, 0), what
+            registers = -(-report.registers // 8) * 8
+            assert registers * threads * together <= REGISTERS_PER_SM, what
+            assert (gather.shared_bytes(v, config) + kernel.shared_bytes) * together <= SHARED_PER_SM, what
+            products = config.pixels // 16 * config.blocks * v.products
+            assert kernel.opcodes[HGMMA] >= products, what
+            cubin.check_roles(kernel, report, config.consumers)

@@ -1,0 +1,417 @@
+"""The host handler and its family module, called directly: no primitive, no selection."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk  # noqa: F401 (registers the handler)
+from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.wgrad.host import Config
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handler runs on the CPU")
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def make_problem(
+    spatial: tuple[int, ...],
+    kernel: tuple[int, ...],
+    *,
+    batch: int = 2,
+    channels: tuple[int, int] = (4, 6),
+    strides: tuple[int, ...] | None = None,
+    padding: tuple[tuple[int, int], ...] | None = None,
+    lhs_dilation: tuple[int, ...] | None = None,
+    rhs_dilation: tuple[int, ...] | None = None,
+    groups: int = 1,
+    dtype: str = "float32",
+    out_dtype: str | None = None,
+) -> ConvWgradProblem:
+    ones = (1,) * len(spatial)
+    padding = padding or ((0, 0),) * len(spatial)
+    geometry = (strides or ones, padding, lhs_dilation or ones, rhs_dilation or ones)
+    return ConvWgradProblem(
+        batch=batch,
+        input_spatial=spatial,
+        output_spatial=conv_output_spatial(spatial, kernel, *geometry),
+        kernel_spatial=kernel,
+        in_channels=channels[0],
+        out_channels=channels[1],
+        window_strides=geometry[0],
+        padding=padding,
+        lhs_dilation=geometry[2],
+        rhs_dilation=geometry[3],
+        feature_group_count=groups,
+        dtype=dtype,
+        out_dtype=out_dtype or dtype,
+    )
+
+
+def random_problem(rng: np.random.Generator, seed: int) -> ConvWgradProblem:
+    """A problem of any rank, grouping and geometry; small integers as inputs keep its sums exact."""
+    rank = int(rng.integers(1, 4))
+    groups, group_in, group_out = (int(rng.choice(v)) for v in ([1, 1, 2, 5, 70], [1, 1, 3, 8], [1, 2, 4, 9]))
+    if groups == 1:
+        group_in, group_out = int(rng.choice([1, 3, 16, 70])), int(rng.choice([1, 3, 8, 65]))
+
+    def some(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in rng.integers(low, high, rank))
+
+    return make_problem(
+        some(3, (30, 10, 7)[rank - 1]),
+        some(1, 4),
+        batch=int(rng.integers(1, 4)),
+        channels=(groups * group_in, groups * group_out),
+        strides=some(1, 4),
+        padding=tuple(zip(some(-1, 4), some(-1, 4), strict=True)),
+        lhs_dilation=some(1, 3) if rng.random() < 0.4 else None,
+        rhs_dilation=some(1, 3) if rng.random() < 0.4 else None,
+        groups=groups,
+        dtype=DTYPES[seed % 3],
+        out_dtype=str(rng.choice(DTYPES)),
+    )
+
+
+def random_config(rng: np.random.Generator, problem: ConvWgradProblem) -> Config:
+    config = Config(int(rng.choice([1, 1, 2, 3, 7])), int(rng.choice([8, 24, 256])))
+    most = max(1, problem.reduction_size)
+    return dataclasses.replace(config, splits=min(config.splits, most))
+
+
+def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def integers(problem: ConvWgradProblem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    shapes = (problem.lhs_shape, problem.g_shape)
+    lhs, g = (as_dtype(rng.integers(-2, 3, shape), problem.dtype) for shape in shapes)
+    return lhs, g
+
+
+def normals(problem: ConvWgradProblem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    shapes = (problem.lhs_shape, problem.g_shape)
+    lhs, g = (as_dtype(rng.standard_normal(shape), problem.dtype) for shape in shapes)
+    return lhs, g
+
+
+def reference(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """dW in float64, one product for each tap and output pixel, straight from the definition."""
+    lhs, g = lhs.astype(np.float64), g.astype(np.float64)
+    groups = problem.feature_group_count
+    x = lhs.reshape(*lhs.shape[:-1], groups, problem.in_channels // groups)
+    y = g.reshape(*g.shape[:-1], groups, problem.out_channels // groups)
+    dw = np.zeros((*problem.kernel_spatial, problem.in_channels // groups, groups, y.shape[-1]))
+    for tap in itertools.product(*map(range, problem.kernel_spatial)):
+        for out in itertools.product(*map(range, problem.output_spatial)):
+            at = [
+                o * problem.window_strides[i] - problem.padding[i][0] + tap[i] * problem.rhs_dilation[i]
+                for i, o in enumerate(out)
+            ]
+            source = [divmod(a, d) for a, d in zip(at, problem.lhs_dilation, strict=True)]
+            sizes = problem.input_spatial
+            if all(r == 0 and 0 <= q < n for (q, r), n in zip(source, sizes, strict=True)):
+                pixel = (slice(None), *(q for q, _ in source))
+                dw[tap] += np.einsum("ngc,ngk->cgk", x[pixel], y[(slice(None), *out)])
+    return dw.reshape(problem.out_shape)
+
+
+def call_raw(
+    problem: ConvWgradProblem, size: int, attributes: dict[str, Any], lhs: Any, g: Any, *, out: Any = None
+) -> jax.Array:
+    """The custom call with any workspace size, attributes and result shape, legal or not."""
+    shape = out or jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))
+    call = jax.ffi.ffi_call(HOST_WGRAD_TARGET, (shape, jax.ShapeDtypeStruct((size,), jnp.uint8)))
+    return call(lhs, g, **attributes)[0]
+
+
+def call_host(problem: ConvWgradProblem, config: Config, lhs: Any, g: Any) -> jax.Array:
+    assert wgrad_host.supports(problem, config) is None
+    call = wgrad_host.make_plan(problem, config).custom_call()
+    return call_raw(problem, call.workspace_bytes, dict(call.attributes), lhs, g)
+
+
+def call_xla(problem: ConvWgradProblem, lhs: Any, g: Any) -> jax.Array:
+    def conv(w: jax.Array) -> jax.Array:
+        spatial = "DHW"[-problem.rank :]
+        return jax.lax.conv_general_dilated(
+            jnp.asarray(lhs),
+            w,
+            problem.window_strides,
+            problem.padding,
+            problem.lhs_dilation,
+            problem.rhs_dilation,
+            (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+            problem.feature_group_count,
+        )
+
+    return jax.jit(lambda g: jax.vjp(conv, jnp.zeros(problem.out_shape, problem.dtype))[1](g)[0])(jnp.asarray(g))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_integers_are_exact(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, seed)
+    lhs, g = integers(problem, rng)
+    got = np.asarray(call_host(problem, random_config(rng, problem), lhs, g))
+    expected = as_dtype(reference(problem, lhs, g).astype(np.float32), problem.out_dtype)
+    np.testing.assert_array_equal(got, expected, err_msg=str(problem))
+
+
+@pytest.mark.parametrize(("size", "dilation", "cut"), [(2, 2, 1), (3, 2, 2), (4, 3, 6)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_dilated_input_of_its_own_size_is_no_plain_product(size: int, dilation: int, cut: int, groups: int) -> None:
+    """Negative padding cuts the holes' extent off again."""
+    pads = ((0, -cut), (0, -cut))
+    problem = make_problem(
+        (size, size), (1, 1), channels=(32, 48), padding=pads, lhs_dilation=(dilation, dilation), groups=groups
+    )
+    assert problem.output_spatial == problem.input_spatial
+    lhs, g = integers(problem, np.random.default_rng(size))
+    got = np.asarray(call_host(problem, Config(1, 64), lhs, g))
+    np.testing.assert_array_equal(got, reference(problem, lhs, g).astype(np.float32))
+
+
+LARGER = [
+    make_problem((14, 14), (3, 3), batch=4, channels=(24, 40), padding=((1, 1), (1, 1))),
+    make_problem((12, 12), (1, 1), batch=4, channels=(70, 130)),
+    make_problem((16, 16), (3, 3), channels=(3, 600), strides=(2, 2), padding=((0, 1), (0, 1))),
+    make_problem((14, 14), (5, 5), channels=(100, 100), padding=((2, 2), (2, 2)), groups=100),
+    make_problem((14, 14), (3, 3), channels=(32, 64), padding=((1, 1), (1, 1)), groups=8),
+    make_problem((14, 14), (3, 3), channels=(65, 130), padding=((1, 1), (1, 1)), groups=65),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("problem", LARGER, ids=str)
+def test_error_is_no_larger_than_xlas(problem: ConvWgradProblem, dtype: str) -> None:
+    problem = dataclasses.replace(problem, dtype=dtype, out_dtype=dtype)
+    lhs, g = normals(problem, np.random.default_rng(0))
+    expected = reference(problem, lhs, g)
+
+    def error(result: jax.Array) -> float:
+        return float(np.abs(np.asarray(result).astype(np.float64) - expected).max())
+
+    scale = float(np.abs(expected).max())
+    assert error(call_host(problem, Config(4, 128), lhs, g)) <= max(2 * error(call_xla(problem, lhs, g)), 1e-6 * scale)
+
+
+@pytest.mark.parametrize("problem", LARGER, ids=str)
+def test_results_repeat_bitwise(problem: ConvWgradProblem) -> None:
+    lhs, g = normals(problem, np.random.default_rng(1))
+    first = np.asarray(call_host(problem, Config(5, 64), lhs, g))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(call_host(problem, Config(5, 64), lhs, g)), first)
+
+
+def assert_same_floats(got: Any, expected: np.ndarray) -> None:
+    with np.errstate(invalid="ignore"):  # float16's signalling NaNs
+        np.testing.assert_array_equal(np.asarray(got).reshape(-1).astype(np.float32), expected.astype(np.float32))
+
+
+def test_special_values_and_rounding() -> None:
+    """Every 16-bit pattern through a product with one: read, carried and rounded as ml_dtypes does."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    problem = make_problem((1,), (1,), batch=1, channels=(2**16, 1))
+    for dtype in ("float16", "bfloat16"):
+        lhs = patterns.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).reshape(1, 1, -1)
+        # XLA runs with subnormal floats flushed to zero; bfloat16's subnormals are such, half's are not.
+        if dtype == "bfloat16":
+            lhs = np.where(np.abs(lhs.astype(np.float32)) < 2.0**-126, 0, lhs).astype(lhs.dtype)
+        one = as_dtype(np.ones((1, 1, 1)), dtype)
+        same = dataclasses.replace(problem, dtype=dtype, out_dtype=dtype)
+        assert_same_floats(call_host(same, Config(1, 8), lhs, one), lhs.reshape(-1))
+    wide = (
+        np.random.default_rng(0).standard_normal(2**16).astype(np.float32)
+        * np.float32(2) ** np.tile(np.arange(-28, 20, dtype=np.float32), 1366)[: 2**16]
+    )
+    for dtype in ("float16", "bfloat16"):
+        narrowing = dataclasses.replace(problem, out_dtype=dtype)
+        got = call_host(narrowing, Config(1, 8), wide.reshape(1, 1, -1), np.ones((1, 1, 1), np.float32))
+        with np.errstate(over="ignore"):
+            assert_same_floats(got, as_dtype(wide, dtype))
+
+
+@pytest.mark.parametrize("empty", ["batch", "output", "channels"])
+def test_empty_reductions_give_zeros(empty: str) -> None:
+    problem = {
+        "batch": make_problem((4, 4), (3, 3), batch=0),
+        "output": make_problem((2, 2), (3, 3)),
+        "channels": make_problem((4, 4), (3, 3), channels=(0, 6)),
+    }[empty]
+    result = call_host(
+        problem, Config(1, 8), np.ones(problem.lhs_shape, np.float32), np.ones(problem.g_shape, np.float32)
+    )
+    np.testing.assert_array_equal(np.asarray(result), np.zeros(problem.out_shape, np.float32))
+
+
+SMALL = make_problem((5, 5), (3, 3))
+
+
+def small_call(**changes: Any) -> jax.Array:
+    call = wgrad_host.make_plan(SMALL, Config(2, 8)).custom_call()
+    lhs, g = np.ones(SMALL.lhs_shape, np.float32), np.ones(SMALL.g_shape, np.float32)
+    size = changes.pop("size", call.workspace_bytes)
+    lhs, g, out = changes.pop("lhs", lhs), changes.pop("g", g), changes.pop("out", None)
+    return call_raw(SMALL, size, {**call.attributes, **changes}, lhs, g, out=out)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 0}, "workspace has 0 bytes"),
+        ({"splits": np.int64(0)}, "splits = 0 must lie within 1..18"),
+        ({"splits": np.int64(19)}, "splits = 19 must lie within 1..18"),
+        ({"block": np.int64(12)}, "block = 12 must be a multiple of 8"),
+        ({"feature_group_count": np.int64(3)}, "feature_group_count = 3"),
+        ({"feature_group_count": np.int64(0)}, "feature_group_count = 0"),
+        ({"feature_group_count": np.int64(2)}, "with 2 groups"),
+        ({"window_strides": ints(1)}, r"window_strides = \(1\) has 1 elements, expected 2"),
+        ({"window_strides": ints(0, 1)}, r"window_strides = \(0, 1\) must lie within 1"),
+        ({"window_strides": ints(2, 1)}, "spatial dimension 0 of g is 3.* give 2"),
+        ({"padding": ints(0, 0)}, r"padding = \(0, 0\) has 2 elements, expected 4"),
+        ({"padding": ints(0, 0, 2**40, 0)}, "padding = .* must lie within"),
+        ({"rhs_dilation": ints(1, 1, 1)}, "rhs_dilation = .* has 3 elements"),
+        ({"lhs_dilation": ints(1, -1)}, "lhs_dilation = .* must lie within 1"),
+        ({"lhs": np.ones((2, 4), np.float32)}, "same number of dimensions"),
+        ({"g": np.ones((2, 3, 3, 1, 6), np.float32)}, "same number of dimensions"),
+        ({"g": np.ones(SMALL.g_shape, np.float16)}, "element types"),
+        ({"lhs": np.ones(SMALL.lhs_shape, np.int32)}, "element types"),
+        ({"out": jax.ShapeDtypeStruct((3, 3, 4, 5), jnp.float32)}, "do not fit"),
+    ],
+)
+def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*jax_splitk host wgrad: .*{message}"):
+        small_call(**changes)
+
+
+def workspace_cases() -> Iterator[tuple[ConvWgradProblem, Config]]:
+    for seed in range(100, 115):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, seed)
+        yield problem, random_config(rng, problem)
+    for problem, dtype in itertools.product(LARGER, ("float32", "bfloat16")):
+        yield dataclasses.replace(problem, dtype=dtype), Config(3, 64)
+
+
+@pytest.mark.parametrize(("problem", "config"), list(workspace_cases()), ids=str)
+def test_workspace_formulas_agree(problem: ConvWgradProblem, config: Config) -> None:
+    call = wgrad_host.make_plan(problem, config).custom_call()
+    lhs, g = (as_dtype(np.zeros(shape), problem.dtype) for shape in (problem.lhs_shape, problem.g_shape))
+    size = wgrad_host.workspace_bytes(problem, config)
+    assert size == call.workspace_bytes
+    call_raw(problem, size, dict(call.attributes), lhs, g).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"workspace has {size - 1} bytes, expected {size}"):
+        call_raw(problem, size - 1, dict(call.attributes), lhs, g).block_until_ready()
+
+
+def test_under_jit_with_other_operations() -> None:
+    problem = LARGER[0]
+    lhs, g = integers(problem, np.random.default_rng(2))
+
+    @jax.jit
+    def both(lhs: jax.Array, g: jax.Array) -> jax.Array:
+        first = call_host(problem, Config(2, 64), lhs + 1, g)
+        return first * 2 + call_host(problem, Config(3, 32), lhs, g - 1)
+
+    expected = 2 * reference(problem, lhs + 1, g) + reference(problem, lhs, g - 1)
+    np.testing.assert_array_equal(np.asarray(both(lhs, g)), expected)
+
+
+def test_concurrent_calls() -> None:
+    problems = (LARGER[0], LARGER[3])
+    inputs = [integers(problem, np.random.default_rng(3)) for problem in problems]
+
+    def calls(index: int) -> list[np.ndarray]:
+        problem = problems[index % 2]
+        function = jax.jit(lambda lhs, g: call_host(problem, Config(4, 64), lhs, g))
+        return [np.asarray(function(*inputs[index % 2])) for _ in range(50)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(calls, range(4)))
+    for index, repeated in enumerate(results):
+        expected = reference(problems[index % 2], *inputs[index % 2])
+        for result in repeated:
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_supports_names_value_and_range() -> None:
+    assert wgrad_host.supports(SMALL) is None
+    assert "dtype=int8" in str(wgrad_host.supports(dataclasses.replace(SMALL, dtype="int8")))
+    assert "splits=19 is outside 1..18" in str(wgrad_host.supports(SMALL, Config(19, 8)))
+    assert "splits=0" in str(wgrad_host.supports(SMALL, Config(0, 8)))
+    assert "block=4104" in str(wgrad_host.supports(SMALL, Config(1, 4104)))
+    rank4 = make_problem((3, 3, 3, 3), (1, 1, 1, 1))
+    assert "4 spatial dimensions" in str(wgrad_host.supports(rank4))
+    wide = make_problem((3,), (1,), strides=(2**31,))
+    assert str(2**31) in str(wgrad_host.supports(wide))
+
+
+@pytest.mark.parametrize("problem", LARGER, ids=str)
+def test_candidates_are_legal_and_estimated(problem: ConvWgradProblem) -> None:
+    configs = wgrad_host.candidates(problem)
+    assert configs
+    assert len(set(configs)) == len(configs)
+    for config in configs:
+        assert wgrad_host.supports(problem, config) is None
+        assert 0 < wgrad_host.estimate(problem, config) < 1
+
+
+def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> ConvWgradProblem:
+    return make_problem((14, 14), (3, 3), channels=channels, dtype=dtype, **changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "most"),
+    [
+        (dense((64, 64)), 4096),
+        (dense((512, 8)), 4096),
+        (dense((64, 128), "bfloat16"), 8192),
+        (dense((512, 512), "float16"), 8192),
+        (dense((128, 128), strides=(2, 2)), 16384),
+        (dense((128, 128), rhs_dilation=(2, 2)), 4096),
+        (make_problem((512,), (9,), channels=(64, 64)), 4096),
+    ],
+    ids=str,
+)
+def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: int) -> None:
+    reason = str(wgrad_host.preferred(problem))
+    assert f" = {problem.in_channels * problem.out_channels} of a dense {problem.dtype} " in reason
+    assert reason.endswith(f"preferred below {most}")
+    assert wgrad_host.supports(problem) is None
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dense((32, 127)),
+        dense((3, 64), strides=(2, 2)),
+        dense((64, 64), "bfloat16"),
+        dense((64, 128), strides=(2, 2)),
+        dense((512, 512), groups=4),
+        dense((128, 128), lhs_dilation=(2, 2)),
+        make_problem((14, 14), (1, 1), channels=(1024, 1024), dtype="float16"),
+        make_problem((14, 14), (2, 2), channels=(256, 256), strides=(2, 2)),
+        make_problem((8, 8, 8), (3, 3, 3), channels=(128, 128)),
+    ],
+    ids=str,
+)
+def test_what_xla_is_slower_at_is_preferred(problem: ConvWgradProblem) -> None:
+    assert wgrad_host.preferred(problem) is None
+
+
+def test_calls_that_take_longer_than_their_work_are_xlas() -> None:
+    assert "so small" in str(wgrad_host.preferred(make_problem((2,), (1,), channels=(4, 4))))

@@ -1,0 +1,544 @@
+"""The public convolutions on the CPU: equal to lax's under every transformation, with clear errors."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax import numpy as jnp
+
+import jax_splitk
+from benchmarks import cases
+from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.ops import lowering, trace
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
+from tests import float64
+from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
+from tests.problems import generator, seeded
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
+
+
+def serves(conv: Conv, implementation: str | None) -> bool:
+    return not (implementation == "host" and conv.batch_groups > 1)
+
+
+@pytest.mark.parametrize("implementation", [None, "host", "xla"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None) -> None:
+    conv = GEOMETRIES[name]
+    if not serves(conv, implementation):
+        pytest.skip("the host kernel has no batch groups")
+    with seeded(1) as rng:
+        lhs, _, g = conv.integers(rng)
+        out = jax.jit(functools.partial(conv.wgrad, implementation=implementation))(lhs, g)
+        assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
+        np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_problem_has_the_operands_shapes(name: str) -> None:
+    conv = GEOMETRIES[name]
+    jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
+    (eqn,) = trace.operations(jaxpr.jaxpr)
+    problem, specs = trace.problem_of(eqn), eqn.params["dimension_numbers"]
+    problem.validate()
+    for shape, given, (n, c, *spatial) in (
+        (problem.lhs_shape, conv.lhs_shape, specs.lhs_spec),
+        (problem.g_shape, conv.g_shape, specs.out_spec),
+    ):
+        assert shape == tuple(given[axis] for axis in (n, *spatial, c))
+    inputs = conv.channels[0] // conv.groups
+    assert problem.flops == 2 * math.prod(conv.g_shape) * math.prod(conv.kernel) * inputs
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_output_pixels_give_zeros(implementation: str | None) -> None:
+    lhs, rhs, g = EMPTY_OUTPUT.integers(generator(9))
+    assert 0 in g.shape
+    out = EMPTY_OUTPUT.wgrad(lhs, g, implementation=implementation)
+    np.testing.assert_array_equal(out, np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32))
+    d_rhs = jax.vjp(functools.partial(EMPTY_OUTPUT.ours, implementation=implementation), lhs, rhs)[1](g)[1]
+    np.testing.assert_array_equal(d_rhs, EMPTY_OUTPUT.lax_wgrad(lhs, g))
+
+
+def test_no_output_pixels_give_zeros_on_the_host_kernel() -> None:
+    lhs, _, g = EMPTY_OUTPUT.integers(generator(9))
+    np.testing.assert_array_equal(
+        EMPTY_OUTPUT.wgrad(lhs, g, implementation="host"), np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32)
+    )
+
+
+def test_numpy_operands() -> None:
+    lhs, rhs, g = (np.asarray(x) for x in PLAIN.integers(generator(9)))
+    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
+    np.testing.assert_array_equal(PLAIN.ours(lhs, rhs), PLAIN.lax(lhs, rhs))
+
+
+def test_numpy_arrays_and_integers_as_arguments() -> None:
+    conv = dataclasses.replace(PLAIN, strides=(2, 1), groups=2)
+    lhs, rhs, g = conv.integers(generator(9))
+    arguments = conv.arguments | {"window_strides": np.array([2, 1]), "feature_group_count": np.int64(2)}
+    out = jax_splitk.conv_wgrad(lhs, g, np.array(conv.rhs_shape), **arguments)
+    np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+    np.testing.assert_array_equal(jax_splitk.conv_general_dilated(lhs, rhs, **arguments), conv.lax(lhs, rhs))
+
+
+def test_numpy_float64_operands_are_float32_without_x64() -> None:
+    lhs, _, g = (np.asarray(x, np.float64) for x in PLAIN.integers(generator(9)))
+    out = PLAIN.wgrad(lhs, g)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
+
+
+@pytest.mark.parametrize("implementation", [None, "host", "xla"])
+def test_wgrad_is_laxs_on_normals(implementation: str | None) -> None:
+    conv = Conv((20, 20), (3, 3), 4, (32, 48))
+    with seeded(2) as rng:
+        lhs, _, g = conv.normals(rng)
+        out, expected = conv.wgrad(lhs, g, implementation=implementation), conv.lax_wgrad(lhs, g)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_implementation_that_was_asked_for_is_the_one_lowered() -> None:
+    lhs, _, g = PLAIN.integers(generator(3))
+    text = {
+        name: jax.jit(functools.partial(PLAIN.wgrad, implementation=name)).lower(lhs, g).as_text()
+        for name in (None, "host", "xla")
+    }
+    assert HOST in text[None]
+    assert HOST in text["host"]
+    assert HOST not in text["xla"]
+    assert "stablehlo.convolution" in text["xla"]
+    assert "stablehlo.convolution" not in text["host"]
+
+
+def test_works_without_jit() -> None:
+    lhs, _, g = PLAIN.integers(generator(4))
+    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g))
+
+
+def test_works_with_jit_disabled() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(4))
+    with jax.disable_jit():
+        out = PLAIN.wgrad(lhs, g)
+        many = jax.vmap(PLAIN.wgrad)(lhs[None], g[None])
+        d_rhs = jax.grad(lambda w: (PLAIN.ours(lhs, w) * g).sum())(rhs)
+    expected = PLAIN.lax_wgrad(lhs, g)
+    for result in (out, many[0], d_rhs):
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_works_without_implicit_promotion(implementation: str | None) -> None:
+    lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
+    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32", implementation=implementation)
+    wide = [x.astype(jnp.float32) for x in (lhs, g)]
+    expected, lax_vjp = jax.vjp(PLAIN.lax_wgrad, *wide)
+    with jax.numpy_dtype_promotion("strict"):
+        out, vjp = jax.vjp(wgrad, lhs, g)
+        np.testing.assert_array_equal(out, expected)
+        gradients = vjp(out)
+    for ours, theirs in zip(gradients, lax_vjp(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
+
+
+def test_problems_are_tuned_without_implicit_promotion() -> None:
+    lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
+    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")  # for the tuner's thread too
+    try:
+        result = jax_splitk.tune(wgrad, lhs, g, seconds=0.2)
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+    assert "conv_wgrad bfloat16->float32" in str(result)
+
+
+def test_dimension_numbers_object() -> None:
+    lhs, _, g = PLAIN.integers(generator(5))
+    numbers = lax.conv_dimension_numbers(PLAIN.lhs_shape, PLAIN.rhs_shape, NHWC)
+    conv = dataclasses.replace(PLAIN, dimension_numbers=numbers)
+    out = jax_splitk.conv_wgrad(lhs, g, PLAIN.rhs_shape, **conv.arguments)
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(lhs, g))
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str) -> None:
+    conv = Conv((6, 5), (3, 3), 2)
+    with seeded(6) as rng:
+        lhs, _, g = conv.integers(rng, dtype)
+        out = conv.wgrad(lhs, g, preferred_element_type=out_dtype)
+        expected = conv.lax_wgrad(lhs.astype(jnp.float32), g.astype(jnp.float32))
+        assert out.dtype == out_dtype
+        # bfloat16 holds integers up to 256 exactly.
+        np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(out_dtype).astype(jnp.float32))
+
+
+def test_default_dtype_is_the_inputs() -> None:
+    lhs, _, g = PLAIN.integers(generator(7), jnp.bfloat16)
+    assert PLAIN.wgrad(lhs, g).dtype == jnp.bfloat16
+
+
+def test_float64_is_xlas() -> None:
+    with jax.enable_x64(True), seeded(8) as rng:
+        lhs, rhs, g = PLAIN.normals(rng, jnp.float64)
+        np.testing.assert_allclose(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g), rtol=1e-12, atol=1e-12)
+        d_rhs = jax.vjp(lambda w: PLAIN.ours(lhs, w), rhs)[1](g)[0]
+        assert d_rhs.dtype == jnp.float64
+        np.testing.assert_allclose(d_rhs, PLAIN.lax_wgrad(lhs, g), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [
+    lambda lhs, rhs, g: PLAIN.wgrad(lhs, g, preferred_element_type="float64"),
+    lambda lhs, rhs, g: PLAIN.wgrad(lhs, g, preferred_element_type=jnp.float64),
+    lambda lhs, rhs, g: PLAIN.ours(lhs, rhs, compute_dtype=np.float64),
+    lambda lhs, rhs, g: PLAIN.ours(lhs, rhs, preferred_element_type="float64"),
+    lambda lhs, rhs, g: jax.vjp(functools.partial(PLAIN.ours, compute_dtype="float64"), lhs, rhs)[1](g)[1],
+])  # fmt: skip
+def test_float64_without_x64_is_float32_with_jaxs_warning(call: Callable[..., jax.Array]) -> None:
+    operands = PLAIN.integers(generator(8))
+    with pytest.warns(UserWarning, match="dtype float64 .* will be truncated to dtype float32"):
+        assert call(*operands).dtype == jnp.float32
+    assert PLAIN.wgrad(operands[0], operands[2], preferred_element_type=float).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("channels", [(0, 10), (6, 0)])
+def test_no_channels(channels: tuple[int, int]) -> None:
+    conv = dataclasses.replace(PLAIN, channels=channels)
+    lhs, rhs, g = conv.integers(generator(8))
+    out, vjp = jax.vjp(conv.ours, lhs, rhs)
+    assert (out.shape, vjp(g)[1].shape) == (conv.g_shape, conv.rhs_shape)
+
+
+# ---- conv_general_dilated and differentiation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_convolution_and_its_gradients_are_laxs(name: str) -> None:
+    conv = GEOMETRIES[name]
+    with seeded(10) as rng:
+        lhs, rhs, g = conv.integers(rng)
+        out, vjp = jax.vjp(conv.ours, lhs, rhs)
+        expected, lax_vjp = jax.vjp(conv.lax, lhs, rhs)
+        np.testing.assert_array_equal(out, expected)
+        for ours, theirs in zip(vjp(g), lax_vjp(g), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_weight_gradient_goes_through_the_kernel_and_the_rest_through_lax() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(11))
+    loss = lambda lhs, rhs: (PLAIN.ours(lhs, rhs, implementation="host") * g).sum()  # noqa: E731
+    text = {i: jax.jit(jax.grad(loss, i)).lower(lhs, rhs).as_text() for i in (0, 1, (0, 1))}
+    assert HOST not in text[0]
+    assert HOST in text[1]
+    assert text[(0, 1)].count(f"@{HOST}") == 1
+    assert HOST not in jax.jit(loss).lower(lhs, rhs).as_text()
+
+
+def residual_shapes(fn: Callable[..., jax.Array], *primals: jax.Array) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that a vjp keeps for the backward pass, but for empty ones."""
+    return [np.shape(leaf) for leaf in jax.tree.leaves(jax.vjp(fn, *primals)[1]) if np.ndim(leaf) and np.size(leaf)]
+
+
+def test_an_operand_is_kept_only_for_the_others_gradient() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(12))
+    assert residual_shapes(lambda w: PLAIN.ours(lhs, w), rhs) == [PLAIN.lhs_shape]
+    assert residual_shapes(lambda x: PLAIN.ours(x, rhs), lhs) == [PLAIN.rhs_shape]
+    assert sorted(residual_shapes(PLAIN.ours, lhs, rhs)) == sorted([PLAIN.lhs_shape, PLAIN.rhs_shape])
+
+
+# Of one jitted function: whether under jax.checkpoint, and with respect to what.
+DERIVATIVES = ((True, 0), (True, 1), (False, 0), (True, (0, 1)), (False, 1), (False, (0, 1)), (True, 0))
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_derivatives_of_one_jitted_function_one_after_the_other(size: int) -> None:
+    """JAX keeps one residual tree of a traced call for all of them. lhs and rhs of one shape hide a confusion."""
+    conv = Conv((size, size), (3, 3), 3, (3, 3), padding="SAME", dimension_numbers=NHWC)
+    lhs, rhs, _ = conv.integers(generator(14))
+    loss = lambda fn: lambda x, w: jnp.sum(jnp.sin(fn(x, w) / 8))  # noqa: E731
+    ours, theirs = jax.jit(loss(conv.ours)), loss(conv.lax)
+    for rematerialised, argnums in DERIVATIVES:
+        found = jax.grad(jax.checkpoint(ours) if rematerialised else ours, argnums)(lhs, rhs)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.grad(theirs, argnums)(lhs, rhs)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_jitted_layer_that_a_network_uses_several_times() -> None:
+    """The input of its first use is a constant, that of the others is not."""
+    conv = dataclasses.replace(PLAIN, channels=(4, 4), padding="SAME")
+    lhs, rhs, _ = conv.integers(generator(15))
+
+    def network(layer: Callable[..., jax.Array], weights: list[jax.Array]) -> jax.Array:
+        return functools.reduce(layer, weights, lhs).sum()
+
+    weights = [rhs / 10, rhs / 11, rhs / 12]
+    layers = (lambda x, w: jnp.sin(conv.ours(x, w)), lambda x, w: jnp.sin(conv.lax(x, w)))
+    ours, theirs = (jax.grad(functools.partial(network, jax.jit(layer)))(weights) for layer in layers)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_kept_operands_are_in_the_compute_dtype() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(12))
+    conv = functools.partial(PLAIN.ours, compute_dtype=jnp.bfloat16)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.vjp(conv, lhs, rhs)[1]) if np.ndim(leaf)}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["plain", "groups", "lhs_dilation", "nchw_hwio_nhwc", "batch_groups", "strides"])
+def test_second_derivatives_are_laxs(name: str) -> None:
+    conv = GEOMETRIES[name]
+
+    def squared_gradients(conv_fn: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        grads = jax.grad(lambda x, w: (conv_fn(x, w) ** 2).sum(), (0, 1))(lhs, rhs)
+        return sum((d**2).sum() for d in grads) / 1000
+
+    with seeded(13) as rng:
+        lhs, rhs, _ = conv.integers(rng)
+        ours, theirs = (
+            jax.jit(jax.grad(functools.partial(squared_gradients, f), (0, 1)))(lhs, rhs) for f in (conv.ours, conv.lax)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+        tangents = conv.integers(rng)[:2]
+        over = [
+            jax.jvp(jax.grad(lambda x, w, f=f: (f(x, w) ** 3).sum(), 1), (lhs, rhs), tangents)[1]
+            for f in (conv.ours, conv.lax)
+        ]
+        np.testing.assert_allclose(over[0], over[1], rtol=1e-4, atol=1e-5 * float(jnp.abs(over[1]).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "groups", "batch_groups", "lhs_dilation", "nhwc_oihw_nchw"])
+def test_wgrads_own_derivatives_are_laxs(name: str, dtype: str) -> None:
+    conv = GEOMETRIES[name]
+    with seeded(14) as rng:
+        lhs, ct, g = conv.integers(rng, dtype)
+        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+        ct = ct.astype(jnp.float32)
+        ours = jax.vjp(wgrad, lhs, g)[1](ct)
+        wide = [x.astype(jnp.float32) for x in (lhs, g)]
+        theirs = jax.vjp(conv.lax_wgrad, *wide)[1](ct)
+        for a, b, x in zip(ours, theirs, (lhs, g), strict=True):
+            assert a.dtype == x.dtype
+            np.testing.assert_array_equal(a, b.astype(x.dtype))
+        tangents = conv.integers(rng, dtype)
+        out = jax.jvp(wgrad, (lhs, g), (tangents[0], tangents[2]))[1]
+        expected = jax.jvp(conv.lax_wgrad, wide, [tangents[i].astype(jnp.float32) for i in (0, 2)])[1]
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_forward_mode_is_refused() -> None:
+    lhs, rhs, _ = PLAIN.integers(generator(15))
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(PLAIN.ours, (lhs, rhs), (lhs, rhs))
+
+
+# ---- transformations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "default_numbers", "batch_groups", "one_dimension"])
+def test_vmap_is_a_loop(name: str, axes: tuple[int | None, int | None]) -> None:
+    conv, dtype = GEOMETRIES[name], "bfloat16" if name == "plain" else "float32"
+    ranks = len(conv.lhs_shape) + 1
+    axes = tuple(None if a is None else min(a, ranks - 1) for a in axes)
+    with seeded(20) as rng:
+        draws = [conv.integers(rng, dtype) for _ in range(3)]
+        stacked = [
+            draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
+            for i, axis in zip((0, 2), axes, strict=True)
+        ]
+        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+        out = jax.jit(jax.vmap(wgrad, in_axes=axes, out_axes=1))(*stacked)
+        pairs = [
+            tuple((draws[0] if a is None else draw)[i] for i, a in zip((0, 2), axes, strict=True)) for draw in draws
+        ]
+        expected = jnp.stack([conv.lax_wgrad(*(x.astype(jnp.float32) for x in pair)) for pair in pairs], 1)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_vmap_of_one_side_is_one_kernel_and_of_both_a_loop() -> None:
+    lhs, _, g = PLAIN.integers(generator(21))
+    wgrad = functools.partial(PLAIN.wgrad, implementation="host")
+    many = lambda x: jnp.stack([x, x + 1])  # noqa: E731
+    for axes, arguments in (((None, 0), (lhs, many(g))), ((0, None), (many(lhs), g))):
+        text = jax.jit(jax.vmap(wgrad, axes)).lower(*arguments).as_text()
+        assert (text.count(f"@{HOST}"), "stablehlo.while" in text) == (1, False)
+    text = jax.jit(jax.vmap(wgrad)).lower(many(lhs), many(g)).as_text()
+    assert (text.count(f"@{HOST}"), "stablehlo.while" in text) == (1, True)
+
+
+def test_vmap_with_a_config_keeps_the_config() -> None:
+    lhs, _, g = PLAIN.integers(generator(22))
+    wgrad = functools.partial(PLAIN.wgrad, config=wgrad_host.Config(3, 64))
+    many = jnp.stack([g, 2 * g])
+    out = jax.vmap(wgrad, (None, 0))(lhs, many)
+    # It is for the problem as written, so that is what runs, in a loop.
+    text = jax.jit(jax.vmap(wgrad, (None, 0))).lower(lhs, many).as_text()
+    assert "splits = 3 : i64" in text
+    assert "stablehlo.while" in text
+    expected = PLAIN.lax_wgrad(lhs, g)
+    np.testing.assert_array_equal(out, jnp.stack([expected, 2 * expected]))
+
+
+def test_nested_vmap() -> None:
+    with seeded(23) as rng:
+        lhs = jnp.asarray(rng.integers(-2, 3, (2, *PLAIN.lhs_shape)), jnp.float32)
+        g = jnp.asarray(rng.integers(-2, 3, (3, *PLAIN.g_shape)), jnp.float32)
+        out = jax.vmap(lambda x: jax.vmap(lambda y: PLAIN.wgrad(x, y))(g))(lhs)
+        expected = [[PLAIN.lax_wgrad(x, y) for y in g] for x in lhs]
+        np.testing.assert_array_equal(out, jnp.array(expected))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "batch_groups"])
+def test_vmap_over_nothing(name: str, axes: tuple[int | None, int | None]) -> None:
+    conv = GEOMETRIES[name]
+    shapes = (conv.lhs_shape, conv.g_shape)
+    lhs, g = (jnp.ones(shape if axis is None else (0, *shape)) for shape, axis in zip(shapes, axes, strict=True))
+    assert jax.vmap(conv.wgrad, axes)(lhs, g).shape == (0, *conv.rhs_shape)
+
+
+def test_per_example_gradients() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(24))
+
+    def gradient(conv: Callable[..., jax.Array]) -> jax.Array:
+        loss = lambda w, x, y: (conv(x[None], w) * y[None]).sum()  # noqa: E731
+        return jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(rhs, lhs, g)
+
+    np.testing.assert_array_equal(gradient(PLAIN.ours), gradient(PLAIN.lax))
+
+
+def test_scan() -> None:
+    with seeded(25) as rng:
+        draws = [PLAIN.integers(rng) for _ in range(4)]
+        lhs, g = (jnp.stack([draw[i] for draw in draws]) for i in (0, 2))
+        step = lambda total, xs: (total + PLAIN.wgrad(*xs), None)  # noqa: E731
+        run = jax.jit(lambda *xs: lax.scan(step, jnp.zeros(PLAIN.rhs_shape), xs)[0])
+        np.testing.assert_array_equal(run(lhs, g), sum(PLAIN.lax_wgrad(x, y) for x, _, y in draws))
+        assert HOST in run.lower(lhs, g).as_text()
+
+
+def test_gradient_through_a_scan_over_layers() -> None:
+    conv = Conv(channels=(4, 4), kernel=(3, 3))
+    with seeded(26) as rng:
+        lhs = conv.normals(rng)[0]
+        weights = jnp.stack([conv.normals(rng)[1] / 6 for _ in range(3)])
+
+        def gradient(layer: Callable[..., jax.Array]) -> jax.Array:
+            body = lambda x, w: (jnp.tanh(layer(x, w)), None)  # noqa: E731
+            return jax.jit(jax.grad(lambda w: (lax.scan(body, lhs, w)[0] ** 2).sum()))(weights)
+
+        np.testing.assert_allclose(gradient(conv.ours), gradient(conv.lax), rtol=1e-3, atol=1e-4)
+
+
+def test_remat() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(27))
+
+    def gradients(conv: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
+        loss = lambda x, w: (jax.checkpoint(lambda x, w: jnp.sin(conv(x, w) * 0) + conv(x, w))(x, w) * g).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
+
+    for ours, theirs in zip(gradients(PLAIN.ours), gradients(PLAIN.lax), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(lowering, "select", fail)
+    conv = Conv((7, 5), (2, 2), 3)
+    lhs, rhs, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (conv.lhs_shape, conv.rhs_shape, conv.g_shape))
+    wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
+    out = jax.eval_shape(wgrad, lhs, g)
+    assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
+    jax.make_jaxpr(jax.vmap(wgrad))(*(jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in (lhs, g)))
+    d_rhs = jax.eval_shape(jax.grad(lambda x, w: conv.ours(x, w).sum(), 1), lhs, rhs)
+    assert (d_rhs.shape, d_rhs.dtype) == (conv.rhs_shape, jnp.bfloat16)
+    jax.jit(wgrad).trace(lhs, g)
+    with pytest.raises(AssertionError, match="selected"):
+        jax.jit(wgrad).lower(lhs, g)
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def relative_error(out: jax.Array, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
+def test_master_weights_get_a_float32_gradient_that_lax_cannot_give(compute_dtype: str) -> None:
+    case = cases.Case("master", 4, 12, 12, 16, 24, (3, 3))
+    conv = Conv((12, 12), (3, 3), 4, (16, 24), padding=case.pads)
+    with seeded(30) as rng:
+        lhs, rhs, g = conv.normals(rng)
+        lhs, g = (x.astype(compute_dtype).astype(jnp.float32) for x in (lhs, g))
+        problem = dataclasses.replace(case, dtype=compute_dtype).problem("float32")
+        exact = float64.conv_wgrad(problem, lhs, g)
+        out, vjp = jax.vjp(functools.partial(conv.ours, compute_dtype=compute_dtype), lhs, rhs)
+        assert out.dtype == compute_dtype
+        d_lhs, d_rhs = vjp(g.astype(compute_dtype))
+        assert (d_lhs.dtype, d_rhs.dtype) == (jnp.float32, jnp.float32)
+        cast = lambda x, w: conv.lax(x.astype(compute_dtype), w.astype(compute_dtype))  # noqa: E731
+        d_lhs_lax, d_rhs_lax = jax.vjp(cast, lhs, rhs)[1](g.astype(compute_dtype))
+        mine, theirs = relative_error(d_rhs, exact), relative_error(d_rhs_lax, exact)
+        assert mine < 1e-6
+        assert 50 * mine < theirs
+        np.testing.assert_array_equal(out, cast(lhs, rhs))
+        np.testing.assert_array_equal(d_lhs, d_lhs_lax)
+
+
+def test_master_weights_of_8_bits() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(32), jnp.bfloat16)
+    out, vjp = jax.vjp(functools.partial(PLAIN.ours, compute_dtype="bfloat16"), lhs, rhs.astype("float8_e4m3fn"))
+    np.testing.assert_array_equal(out, PLAIN.lax(lhs, rhs))
+    (d_rhs,) = vjp(g)[1:]
+    assert d_rhs.dtype == "float8_e4m3fn"
+    np.testing.assert_array_equal(d_rhs, PLAIN.lax_wgrad(lhs, g).astype("float8_e4m3fn"))
+
+
+def test_preferred_element_type_of_the_convolution() -> None:
+    with seeded(31) as rng:
+        lhs, rhs, g = PLAIN.integers(rng, jnp.bfloat16)
+        out, vjp = jax.vjp(functools.partial(PLAIN.ours, preferred_element_type=jnp.float32), lhs, rhs)
+        expected = PLAIN.lax(lhs, rhs, preferred_element_type=jnp.float32)
+        assert out.dtype == jnp.float32
+        np.testing.assert_array_equal(out, expected)
+        d_lhs, d_rhs = vjp(g.astype(jnp.float32))
+        assert (d_lhs.dtype, d_rhs.dtype) == (jnp.bfloat16, jnp.bfloat16)
+        np.testing.assert_array_equal(
+            d_rhs, PLAIN.lax_wgrad(*(x.astype(jnp.float32) for x in (lhs, g))).astype(jnp.bfloat16)
+        )
+
+
+@pytest.mark.parametrize("precision", ["highest", lax.Precision.HIGH, ("default", "highest"), None])
+def test_precision_is_passed_on(precision: Any) -> None:
+    lhs, rhs, g = PLAIN.integers(generator(32))
+    conv = functools.partial(PLAIN.ours, precision=precision, implementation="xla")
+    np.testing.assert_array_equal(jax.vjp(conv, lhs, rhs)[1](g)[1], PLAIN.lax_wgrad(lhs, g))
+    text = jax.jit(functools.partial(PLAIN.wgrad, precision=precision, implementation="xla")).lower(lhs, g).as_text()
+    expected = {"highest": ("HIGHEST", "HIGHEST"), lax.Precision.HIGH: ("HIGH", "HIGH"), None: ("DEFAULT", "DEFAULT")}
+    names = expected.get(precision, ("DEFAULT", "HIGHEST"))
+    assert [*re.findall(r"precision (\w+)", text)][:2] == list(names)
+
+
+@pytest.mark.parametrize("precision", [
+    "BF16_BF16_F32", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+])  # fmt: skip
+def test_algorithms_of_matrix_products_are_the_default_as_in_lax(precision: Any) -> None:
+    lhs, rhs, g = PLAIN.integers(generator(33))
+    conv = functools.partial(PLAIN.ours, precision=precision, implementation="xla")
+    text = jax.jit(lambda x, w, g: jax.vjp(conv, x, w)[1](g)).lower(lhs, rhs, g).as_text()
+    assert {*re.findall(r"precision (\w+)", text)} == {"DEFAULT"}
+    np.testing.assert_array_equal(conv(lhs, rhs), PLAIN.lax(lhs, rhs, precision=precision))

@@ -1,0 +1,36 @@
+"""`jax_splitk.EXPORT_CHECKS`: what `jax.export` has to be told before it takes our custom calls."""
+
+import jax
+import pytest
+from jax import export
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
+
+W, X = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 14, 14, 64), jnp.bfloat16)
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = jax_splitk.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), compute_dtype=jnp.bfloat16
+    )
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def test_a_training_function_is_exported_as_the_readme_says() -> None:
+    grad = jax.jit(jax.grad(loss))
+    exported = export.export(grad, platforms=["cpu", "cuda"], disabled_checks=jax_splitk.EXPORT_CHECKS)(W, X)
+    for target in (HOST_WGRAD_TARGET, LAUNCH_TARGET):
+        assert f"@{target}" in exported.mlir_module()
+    with pytest.raises(ValueError, match="compatibility guarantees"):
+        export.export(grad, platforms=["cpu"])(W, X)
+
+
+def test_a_quantized_product_is_exported() -> None:
+    packed = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 64)), "int4", group_size=64))
+    product = jax.jit(lambda x: jax_splitk.quantized_matmul(x, packed))
+    x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+    exported = export.export(product, platforms=["cpu", "cuda"], disabled_checks=jax_splitk.EXPORT_CHECKS)(x)
+    for target in (HOST_QUANTIZED_TARGET, LAUNCH_TARGET):
+        assert f"@{target}" in exported.mlir_module()

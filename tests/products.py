@@ -1,0 +1,328 @@
+"""What the tests of the kernel families of products with packed weights share: problems, products whose results are
+known exactly, and checks."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from jax_splitk.kernels.quantized import ranges
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
+from jax_splitk.runtime import execute, plan
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from tests import formats, gpu_wgrad, poison
+
+SEED = int(np.random.SeedSequence().generate_state(1)[0])
+HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
+
+# Of x, result and scale.
+TYPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"out_dtype": "float32"},
+    {"scale_dtype": "float32"},
+    {**HALF, "scale_dtype": "float16"},
+    {**HALF, "scale_dtype": "bfloat16", "out_dtype": "float32"},
+)
+
+FLOAT16_SCALES = ((65504.0,), (2.0**-24,), (2.0**-24, 1.0, 65504.0))  # its largest, and the least above 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product; `zero` is as in `formats.every_code`."""
+
+    rows: int
+    k: int
+    features: int
+    qtype: str = "int4"
+    group_size: int = 64
+    zero: str | None = None
+    scale_dtype: str = "bfloat16"
+    x_dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+
+    @property
+    def problem(self) -> QuantizedMatmulProblem:
+        zero = {None: "none", "own": self.scale_dtype}.get(self.zero, self.zero)
+        return QuantizedMatmulProblem(
+            self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
+            self.scale_dtype, str(zero),
+        )  # fmt: skip
+
+    def every_code(self) -> tuple[QuantizedArray, np.ndarray]:
+        return formats.every_code(self.qtype, self.k, self.features, self.group_size, self.zero, self.scale_dtype)
+
+
+# Of every format, with zero points where it may have them.
+FLOAT16_CASES = [
+    Case(20, 256, 64, qtype, 64, zero, "float16", **types)
+    for qtype, zero in (*((name, None) for name in formats.BITS), ("uint4", "bfloat16"), ("int8", "own"))
+    for types in (HALF, {"out_dtype": "float32"})
+]
+
+
+def operands(packed: PackedWeight, x: Any, x_dtype: str) -> tuple[jax.Array, ...]:
+    zero = () if packed.zero_point is None else (packed.zero_point,)
+    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *zero)
+
+
+def random(*key: int) -> np.random.Generator:
+    return np.random.default_rng([SEED, *key])
+
+
+def integers(case: Case, largest: int, seed: int) -> np.ndarray:
+    """An x of small integers, in float64."""
+    return random(seed).integers(-largest, largest + 1, (case.rows, case.k)).astype(np.float64)
+
+
+def normal(case: Case) -> jax.Array:
+    return jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
+
+
+def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
+    """A weight whose sums of products with small integers are exact in float32, and its values in float64."""
+    rng = random(seed)
+    table = formats.table(case.qtype)
+    fits = np.isfinite(table) & (np.abs(table) <= 128) & (table * 2048 == np.rint(table * 2048))
+    if case.qtype == "float8_e4m3fn":
+        fits = (np.abs(table) <= 16) & (table * 8 == np.rint(table * 8))
+    patterns = rng.choice(np.flatnonzero(fits), (case.k, case.features))
+    shape = (case.k // case.group_size, case.features)
+    scale = rng.choice([-2.0, -1.0, 0.5, 1.0, 2.0], shape)
+    value, zero_point = table[patterns], None
+    if case.zero is not None:
+        zero = rng.integers(0, 8, shape)
+        zero_point = jnp.asarray(zero, formats.storage(case.qtype) if case.zero == "own" else case.zero)
+        value = value - np.repeat(zero, case.group_size, axis=0)
+    q = QuantizedArray(
+        formats.elements(case.qtype, patterns), jnp.asarray(scale, case.scale_dtype), zero_point, case.qtype
+    )
+    return q, value * np.repeat(scale, case.group_size, axis=0)
+
+
+def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
+    """Through float32, as results are defined."""
+    with np.errstate(over="ignore"):
+        return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
+
+
+def elements(q: QuantizedArray) -> np.ndarray:
+    """What a weight's elements stand for, without scales and zero points, in float64."""
+    if q.qtype == "nf4":
+        return formats.table("nf4")[np.asarray(q.qvalue.astype(jnp.int32))]
+    return np.asarray(q.qvalue.astype(jnp.float32), np.float64)
+
+
+def as_float32_product(case: Case, x: jax.Array, weight: np.ndarray) -> jax.Array:
+    """XLA's product in float32, of the weight rounded as the definition has it."""
+    dequantized = jnp.asarray(weight.astype(np.float32))
+    if case.out_dtype == case.x_dtype:
+        dequantized = dequantized.astype(case.x_dtype).astype(jnp.float32)
+    return jnp.dot(x.astype(jnp.float32), dequantized, precision="highest").astype(case.out_dtype)
+
+
+def error(out: Any, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(out).astype(np.float64) - exact) / np.linalg.norm(exact))
+
+
+def product(family: Any, case: Case, config: Any, packed: PackedWeight) -> Callable[[Any], np.ndarray]:
+    """x to the family's result, with poisoned buffers."""
+    call = poison.function(family.make_plan(case.problem, config), case.problem)
+    return lambda x: np.asarray(call(*operands(packed, x, case.x_dtype)))
+
+
+def valid_problem(rows: int, k: int, features: int, **changes: Any) -> QuantizedMatmulProblem:
+    """Of int4 weights in groups of 64 and bfloat16, but for the changes."""
+    fields = {
+        "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
+        **changes,
+    }  # fmt: skip
+    made = QuantizedMatmulProblem(rows, k, features, **fields)
+    made.validate()
+    return made
+
+
+def problems(
+    sizes: Iterable[tuple[int, int, int]], kinds: Iterable[dict[str, Any]], **defaults: Any
+) -> list[QuantizedMatmulProblem]:
+    """All kinds in all sizes; per channel (group_size 0, too) where k is no multiple of the group."""
+    found = []
+    for (rows, k, features), kind in itertools.product(sizes, kinds):
+        group = kind.get("group_size", 64)
+        group = group if group and k % group == 0 else k
+        found.append(valid_problem(rows, k, features, **{**defaults, **kind, "group_size": group}))
+    return found
+
+
+def whole_blocks(family: Any, p: QuantizedMatmulProblem, config: Any) -> Any:
+    """`config` of quantized_fp8 or quantized_tiled with the nearest number of thread blocks not above its own that
+    leaves none without work."""
+    given = family.schedule(p, config)
+    return dataclasses.replace(config, blocks=given.whole().workers * (config.blocks // given.workers))
+
+
+# ---- checks without a GPU ------------------------------------------------------------------------------------------
+
+
+def check_only_hopper(family: Any, p: QuantizedMatmulProblem) -> None:
+    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
+    expected = "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
+    assert family.supports(p, None, ampere) == expected
+    assert family.supports(p, None, DEFAULT_CUDA) is None
+    assert family.preferred(p, DEFAULT_CUDA) is None
+
+
+def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
+    """They are legal, in order, and of the variants that are compiled."""
+    found = family.candidates(p, DEFAULT_CUDA)
+    assert found
+    assert len(set(found)) == len(found) <= 40
+    for config in found:
+        assert family.supports(p, config, DEFAULT_CUDA) is None, config
+    seconds = [family.estimate(p, config, DEFAULT_CUDA) for config in found]
+    assert seconds == sorted(seconds)
+    assert 1e-6 < seconds[0] < 1
+    for config in family.neighbours(p, found[0], DEFAULT_CUDA):
+        assert config != found[0]
+    compiled = {family.source(p, variant) for variant in family.variants(p)}
+    assert {family.source(p, config) for config in found} <= compiled
+
+
+def check_buffers(p: QuantizedMatmulProblem, made: plan.DevicePlan) -> None:
+    """All but the workspace are those of the custom call."""
+    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
+    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
+    assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
+
+
+Piece = tuple[int, int, int, int]  # a tile, its first k block, end, slot
+
+
+def check_schedule(
+    family: Any, p: QuantizedMatmulProblem, config: Any, pieces: Callable[[plan.Int32Struct, int, int], list[Piece]]
+) -> None:
+    """Every k block of every tile is computed once, and the second kernel adds what was cut.
+
+    `pieces(args, worker, workers)` is what the device code makes of its arguments.
+    """
+    given = family.schedule(p, config)
+    launches = {launch.kernel: launch for launch in family.make_plan(p, config).launches}
+    main = launches[family.name]
+    (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
+    length = args.values[9]
+    done = np.zeros((given.tiles, given.k_blocks), int)
+    slots: dict[int, list[int]] = {}
+    for worker in range(given.workers):
+        for tile, begin, end, slot in pieces(args, worker, given.workers):
+            done[tile, begin:end] += 1
+            if slot >= 0:
+                slots.setdefault(tile, []).append(slot)
+    assert (done == 1).all(), config
+    assert bool(slots) == ("reduce_ranges" in launches) == family.is_cut(p, config)
+    size = config.cluster * getattr(config, "splits", 1)
+    assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
+    assert main.grid[0] % size == 0
+    flat = list(itertools.chain(*slots.values()))
+    assert len(set(flat)) == len(flat)
+    tile_floats = config.blocks // given.workers * config.tile_m * config.tile_n
+    assert all((slot + 1) * tile_floats * 4 <= family.workspace_bytes(p, config) for slot in flat)
+    if not slots:
+        return
+    # What the second kernel adds, in the order of the ranges.
+    before = config.waves * given.workers
+    parts = launches["reduce_ranges"].grid[0] // (given.tiles - before)
+    assert parts * ranges.REDUCE_COLUMNS * ranges.SLOT == tile_floats
+    for tile in range(given.tiles - before):
+        first_unit = tile * given.k_blocks
+        first, last = first_unit // length, (first_unit + given.k_blocks - 1) // length
+        added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
+        assert added == slots.get(before + tile, [])
+
+
+# ---- checks on a GPU -----------------------------------------------------------------------------------------------
+
+
+def check_exact(
+    family: Any, case: Case, configs: Iterable[Any], largest: int, seed: int = 0, dtype: type = np.float64
+) -> None:
+    """On x of small integers; `dtype` is what the expected result is computed in."""
+    q, weight = exact_weight(case, seed)
+    x = integers(case, largest, seed + 1)
+    expected = rounded(x.astype(dtype) @ weight.astype(dtype), case.out_dtype)
+    packed = prepack(q)
+    for config in configs:
+        out = product(family, case, config, packed)(x)
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_decoding(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """One-hot activations give every weight as it is defined: in float32, then rounded to the result's dtype."""
+    q, weight = case.every_code()
+    packed, expected = prepack(q), rounded(weight, case.out_dtype)
+    for config in configs:
+        out = product(family, case, config, packed)(np.eye(case.k))
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_accuracy(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """At most twice the error of a product in float32."""
+    q, weight = case.every_code()
+    x = normal(case)
+    exact = np.asarray(x.astype(jnp.float32), np.float64) @ weight
+    theirs = error(as_float32_product(case, x, weight), exact)
+    assert np.isfinite(theirs), "the result's dtype holds every sum"
+    packed = prepack(q)
+    for config in configs:
+        mine = error(product(family, case, config, packed)(x), exact)
+        print(case, config, f"{mine:.2e}, float32 {theirs:.2e}")
+        assert mine <= 2 * theirs, config
+
+
+def check_float16_scales(family: Any, case: Case, configs: Iterable[Any], sizes: Sequence[float]) -> None:
+    """Of these sizes, one for all, or another for each neighbouring group and feature: as the weight is defined."""
+    q, weight = case.every_code()
+    drawn = np.asarray(q.scale.astype(jnp.float32), np.float64)
+    scale = np.sign(drawn) * np.asarray(sizes)[np.indices(drawn.shape).sum(0) % len(sizes)]
+    weight = weight * np.repeat(scale / drawn, case.group_size, axis=0)
+    one_hot = np.zeros((case.rows, case.k))
+    rows = np.arange(case.rows)
+    one_hot[rows, (rows * (case.k // case.rows) + 3) % case.k] = 1
+    expected = rounded(one_hot @ weight, case.out_dtype)
+    packed = prepack(dataclasses.replace(q, scale=jnp.asarray(scale, "float16")))
+    for config in configs:
+        out = product(family, case, config, packed)(one_hot)
+        np.testing.assert_array_equal(out, expected, err_msg=str(config))
+
+
+def check_nan_in_weight(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """A zero point that is NaN, else a code of e4m3 that is: its feature only, and that for every row."""
+    q, weight = exact_weight(case, 4)
+    x = integers(case, 1 if case.x_dtype == "float8_e4m3fn" else 2, 5)
+    expected = rounded(x @ weight, case.out_dtype)
+    feature = case.features // 3
+    others = np.arange(case.features) != feature
+    if q.zero_point is None:
+        spoiled = dataclasses.replace(q, qvalue=q.qvalue.at[case.k // 2, feature].set(jnp.nan))
+    else:
+        spoiled = dataclasses.replace(q, zero_point=q.zero_point.at[0, feature].set(jnp.nan))
+    packed = prepack(spoiled)
+    for config in configs:
+        out = product(family, case, config, packed)(x)
+        np.testing.assert_array_equal(out[:, others], expected[:, others], err_msg=str(config))
+        assert np.isnan(out[:, feature].astype(np.float32)).all(), config
+
+
+def check_repeats(family: Any, case: Case, configs: Iterable[Any]) -> None:
+    """Bitwise the same over 100 runs."""
+    q, _ = case.every_code()
+    arguments = operands(prepack(q), normal(case), case.x_dtype)
+    for config in configs:
+        custom_call = family.make_plan(case.problem, config).custom_call()
+        call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
+        gpu_wgrad.check_repeats(call, *arguments)

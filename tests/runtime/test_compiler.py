@@ -1,0 +1,451 @@
+"""The NVRTC compiler's cache, its errors and its workers, on kernels small enough to compile in a moment."""
+
+import base64
+import concurrent.futures
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable, Source
+from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
+from jax_splitk.tuning import code
+from tests import cubin
+from tests.runtime.test_plan import small_hopper_plan
+
+TINY = """
+extern "C" __global__ void tiny(int* x) {
+#ifdef BROKEN
+  x = does_not_exist;
+#endif
+  *x = VALUE;
+}
+"""
+
+
+class Machine:
+    """A compiler with an empty memory, its own cache folder and a count of the compilations."""
+
+    def __init__(self, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+        self.cache, self.compiled = cache, []
+        self._monkeypatch = monkeypatch
+        monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(cache))
+        self.source_text(TINY)
+        self.forget()
+        compile_text = Nvrtc.compile
+
+        def counted(nvrtc: Nvrtc, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+            self.compiled.append(options)
+            return compile_text(nvrtc, text, name, options)
+
+        monkeypatch.setattr(Nvrtc, "compile", counted)
+
+    def source_text(self, text: str) -> None:
+        self._monkeypatch.setattr(Source, "text", lambda source: text)
+
+    def forget(self) -> None:
+        """What a new process starts with."""
+        self._monkeypatch.setattr(compiler, "_memory", {})
+        self._monkeypatch.setattr(compiler, "_in_flight", {})
+
+    def file(self) -> pathlib.Path:
+        (path,) = self.cache.glob("cubin/*")
+        return path
+
+
+@pytest.fixture
+def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path / "cache", monkeypatch)
+
+
+def tiny(value: int = 1, *more: tuple[str, int]) -> Source:
+    return Source("tiny.cu", (("VALUE", value), *more))
+
+
+def test_compiles_to_a_cubin_with_the_kernel(machine: Machine) -> None:
+    compiled = compiler.compile_source(tiny())
+    assert list(cubin.kernels(compiled.image)) == ["tiny"]
+    assert compiled.registers == cubin.reports(compiled.log)["tiny"].registers > 0
+
+
+def test_second_compilation_comes_from_memory_then_from_disk(machine: Machine) -> None:
+    first = compiler.compile_source(tiny())
+    assert compiler.compile_source(tiny()) is first
+    machine.forget()
+    again = compiler.compile_source(tiny())
+    assert again == first
+    assert again is not first
+    assert len(machine.compiled) == 1
+
+
+def test_a_fresh_process_reads_the_disk_and_never_calls_nvrtc(tmp_path: pathlib.Path) -> None:
+    script = """
+import json, sys
+from jax_splitk import compiler, nvrtc
+calls = []
+compile_text = nvrtc.Nvrtc.compile
+def counted(self, *arguments):
+    calls.append(1)
+    return compile_text(self, *arguments)
+nvrtc.Nvrtc.compile = counted
+compiler.Source.text = lambda self: sys.argv[1]
+compiled = compiler.compile_source(compiler.Source("tiny.cu", (("VALUE", 3),)))
+print(json.dumps([len(calls), compiled.image.hex()]))
+"""
+    environment = {**os.environ, "JAX_SPLITK_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    results = []
+    for _ in range(2):
+        command = [sys.executable, "-c", script, TINY]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        results.append(json.loads(done.stdout))
+    assert [calls for calls, _ in results] == [1, 0]
+    assert results[0][1] == results[1][1]
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated,
+        flipped,
+        lambda data: data + b"x",
+        lambda data: b"",
+        lambda data: data[:10],
+        lambda data: data.replace(compiler._FILE_MAGIC, b"jax_splitk cubin 0\n", 1),
+        lambda data: b"\x7fELF another program's file",
+    ],
+    ids=["truncated", "bit_flip", "longer", "empty", "only_magic", "other_version", "foreign"],
+)
+def test_damaged_file_is_compiled_again_and_repaired(
+    damage: Callable[[bytes], bytes], machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = compiler.compile_source(tiny())
+    path = machine.file()
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    machine.forget()
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        assert compiler.compile_source(tiny()).image == first.image
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert len(machine.compiled) == 2
+    # The whole file may differ by the time that ptxas says it took.
+    machine.forget()
+    caplog.clear()
+    assert compiler.compile_source(tiny()).image == first.image
+    assert (len(machine.compiled), caplog.records) == (2, [])
+
+
+def test_another_keys_file_is_foreign(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    other = compiler.compile_source(tiny(2))
+    path = machine.file()
+    path.rename(path.with_name(f"{compiler.content_key(tiny(1))}.cubin"))
+    machine.forget()
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        assert compiler.compile_source(tiny(1)).image != other.image
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    machine: Machine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "a_file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(blocked / "cache"))
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        compiled = compiler.compile_source(tiny())
+    assert "tiny" in cubin.kernels(compiled.image)
+    (record,) = caplog.records
+    assert "cannot write" in record.getMessage()
+    assert compiler.compile_source(tiny()) is compiled
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(source: str, target: pathlib.Path) -> None:
+        raise OSError("no space left on device")
+
+    path = tmp_path / "folder" / "file"
+    assert disk.write(path, b"old")
+    monkeypatch.setattr(os, "replace", full_disk)
+    assert not disk.write(path, b"new")
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+def test_key_holds_no_paths(machine: Machine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = compiler.content_key(tiny())
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(compiler, "include_folders", lambda: (tmp_path / "moved",))
+    monkeypatch.chdir(tmp_path)
+    assert compiler.content_key(tiny()) == key
+    assert not [option for option in tiny().options() if "/" in option]
+
+
+def test_key_differs_with_text_macros_and_versions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [compiler.content_key(tiny()), compiler.content_key(tiny(2)), compiler.content_key(tiny(1, ("MORE", 1)))]
+    machine.source_text(TINY + "// another comment\n")
+    keys.append(compiler.content_key(tiny()))
+    machine.source_text(TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler.find_nvrtc(), "version", (99, 9))
+        keys.append(compiler.content_key(tiny()))
+    for package in compiler.header_versions():
+        with monkeypatch.context() as patch:
+            versions = {**compiler.header_versions(), package: "99.9"}
+            patch.setattr(compiler, "header_versions", lambda versions=versions: versions)
+            keys.append(compiler.content_key(tiny()))
+    assert len(set(keys)) == len(keys) == 8
+    assert compiler.content_key(tiny()) == keys[0]
+
+
+def test_different_macros_are_different_code(machine: Machine) -> None:
+    one, two = compiler.compile_sources([tiny(1), tiny(2)])
+    assert one.image != two.image
+    assert len(list(machine.cache.glob("cubin/*"))) == 2
+
+
+def test_compilation_error_shows_macros_and_log(machine: Machine) -> None:
+    message = r"tiny\.cu does not compile with VALUE=7 BROKEN=1:\n(.|\n)*tiny\.cu\(4\): error(.|\n)*does_not_exist"
+    for _ in range(2):  # the failure is not remembered as a success
+        with pytest.raises(CompilationError, match=message):
+            compiler.compile_source(tiny(7, ("BROKEN", 1)))
+    with pytest.raises(CompilationError, match=message):
+        compiler.compile_sources([tiny(), tiny(7, ("BROKEN", 1))])
+    assert "tiny" in cubin.kernels(compiler.compile_source(tiny()).image)
+
+
+def test_worker_process_makes_the_same_code(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [compiler.compile_source(tiny(value)) for value in (1, 2)]
+    assert len(machine.compiled) == 2
+    machine.forget()
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(machine.cache / "other"))
+    there = compiler.compile_sources([tiny(1), tiny(2), tiny(1)], workers=2)
+    assert len(machine.compiled) == 2, "these had to be compiled in other processes"
+    assert [c.image for c in there] == [here[0].image, here[1].image, here[0].image]
+    assert cubin.reports(there[0].log) == cubin.reports(here[0].log)
+
+
+def test_a_worker_that_dies_is_an_error_with_its_words(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(NvrtcError, match=r"ended with status 1: (.|\n)*no_such_library\.so"):
+        compile_in_worker(tmp_path / "no_such_library.so", TINY, "tiny.cu", [])
+
+
+def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_text = Nvrtc.compile
+    barrier = threading.Barrier(8)
+
+    def slow(nvrtc: Nvrtc, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+        time.sleep(0.2)
+        return compile_text(nvrtc, text, name, options)
+
+    def ask(value: int) -> compiler.Compiled:
+        barrier.wait()
+        return compiler.compile_source(tiny(value))
+
+    monkeypatch.setattr(Nvrtc, "compile", slow)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(ask, [1, 2] * 4))
+    assert len(machine.compiled) == 2
+    assert len({id(result) for result in results}) == 2
+
+
+# ---- what is not installed -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch):
+    """Hides files of the installed wheels from the compiler's search."""
+
+    def _hide(*names: str) -> None:
+        exists = pathlib.Path.exists
+        monkeypatch.setattr(pathlib.Path, "exists", lambda path: not str(path).endswith(names) and exists(path))
+        compiler.find_nvrtc.cache_clear()
+        compiler.include_folders.cache_clear()
+
+    yield _hide
+    monkeypatch.undo()
+    compiler.find_nvrtc.cache_clear()
+    compiler.include_folders.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("libnvrtc.so.13", "nvidia-cuda-nvrtc"),
+        ("cute/config.hpp", "nvidia-cutlass"),
+        ("cuda_fp16.h", "nvidia-cuda-runtime"),
+        ("cuda/std/cstdint", "nvidia-cuda-cccl"),
+    ],
+)
+def test_missing_package_is_named(hide, name: str, package: str) -> None:
+    assert compiler.unavailable() is None
+    hide(name)
+    reason = str(compiler.unavailable())
+    packages = ("nvidia-cuda-nvrtc", "nvidia-cutlass", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+    assert [p for p in packages if p in reason] == [package]
+    assert "pip install 'jax_splitk[cuda13]'" in reason
+
+
+def test_all_missing_headers_are_named_at_once(hide) -> None:
+    hide("cute/config.hpp", "cuda_fp16.h", "cuda/std/cstdint")
+    with pytest.raises(CompilerUnavailable, match=r"nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl"):
+        compiler.include_folders()
+
+
+def test_headers_may_lie_in_different_site_folders(
+    hide, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """CCCL's headers are included as "cuda/..." and, by CUTLASS, as "cccl/cuda/..."."""
+    hide()
+    folders = [tmp_path / site / "nvidia/cu13" for site in ("one", "two")]
+    for folder, header in zip(folders, ("cuda_fp16.h", "cccl/cuda/std/cstdint"), strict=True):
+        path = folder / "include" / header
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(compiler, "_nvidia_folders", lambda: folders)
+    for name in ("cuda/std/cstdint", "cccl/cuda/std/cstdint", "cuda_fp16.h"):
+        assert any((folder / name).exists() for folder in compiler.include_folders()), name
+
+
+def test_without_any_nvidia_wheel(hide, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    hidden = ("nvidia", "cutlass_library")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    hide()
+    with pytest.raises(CompilerUnavailable, match="nvidia-cuda-nvrtc 13 is not installed: pip install"):
+        compiler.find_nvrtc()
+    with pytest.raises(CompilerUnavailable, match=r"nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl"):
+        compiler.include_folders()
+
+
+def test_a_library_that_cannot_be_loaded_is_a_reason(
+    hide, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libnvrtc.so.13").write_bytes(b"not a library")
+    monkeypatch.setattr(compiler, "_nvidia_folders", lambda: [tmp_path])
+    hide()
+    assert "libnvrtc.so.13 cannot be used" in str(compiler.unavailable())
+
+
+def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, g = jnp.zeros((2, 9, 11, 72), jnp.bfloat16), jnp.zeros((2, 9, 11, 40), jnp.bfloat16)
+
+    def lowered(**options: str) -> str:
+        def wgrad(x: jax.Array, g: jax.Array) -> jax.Array:
+            return jax_splitk.conv_wgrad(
+                x, g, (1, 1, 72, 40), (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+            )
+
+        return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
+
+    monkeypatch.setattr(compiler, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        text = lowered()
+    assert "jax_splitk_launch" not in text
+    assert "stablehlo.convolution" in text
+    assert "wgrad_im2col: nvidia-cuda-nvrtc 13 is not installed: reason of the test)" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"reason of the test.*Use implementation=None"):
+        lowered(implementation="cutlass")
+
+
+def test_a_kernel_that_does_not_compile_falls_back_to_xla_with_one_warning(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, g = jnp.zeros((2, 9, 11, 72), jnp.bfloat16), jnp.zeros((2, 9, 11, 40), jnp.bfloat16)
+
+    def lowered(**options: str) -> str:
+        def wgrad(x: jax.Array, g: jax.Array) -> jax.Array:
+            dimensions = ("NHWC", "HWIO", "NHWC")
+            return jax_splitk.conv_wgrad(x, g, (1, 1, 72, 40), (1, 1), "VALID", dimension_numbers=dimensions, **options)
+
+        return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
+
+    monkeypatch.setattr(code, "_obstacles", {})
+    machine.source_text('#error "these headers do not do"\n')
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        for _ in range(2):
+            text = lowered()
+            assert "jax_splitk_launch" not in text
+            assert "stablehlo.convolution" in text
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "XLA instead of wgrad_" in warning.getMessage()
+    assert "these headers do not do" in warning.getMessage()
+    assert re.search(r": XLA \(wgrad_\w+: wgrad_\w+\.cu does not compile with .*:\)", caplog.text)
+    assert len(machine.compiled) == 1, "the compilation that fails is not repeated"
+    with pytest.raises(CompilationError, match="these headers do not do"):
+        lowered(implementation="cutlass")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reads", "writes"), [("off", 0, 0), ("read", 1, 0), ("frozen", 1, 0), ("update", 1, 1)]
+)
+def test_the_cache_mode_holds_for_machine_code(
+    mode: str, reads: bool, writes: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    compiler.compile_sources([tiny(1), tiny(2)])
+    assert len(list(machine.cache.rglob("*.cubin"))) == 2 * writes
+    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
+    machine.forget()
+    compiler.compile_source(tiny(1))
+    machine.forget()
+    machine.compiled.clear()
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+    compiler.compile_source(tiny(1))
+    assert len(machine.compiled) == 1 - reads
+
+
+def test_origins_of_what_is_stored(machine: Machine) -> None:
+    compiler.compile_source(tiny())
+    current = compiler.origin("tiny.cu")
+    path = machine.file()
+    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    machine.source_text(TINY + "// a newer kernel\n")
+    assert compiler.origin("tiny.cu") != current
+    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(compiler.stored(machine.cache)) == [(path, None)]
+    assert list(compiler.stored(machine.cache / "nowhere")) == []
+
+
+def test_the_machine_code_is_deflated_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiler.compile_source(tiny())
+    assert zlib.decompress(base64.b64decode(first.code), wbits=-15) == first.image
+    assert len(first.image) == first.size
+    machine.forget()
+    monkeypatch.setattr(compiler.zlib, "compressobj", lambda *args, **kwargs: pytest.fail("deflated again"))
+    assert compiler.compile_source(tiny()).code == first.code
+
+
+def test_source_text_is_the_packages_file() -> None:
+    source = small_hopper_plan().source
+    text = source.text()
+    assert "wgrad_partial" in text
+    assert text.isascii()
+    assert np.all([name in text for name, _ in source.defines]), "a macro that the code does not read"

@@ -1,0 +1,496 @@
+"""The plan's encoding, its checks in C++ and the code image's compression."""
+
+import base64
+import dataclasses
+import functools
+import math
+import random
+import re
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import cases
+from jax_splitk import _ffi
+from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.wgrad.im2col import Config
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.compiler import Compiled, Source
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.problems import SEED, random_case, seeded
+
+IMAGE_BYTES = 1000
+LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if im2col.supports(case.problem("float32")) is None]
+
+
+def case_named(name: str) -> ConvWgradProblem:
+    return next(case for case in LEGAL if case.name == name).problem("float32")
+
+
+def small_hopper_plan() -> DevicePlan:
+    """Two launches, an im2col and a tiled map, every kind of parameter."""
+    return im2col.make_plan(case_named("plain"), Config(64, 64, 4, False, 5))
+
+
+def check(device_plan: DevicePlan) -> tuple[int, int, int]:
+    return _ffi.check_plan(device_plan.words(IMAGE_BYTES), ",".join(device_plan.kernels()))
+
+
+def test_magic_and_version_agree() -> None:
+    assert (plan.PLAN_MAGIC, plan.PLAN_VERSION) == (_ffi.PLAN_MAGIC, _ffi.PLAN_VERSION)
+    assert int.from_bytes(b"JSPK", "little") == plan.PLAN_MAGIC
+
+
+def test_the_suite_has_legal_cases() -> None:
+    assert {case.name for case in cases.SMALL_CASES} <= {case.name for case in LEGAL}
+    assert len(LEGAL) - len(cases.SMALL_CASES) == 21
+
+
+@pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
+def test_every_candidates_plan_is_accepted(case: cases.Case) -> None:
+    problem = case.problem("float32")
+    configs = im2col.candidates(problem, DEFAULT_CUDA)
+    assert configs
+    for config in configs:
+        device_plan = im2col.make_plan(problem, config)
+        one_launch = config.splits == 1 or config.reduction == "cluster"
+        assert check(device_plan) == (4, 2, 1 if one_launch else 2), config
+
+
+def test_random_problems_plans_are_accepted() -> None:
+    with seeded(1) as rng:
+        for _ in range(200):
+            problem = random_case(rng).problem("bfloat16")
+            assert im2col.supports(problem) is None, problem
+            configs = im2col.candidates(problem, DEFAULT_CUDA)
+            config = configs[rng.integers(len(configs))]
+            check(im2col.make_plan(problem, config))
+
+
+def parsed(words: list[int]) -> DevicePlan:
+    """The plan that words encode, by the grammar at the top of plan.py (without what they do not carry)."""
+    rest = iter(words)
+    take = lambda count: tuple(next(rest) for _ in range(count))  # noqa: E731
+    dtypes = {number: name for name, number in plan.TENSOR_MAP_DTYPES.items()}
+    magic, version, buffers, maps, launches, image_bytes = take(6)
+    assert (magic, version, image_bytes) == (plan.PLAN_MAGIC, plan.PLAN_VERSION, IMAGE_BYTES)
+
+    def read_map() -> plan.TiledMap | plan.Im2colMap:
+        kind, buffer, dtype, rank = take(4)
+        dims, strides, element_strides = take(rank), take(rank - 1), take(rank)
+        if kind == 1:
+            lower, upper, (channels, pixels) = take(rank - 2), take(rank - 2), take(2)
+            made = plan.Im2colMap(buffer, dtypes[dtype], dims, strides, element_strides, lower, upper, channels, pixels)
+        else:
+            assert element_strides == (1,) * rank
+            made = plan.TiledMap(buffer, dtypes[dtype], dims, strides, box=take(rank))
+        assert take(2) == (plan.SWIZZLE_128B, plan.L2_PROMOTION_256B)
+        return made
+
+    def read_param() -> plan.Param:
+        match next(rest):
+            case 0:
+                buffer, offset = take(2)
+                assert offset == 0
+                return plan.Pointer(buffer)
+            case 1:
+                return plan.MapParam(next(rest))
+            case _:
+                return plan.Int32Struct(tuple(np.array(take(next(rest)), np.int64).view(np.int32).tolist()))
+
+    def read_launch() -> plan.Launch:
+        kernel, grid, block, cluster = next(rest), take(3), take(3), take(3)
+        shared_bytes, programmatic, params = take(3)
+        made = tuple(read_param() for _ in range(params))
+        return plan.Launch(str(kernel), grid, block, made, shared_bytes, cluster, bool(programmatic))
+
+    read = DevicePlan(
+        Source("", ()),
+        tuple(plan.Buffer(*take(2)) for _ in range(buffers)),
+        tuple(read_map() for _ in range(maps)),
+        tuple(read_launch() for _ in range(launches)),
+        label="",
+    )
+    assert not list(rest)
+    return read
+
+
+def test_words_follow_the_grammar() -> None:
+    with seeded(6) as rng:
+        for _ in range(100):
+            problem = random_case(rng).problem("bfloat16")
+            configs = im2col.candidates(problem, DEFAULT_CUDA)
+            made = im2col.make_plan(problem, configs[rng.integers(len(configs))])
+            read = parsed(made.words(IMAGE_BYTES))
+            assert (read.buffers, read.maps) == (made.buffers, made.maps)
+            assert len(read.launches) == len(made.launches)
+            for one, other in zip(read.launches, made.launches, strict=True):
+                assert made.kernels()[int(one.kernel)] == other.kernel
+                assert dataclasses.replace(one, kernel="", params=()) == dataclasses.replace(
+                    other, kernel="", params=()
+                )
+                for param, expected in zip(one.params, other.params, strict=True):
+                    if isinstance(expected, plan.Int32Struct):  # padded to whole words
+                        expected = plan.Int32Struct(expected.values + (0,) * (len(expected.values) % 2))  # noqa: PLW2901
+                    assert param == expected
+
+
+HEADER = 6
+
+
+def test_each_number_is_checked_with_its_range() -> None:
+    words, kernels = small_hopper_plan().words(IMAGE_BYTES), ",".join(small_hopper_plan().kernels())
+    map_at = HEADER + 2 * 4
+    launch_at = len(words) - len(_launch_words(small_hopper_plan(), 1)) - len(_launch_words(small_hopper_plan(), 0))
+    for index, value, message in [
+        (0, 7, "plan magic is 7; accepted: 1263555402 to 1263555402"),
+        (1, 99, "plan version is 99; accepted: 1 to 1"),
+        (2, 0, "number of buffers is 0; accepted: 1 to 64"),
+        (3, 65, "number of tensor maps is 65; accepted: 0 to 64"),
+        (4, 0, "number of launches is 0; accepted: 1 to 64"),
+        (5, 0, "code image bytes is 0; accepted: 1 to 268435456"),
+        (6, -1, f"buffer bytes is -1; accepted: 0 to {2**50}"),
+        (7, 24, "buffer alignment is 24; accepted: powers of two"),
+        (7, 8192, "buffer alignment is 8192; accepted: 1 to 4096"),
+        (map_at, 2, "tensor map kind is 2; accepted: 0 to 1"),
+        (map_at + 1, 4, "tensor map buffer is 4; accepted: 0 to 3"),
+        (map_at + 3, 6, "tensor map rank is 6; accepted: 3 to 5"),
+        (map_at + 4, 0, f"tensor map dimension is 0; accepted: 1 to {2**32}"),
+        (map_at + 8, -2, f"tensor map stride is -2; accepted: 0 to {2**40}"),
+        (map_at + 11, 9, "tensor map element stride is 9; accepted: 1 to 8"),
+        (launch_at, 2, "launch kernel is 2; accepted: 0 to 1"),
+        (launch_at + 1, 2**31, f"launch grid is {2**31}; accepted: 1 to {2**31 - 1}"),
+        (launch_at + 2, 65536, "launch grid is 65536; accepted: 1 to 65535"),
+        (launch_at + 4, 1025, "launch block is 1025; accepted: 1 to 1024"),
+        (launch_at + 7, 17, "launch cluster is 17; accepted: 1 to 16"),
+        (launch_at + 8, 2, "launch grid 5 is not a multiple of its cluster 2"),
+        (launch_at + 10, 227 * 1024 + 1, "launch shared memory is 232449; accepted: 0 to 232448"),
+        (launch_at + 11, 2, "launch programmatic is 2; accepted: 0 to 1"),
+        (launch_at + 12, 65, "launch parameters is 65; accepted: 0 to 64"),
+        (launch_at + 13, 3, "parameter kind is 3; accepted: 0 to 2"),
+        (launch_at + 14, 2, "parameter tensor map is 2; accepted: 0 to 1"),
+    ]:
+        changed = [*words[:index], value, *words[index + 1 :]]
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            _ffi.check_plan(changed, kernels)
+    with pytest.raises(ValueError, match=f"plan has {len(words) + 1} words; {len(words)} were expected"):
+        _ffi.check_plan([*words, 0], kernels)
+    with pytest.raises(ValueError, match="launch kernel is 1; accepted: 0 to 0"):
+        _ffi.check_plan(words, "wgrad_partial")
+    for length in range(len(words)):
+        with pytest.raises(ValueError, match=rf"plan ends before .* \({length} words\)"):
+            _ffi.check_plan(words[:length], kernels)
+
+
+def _launch_words(device_plan: DevicePlan, which: int) -> list[int]:
+    one = dataclasses.replace(device_plan, launches=(device_plan.launches[which],))
+    none = dataclasses.replace(device_plan, launches=())
+    return one.words(IMAGE_BYTES)[len(none.words(IMAGE_BYTES)) :]
+
+
+def test_mutated_plans_parse_or_are_refused() -> None:
+    draw = random.Random(SEED)
+    seeds = [
+        im2col.make_plan(problem, draw.choice(im2col.candidates(problem, DEFAULT_CUDA)))
+        for problem in map(case_named, ("plain", "1x1", "stride8", "c320k320"))
+    ]
+    originals = [(p.words(IMAGE_BYTES), ",".join(p.kernels())) for p in seeds]
+    extremes = [0, 1, -1, 2, 16, 64, 65, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, -(2**63)]
+    outcomes = {"accepted": 0, "refused": 0}
+    for _ in range(10_000):
+        words, kernels = draw.choice(originals)
+        words = list(words)
+        for _ in range(draw.choice((1, 1, 1, 2, 5))):
+            at = draw.randrange(len(words))
+            match draw.randrange(6):
+                case 0:
+                    words[at] = draw.choice(extremes)
+                case 1:
+                    words[at] = draw.randrange(-(2**63), 2**63)
+                case 2:
+                    words[at] = max(-(2**63), min(2**63 - 1, words[at] + draw.choice((-1, 1))))
+                case 3:
+                    del words[at : at + draw.choice((1, 1, 10, 1000))]
+                case 4:
+                    words[at:at] = [draw.choice(extremes)] * draw.choice((1, 3, 100))
+                case _:
+                    other = draw.choice(originals)[0]
+                    words[at:] = other[draw.randrange(len(other)) :]
+            words = words or [0]
+        kernels = draw.choice((kernels, kernels, kernels, "", ",", "wgrad_direct", "a,b,c"))
+        try:
+            counts = _ffi.check_plan(words, kernels)
+        except ValueError as error:
+            outcomes["refused"] += 1
+            assert str(error), (SEED, words)
+        else:
+            outcomes["accepted"] += 1
+            assert counts == tuple(words[2:5]), (SEED, words)
+    assert min(outcomes.values()) > 100, (SEED, outcomes)
+
+
+def test_buffers_must_be_as_planned() -> None:
+    device_plan = small_hopper_plan()
+    words, kernels = device_plan.words(IMAGE_BYTES), ",".join(device_plan.kernels())
+    sizes, addresses = [buffer.bytes for buffer in device_plan.buffers], [4096] * 4
+    run = functools.partial(_ffi.check_buffers, words, kernels)
+    run(addresses, sizes)
+    with pytest.raises(ValueError, match="the plan is for 4 buffers; the call has 3"):
+        run(addresses[:3], sizes[:3])
+    with pytest.raises(ValueError, match="the plan is for 4 buffers; the call has 5"):
+        run([*addresses, 4096], [*sizes, 0])
+    for i in range(4):
+        for wrong in (sizes[i] - 1, sizes[i] + 1, 0, 2**40):
+            changed = [*sizes[:i], wrong, *sizes[i + 1 :]]
+            with pytest.raises(ValueError, match=f"buffer {i} has {wrong} bytes; the plan expects {sizes[i]}"):
+                run(addresses, changed)
+        moved = [*addresses[:i], 4096 + 8, *addresses[i + 1 :]]
+        with pytest.raises(ValueError, match=f"buffer {i} is not aligned to the 16 bytes the plan expects"):
+            run(moved, sizes)
+        run([*addresses[:i], 4096 + 16, *addresses[i + 1 :]], sizes)
+
+
+# ---- geometry and sizes --------------------------------------------------------------------------------------------
+
+
+def test_window_origins_in_the_maps_corners_are_the_output_pixels() -> None:
+    with seeded(2) as rng:
+        seen = 0
+        while seen < 300:
+            problem = random_case(rng).problem()
+            x_map = im2col.make_plan(problem, Config(64, 64, 4, False, 1)).maps[0]
+            if not isinstance(x_map, plan.Im2colMap):
+                assert (x_map.dims, x_map.buffer) == ((problem.in_channels, problem.reduction_size), 0)
+                continue
+            seen += 1
+            problem = im2col.folded(problem)
+            channels, width, height, batch = x_map.dims
+            assert (batch, height, width, channels) == problem.lhs_shape
+            # cuTensorMapEncodeIm2col: origins run from `lower` to `size - 1 + upper` in steps of the stride.
+            origins = [
+                len(range(lower, size + upper, stride))
+                for size, lower, upper, stride in zip(
+                    (width, height), x_map.lower, x_map.upper, x_map.element_strides[1:3], strict=True
+                )
+            ]
+            assert tuple(reversed(origins)) == problem.output_spatial
+            # The last window's last tap is the last padded pixel it can reach.
+            first = [-low for low, _ in problem.padding]
+            assert list(reversed(x_map.lower)) == first
+
+
+def test_map_strides_are_a_packed_arrays() -> None:
+    x_map = small_hopper_plan().maps[0]
+    array = np.empty(tuple(reversed(x_map.dims)), np.float16)
+    assert x_map.strides == tuple(reversed(array.strides[:-1]))
+    assert plan.tensor_map_strides((7,), 4) == ()
+
+
+def test_output_spatial_is_laxs() -> None:
+    with seeded(3) as rng:
+        for _ in range(100):
+            rank = int(rng.integers(1, 4))
+            some = lambda low, high, rank=rank: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731
+            spatial, kernel, strides = some(3, 12), some(1, 5), some(1, 4)
+            padding = tuple(zip(some(-1, 5), some(-1, 5), strict=True))
+            lhs_dilation, rhs_dilation = some(1, 4), some(1, 4)
+            expected = jax.eval_shape(
+                lambda x, w: jax.lax.conv_general_dilated(x, w, strides, padding, lhs_dilation, rhs_dilation),  # noqa: B023
+                jax.ShapeDtypeStruct((1, 1, *spatial), np.float32),
+                jax.ShapeDtypeStruct((1, 1, *kernel), np.float32),
+            ).shape[2:]
+            got = conv_output_spatial(spatial, kernel, strides, padding, lhs_dilation, rhs_dilation)
+            assert got == expected, (spatial, kernel, strides, padding, lhs_dilation, rhs_dilation)
+
+
+def test_launches_of_a_known_split_problem() -> None:
+    # 2 images of 12x12, 64 -> 64 channels, 3x3: [576 x 64] = sum over 288 pixels = 5 blocks.
+    problem = case_named("plain")
+    assert problem.gemm_shape == (576, 64, 288)
+    device_plan = im2col.make_plan(problem, Config(128, 64, 4, False, 5))
+    main, reduce = device_plan.launches
+    assert (main.kernel, main.grid, main.block) == ("wgrad_partial", (5, 5, 1), (384, 1, 1))
+    assert (main.shared_bytes, main.programmatic, main.cluster) == (4 * (128 + 64) * 64 * 2 + 2048, False, (1, 1, 1))
+    assert device_plan.workspace_bytes == 5 * 576 * 64 * 4
+    assert [buffer.bytes for buffer in device_plan.buffers] == [
+        2 * 12 * 12 * 64 * 2,
+        2 * 12 * 12 * 64 * 2,
+        9 * 64 * 64 * 4,
+        737280,
+    ]
+    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("reduce_splits", (256, 1, 1), True)
+    # 36864 results by fours, two of a block's 256 threads on each four.
+    assert reduce.params[2].values == (36864, 36864, 5, 2)
+    assert reduce.grid == (72, 1, 1)
+    assert device_plan.kernels() == ["wgrad_partial", "reduce_splits"]
+
+
+def test_launch_of_a_known_single_problem() -> None:
+    problem = case_named("c320k320")
+    for swap, tiles in ((False, 23 * 3), (True, 3 * 23)):
+        device_plan = im2col.make_plan(problem, Config(128, 128, 6, swap, 1))
+        (main,) = device_plan.launches
+        assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_direct", (tiles, 1, 1), 0)
+        assert main.params[-1] == plan.Pointer(2)
+
+
+def test_launches_with_clusters() -> None:
+    problem = case_named("c320k320")  # 45 slots of 64 rows, 320 columns
+    for config, kernel, grid, cluster in [
+        (Config(128, 128, 6, False, 1, cluster=2), "wgrad_direct", (24 * 3, 1, 1), (2, 1, 1)),
+        (Config(192, 128, 4, False, 1, cluster=2), "wgrad_direct", (15 * 4, 1, 1), (2, 1, 1)),
+    ]:
+        device_plan = im2col.make_plan(problem, config)
+        (main,) = device_plan.launches
+        assert (main.kernel, main.grid, main.cluster) == (kernel, grid, cluster)
+        check(device_plan)
+    problem = case_named("plain")
+    device_plan = im2col.make_plan(problem, Config(128, 64, 4, False, 5, "cluster"))
+    (main,) = device_plan.launches
+    assert (main.kernel, main.grid, main.cluster) == ("wgrad_direct", (5, 5, 1), (1, 5, 1))
+    assert (main.params[-1], device_plan.workspace_bytes) == (plan.Pointer(2), 0)
+    check(device_plan)
+
+
+def test_reduction_covers_every_element_once() -> None:
+    with seeded(4) as rng:
+        for _ in range(300):
+            problem = random_case(rng).problem()
+            splits = im2col.whole_splits(problem, int(rng.integers(2, 300)))
+            if splits == 1:
+                continue
+            launch = im2col.make_plan(problem, Config(64, 64, 4, False, splits)).launches[1]
+            size, _, parts, lanes = launch.params[2].values
+            assert (size, parts) == (math.prod(problem.out_shape), splits)
+            assert lanes in (1, 2, 4, 8, 16, 32)
+            assert lanes <= splits
+            covered = launch.grid[0] * (256 // lanes) * 4
+            assert size <= covered < size + 256 // lanes * 4
+            assert size % 4 == 0
+
+
+def test_int32_struct_is_little_endian_and_padded() -> None:
+    with seeded(5) as rng:
+        for length in range(1, 20):
+            values = tuple(int(v) for v in rng.integers(-(2**31), 2**31, length))
+            kind, count, *words = plan.Int32Struct(values).words()
+            assert (kind, count) == (2, len(words))
+            data = np.array(words, np.int64).view(np.int32)
+            assert tuple(data[:length]) == values
+            assert not data[length:].any()
+            assert len(data) - length in (0, 1)
+
+
+# ---- the code image ------------------------------------------------------------------------------------------------
+
+
+def encodings(data: bytes) -> list[str]:
+    """As the package does it, and with every kind of DEFLATE block."""
+    out = [Compiled.of(data, "").code]
+    for level, strategy in (
+        (0, zlib.Z_DEFAULT_STRATEGY),
+        (1, zlib.Z_DEFAULT_STRATEGY),
+        (9, zlib.Z_DEFAULT_STRATEGY),
+        (9, zlib.Z_FIXED),
+        (9, zlib.Z_HUFFMAN_ONLY),
+        (9, zlib.Z_RLE),
+    ):
+        deflate = zlib.compressobj(level, zlib.DEFLATED, -15, 9, strategy)
+        parts = [deflate.compress(data[: len(data) // 3]), deflate.flush(zlib.Z_FULL_FLUSH)]
+        stream = b"".join([*parts, deflate.compress(data[len(data) // 3 :]), deflate.flush()])
+        out.append(base64.b64encode(stream).decode())
+    return out
+
+
+def samples() -> dict[str, bytes]:
+    draw = random.Random(SEED)
+    words = [draw.randbytes(draw.randrange(1, 30)) for _ in range(200)]
+    return {
+        "empty": b"",
+        "one byte": b"\x9f",
+        "zeros": bytes(100_000),
+        "random": draw.randbytes(70_000),
+        "repetitive": b"".join(draw.choice(words) for _ in range(20_000)),
+        "skewed": bytes(min(255, int(draw.expovariate(0.1))) for _ in range(50_000)),
+        "far matches": draw.randbytes(32_768) * 3,
+        "large": b"".join(draw.choice(words) for _ in range(150_000)),
+    }
+
+
+@pytest.mark.parametrize("name", samples())
+def test_image_round_trip(name: str) -> None:
+    data = samples()[name]
+    for code in encodings(data):
+        assert _ffi.decode_image(code, len(data)) == data, SEED
+        for wrong in {max(0, len(data) - 1), len(data) + 1, len(data) * 2 + 7, 0} - {len(data)}:
+            with pytest.raises(ValueError, match="malformed code image"):
+                _ffi.decode_image(code, wrong)
+
+
+def test_random_lengths_round_trip() -> None:
+    draw = random.Random(SEED + 1)
+    for _ in range(300):
+        data = bytes(draw.choices(range(draw.choice((2, 16, 256))), k=draw.randrange(3000)))
+        for code in encodings(data):
+            assert _ffi.decode_image(code, len(data)) == data, SEED
+
+
+def test_base64_is_refused_where_it_is_not_base64() -> None:
+    data = b"some machine code" * 9
+    code = encodings(data)[0]
+    for wrong in ("!", "-", "_", " ", "\n", "\0", "é"):
+        with pytest.raises(ValueError, match="malformed code image"):
+            _ffi.decode_image(code[:8] + wrong + code[9:], len(data))
+    with pytest.raises(ValueError, match="malformed code image"):
+        _ffi.decode_image("", 0)
+
+
+def test_mutated_streams_are_refused_or_decode_to_the_size_asked_for() -> None:
+    draw = random.Random(SEED + 2)
+    data = b"".join(draw.choice((b"HGMMA", b"UTMALDG", bytes(5), draw.randbytes(9))) for _ in range(300))
+    streams = [base64.b64decode(code) for code in encodings(data)]
+    refused = 0
+    for _ in range(6000):
+        stream = bytearray(draw.choice(streams))
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            match draw.randrange(4):
+                case 0:
+                    stream[draw.randrange(len(stream))] ^= 1 << draw.randrange(8)
+                case 1:
+                    stream[draw.randrange(min(12, len(stream)))] = draw.randrange(256)
+                case 2:
+                    del stream[draw.randrange(len(stream)) + 1 :]
+                case _:
+                    at = draw.randrange(len(stream))
+                    stream[at:at] = draw.randbytes(draw.randrange(1, 20))
+        size = draw.choice((len(data), len(data), len(data) - 1, len(data) + 1, 0, draw.randrange(1 << 20)))
+        try:
+            out = _ffi.decode_image(base64.b64encode(stream).decode(), size)
+        except ValueError:
+            refused += 1
+        else:
+            assert len(out) == size, SEED
+    assert refused > 3000, (SEED, refused)
+
+
+def test_random_bytes_are_refused_like_zlib_refuses_them() -> None:
+    """Whatever decodes here decodes to the same in zlib."""
+    draw = random.Random(SEED + 3)
+    for _ in range(3000):
+        # The first byte chooses the block type; many stored, fixed and dynamic headers.
+        stream = bytes([draw.randrange(8)]) + draw.randbytes(draw.randrange(1, 300))
+        theirs = zlib.decompressobj(-15)
+        try:
+            expected = theirs.decompress(stream)
+        except zlib.error:
+            expected = None
+        if expected is not None and theirs.eof:
+            assert _ffi.decode_image(base64.b64encode(stream).decode(), len(expected)) == expected, SEED
+            continue
+        for size in (0, 1, 100, 1 << 16):
+            with pytest.raises(ValueError, match="malformed code image"):
+                _ffi.decode_image(base64.b64encode(stream).decode(), size)

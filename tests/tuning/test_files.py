@@ -1,0 +1,489 @@
+"""Entries, results and the layers they come from: what is written is read again, and what is damaged is a miss."""
+
+import collections
+import copy
+import dataclasses
+import itertools
+import json
+import logging
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import result as results
+from jax_splitk.tuning import select, store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, InvalidEntry, Measurement
+from jax_splitk.tuning.key import SCHEMA, key_for, problem_from_dict
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.result import TuningResult
+from tests.problems import generator, seeded
+from tests.tuning_cache import (
+    CASE,
+    CPU,
+    HUGE,
+    assert_legal,
+    entry_of,
+    isolate,
+    put,
+    random_entry,
+    random_key,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A cache of its own for every test."""
+    return isolate(monkeypatch, tmp_path)
+
+
+# ---- round trips ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("target", [CPU, DEFAULT_CUDA], ids=["cpu", "cuda"])
+def test_what_is_dumped_is_loaded_again(target: Target, op: str, cache: pathlib.Path) -> None:
+    with seeded(1) as rng:
+        pairs = []
+        for _ in range(20):
+            key = random_key(rng, target, op)
+            entry = random_entry(rng, key, target)
+            assert entries.loads(entry.dumps(), key, target) == entry
+            assert entries.loads(entry.dumps().encode(), key, None) == entry
+            assert results.key_from_dict(json.loads(json.dumps(key.as_dict()))) == key
+            assert problem_from_dict(key.problem.op, key.as_dict()["problem"]) == key.problem
+            assert store.save(key, entry)
+            assert store.lookup(key, target) == (entry, "user cache")
+            pairs.append((key, entry))
+        result = TuningResult(tuple(pairs))
+        assert TuningResult.loads(result.dumps()) == result
+        assert TuningResult.loads(result.dumps().encode()).dumps() == result.dumps()
+        assert hash(TuningResult.loads(result.dumps())) == hash(result)
+        assert [result.get(key) for key, _ in pairs] == [dict(pairs)[key] for key, _ in pairs]
+        assert sorted(store.files(cache)) == sorted({cache / key.file for key, _ in pairs})
+        assert all(str(key.problem) in str(result) for key, _ in pairs)
+
+
+def test_keys_differ_where_a_decision_may() -> None:
+    key = random_key(generator(2), CPU)
+    others = [
+        dataclasses.replace(key, deterministic=not key.deterministic),
+        dataclasses.replace(key, workspace_limit_bytes=key.workspace_limit_bytes + 1),
+        dataclasses.replace(key, problem=dataclasses.replace(key.problem, batch=key.problem.batch + 1)),
+        dataclasses.replace(key, problem=dataclasses.replace(key.problem, precision="highest")),
+        *(
+            dataclasses.replace(key, environment=dataclasses.replace(key.environment, **change))
+            for change in ({"cores": 999}, {"device_kind": "z80"}, {"cuda_major": 14}, {"abi": ("wgrad_host:999",)})
+        ),
+    ]
+    assert len({k.file for k in (key, *others)}) == len(others) + 1
+    text = entry_of(key, tuner.ranked(key, CPU)[0].config).dumps()
+    for other in others:
+        with pytest.raises(InvalidEntry, match="another problem's or another machine's"):
+            entries.loads(text, other, CPU)
+
+
+def test_merging_keeps_what_was_not_timed_again() -> None:
+    key = key_for(CASE.problem(), CPU, Options())
+    one, two, three = (c for c in tuner.ranked(key, CPU)[:3])
+    old = Entry(key.as_dict(), one, (Measurement(one, 1.0), Measurement(two, 2.0)), one, {"date": "old"})
+    new = Entry(key.as_dict(), three, (Measurement(three, 0.5), Measurement(one, None, "broken")), one, {"date": "new"})
+    assert store.save(key, old)
+    assert store.save(key, new)
+    found = store.lookup(key, CPU)
+    assert found is not None
+    assert (found[0].choice, found[0].metadata) == (three, {"date": "new"})
+    assert [(m.candidate, m.us) for m in found[0].measurements] == [(three, 0.5), (one, None), (two, 2.0)]
+    assert entries.merge(None, new) is new
+
+
+# ---- strictness ----------------------------------------------------------------------------------------------------
+
+
+def changed(entry: Entry, change: Callable[[dict[str, Any]], Any]) -> str:
+    data = json.loads(entry.dumps())
+    change(data)
+    return json.dumps(data)
+
+
+def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
+    *parents, last, value = path
+
+    def change(data: dict[str, Any]) -> None:
+        for name in parents:
+            data = data[name]
+        data[last] = value
+
+    return change
+
+
+def _rows(*row: Any) -> Callable[[dict[str, Any]], None]:
+    """The only row of the entry's only table, which is XLA's."""
+    return _set("measurements", 0, "rows", [list(row)])
+
+
+def _measured(family: str, *config: Any) -> Callable[[dict[str, Any]], None]:
+    row = [*config, 5.0, None]
+    return _set("measurements", [{"family": family, "columns": ["splits", "block", "us", "error"], "rows": [row]}])
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a bool for an int": (_set("choice", "config", "splits", True), r"config field splits=True; accepted: .*int"),
+    "a float for an int": (_set("choice", "config", "splits", 1.0), r"config field splits=1\.0"),
+    "a string for an int": (_set("choice", "config", "block", "128"), "config field block='128'"),
+    "a field too many": (_set("choice", "config", "stages", 3), "config .*; accepted: splits, block"),
+    "a field too few": (lambda data: data["choice"]["config"].pop("block"), "config .*; accepted: splits, block"),
+    "no config": (_set("choice", "config", None), "config None; accepted: splits, block"),
+    "an unknown family": (
+        _set("choice", "family", "wgrad_z80"),
+        "family 'wgrad_z80'; accepted: .*wgrad_im2col, .*, xla",
+    ),
+    "another platform's family": (
+        _set("choice", {"family": "wgrad_im2col", "config": {}}),
+        "wgrad_im2col|config {}; accepted",
+    ),
+    "no choice": (lambda data: data.pop("choice"), "candidate None; accepted: an object with family and config"),
+    "an illegal config": (_set("choice", "config", "splits", 10**6), "choice .* is not legal: splits=1000000"),
+    "a huge config": (_set("choice", "config", "splits", int(HUGE)), "is not legal: splits=999"),
+    "an illegal block": (_set("choice", "config", "block", 12), "is not legal: block=12"),
+    "another key": (_set("key", "problem", "batch", 77), "its key is another problem's"),
+    "no key": (lambda data: data.pop("key"), "its key is another problem's"),
+    "a newer schema": (_set("schema", SCHEMA + 1), f"schema {SCHEMA + 1}; accepted: {SCHEMA}"),
+    "no schema": (lambda data: data.pop("schema"), f"schema None; accepted: {SCHEMA}"),
+    "measurements of a wrong type": (_set("measurements", {}), "measurements must be a list"),
+    "a wrong table": (_set("measurements", [3]), "measurements 3; accepted: objects with family, columns and rows"),
+    "a table of no family": (_set("measurements", 0, "family", "wgrad_z80"), "family 'wgrad_z80'; accepted: "),
+    "another family's columns": (
+        _set("measurements", 0, "family", "wgrad_host"),
+        "columns .*; accepted: splits",
+    ),
+    "columns in another order": (
+        _set("measurements", 0, "columns", ["error", "us"]),
+        "columns .*; accepted: us",
+    ),
+    "no rows": (lambda data: data["measurements"][0].pop("rows"), "rows None; accepted: a list of lists"),
+    "a wrong row": (_set("measurements", 0, "rows", [3]), "measurement 3; accepted: "),
+    "a row too short": (_rows(5.0), r"measurement \[5\.0\]; accepted: "),
+    "a row too long": (_rows(1, 5.0, None), r"measurement \[1, 5\.0, None\]; accepted: "),
+    "a time of zero": (_rows(0, None), r"measurement \[0, None\]"),
+    "a negative time": (_rows(-1.5, None), r"measurement \[-1\.5, None\]"),
+    "no time": (_rows(None, None), r"measurement \[None, None\]"),
+    "an infinite time": (_rows(float("inf"), None), r"measurement \[inf, None\]"),
+    "not a time": (_rows(float("nan"), None), r"measurement \[nan, None\]"),
+    "a time that is true": (_rows(True, None), r"measurement \[True, None\]"),
+    "a time beyond floats": (_rows(int(HUGE), None), r"measurement \[999"),
+    "an error that is no text": (_rows(None, 3), r"measurement \[None, 3\]"),
+    "a time and an error": (_rows(3.0, "x"), r"measurement \[3\.0, 'x'\]"),
+    "a measured bool for an int": (_measured("wgrad_host", True, 128), r"measurement \[True, 128, .*\(int\)"),
+    "metadata of a wrong type": (_set("metadata", []), "metadata an object"),
+    "a wrong prediction": (_set("predicted", 3), "candidate 3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_entry_is_a_miss_with_one_warning(
+    name: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = BROKEN[name]
+    key = key_for(CASE.problem(), CPU, Options())
+    good = Entry(key.as_dict(), tuner.ranked(key, CPU)[0], (Measurement(Candidate(XLA), 5.0),), None, {})
+    assert entries.loads(changed(good, lambda data: None), key, CPU) == good
+    text = changed(good, change)
+    with pytest.raises(InvalidEntry, match=message):
+        entries.loads(text, key, CPU)
+    path = put(cache, key, text)
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        assert [store.lookup(key, CPU) for _ in range(3)] == [None] * 3
+        assert select.select(key.problem, CPU, Options()).why.startswith("the cost model's best")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path} is ignored: ")
+    assert re.search(message, record.getMessage())
+
+
+def test_a_choice_over_the_workspace_limit_is_a_miss() -> None:
+    problem = CASE.problem()
+    config = wgrad_host.Config(4, 128)
+    size = wgrad_host.workspace_bytes(problem, config)
+    enough = key_for(problem, CPU, Options(workspace_limit_bytes=size))
+    assert entries.loads(entry_of(enough, config).dumps(), enough, CPU).choice.config == config
+    key = key_for(problem, CPU, Options(workspace_limit_bytes=size - 1))
+    with pytest.raises(InvalidEntry, match=f"not legal: {size} bytes of workspace; accepted: at most {size - 1}"):
+        entries.loads(entry_of(key, config).dumps(), key, CPU)
+
+
+def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
+    """Each entry says which key it is for; a copied or renamed file does not answer for another."""
+    rng = generator(3)
+    one, two = (random_key(rng, CPU) for _ in range(2))
+    put(cache, two, random_entry(rng, one, CPU).dumps())
+    assert store.lookup(two, CPU) is None
+    (cache / two.file).unlink()
+    (cache / two.file).mkdir()  # nor does a folder
+    assert store.lookup(two, CPU) is None
+
+
+def nested(depth: int, inner: str = "") -> str:
+    return "[" * depth + inner + "]" * depth
+
+
+def test_any_depth_of_nesting_is_a_miss() -> None:
+    """Also the depths that the parser just manages, and the message about them may not."""
+    key = key_for(CASE.problem(), CPU, Options())
+    entry = Entry(key.as_dict(), tuner.ranked(key, CPU)[0], (Measurement(Candidate(XLA), 5.0),), None, {})
+
+    def parses(depth: int) -> bool:
+        try:
+            json.loads(nested(depth))
+        except RecursionError:
+            return False
+        return True
+
+    low, high = 1, 200_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if parses(middle) else (low, middle)
+    assert 10 < low < 199_999
+    depths = [*range(max(1, low - 120), low + 5), 200_000]
+    places = [
+        ('"splits": 1', '"splits": %s'),
+        ('"choice": {', '"choice": %s, "other": {'),
+        ('"key": {', '"key": %s, "other": {'),
+        (f'"schema": {SCHEMA},\n', '"schema": %s,\n'),
+        ("[5.0, null]", "[%s, null]"),
+        ('"predicted": null', '"predicted": %s'),
+        ("[5.0, null]", "[5.0, %s]"),
+    ]
+    text = entry.dumps()
+    text = re.sub(r'"splits": \d+', '"splits": 1', text)
+    entries.loads(text, key, CPU)
+    for old, new in places:
+        assert old in text
+        for depth in depths:
+            with pytest.raises(InvalidEntry):
+                entries.loads(text.replace(old, new % nested(depth)), key, CPU)
+
+
+# ---- ten thousand damaged files ------------------------------------------------------------------------------------
+
+ODD_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 64, 128, 129, 1.5, 1.0, -0.0, 2**31, 2**63, 2**64, 10**30]
+ODD_VALUES += [
+    "",
+    "x",
+    "xla",
+    "wgrad_host",
+    "wgrad_im2col",
+    "quantized_host",
+    "quantized_tiled",
+    "quantized_matmul",
+    "int4",
+]
+ODD_VALUES += ["\ud800", [], {}, [[]], [1, 2], {"family": "xla"}]
+ODD_VALUES += [float("nan"), float("inf"), float("-inf"), 1e308, 5e-324, {"family": "wgrad_host", "config": {}}]
+ODD_TEXTS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", HUGE, "9" * 5000, "1" + "0" * 300, '"\\ud800"', "\0"]
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, index) of a JSON value."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for index, value in items:
+        yield data, index
+        yield from places(value)
+
+
+def mutate_json(rng: np.random.Generator, text: str, other: str) -> str:
+    data = json.loads(text)
+    for _ in range(int(rng.integers(1, 4))):
+        found = list(places(data))
+        if not found:
+            break
+        # Half of the changes go to what decides: the choice.
+        if rng.random() < 0.5 and isinstance(data, dict) and isinstance(data.get("choice"), dict):
+            found = list(places(data["choice"])) or found
+        container, index = found[rng.integers(len(found))]
+        kind = rng.integers(8)
+        if kind == 0 and isinstance(container, dict):
+            del container[index]
+        elif kind == 1 and isinstance(container, dict):
+            container[str(rng.integers(100))] = container[index]
+        elif kind == 2:
+            container[index] = [container[index]]
+        elif kind == 3:
+            source, at = found[rng.integers(len(found))]
+            container[index] = copy.deepcopy(source.get(at) if isinstance(source, dict) else source[at])
+        elif kind == 4 and isinstance(container[index], int):
+            container[index] = container[index] + int(rng.integers(-3, 4)) * int(rng.choice([1, 8, 64]))
+        elif kind == 5:
+            theirs = json.loads(other)
+            name = str(rng.choice(list(theirs)))
+            if isinstance(data, dict):
+                data[name] = theirs[name]
+        else:
+            container[index] = copy.deepcopy(ODD_VALUES[rng.integers(len(ODD_VALUES))])
+    return json.dumps(data)
+
+
+def mutate_text(rng: np.random.Generator, text: str) -> bytes:
+    kind = rng.integers(7)
+    data = bytearray(text.encode())
+    at = int(rng.integers(len(data)))
+    if kind == 0:
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    elif kind == 1:
+        del data[at:]
+    elif kind == 2:
+        del data[at : at + int(rng.integers(1, 40))]
+    elif kind == 3:
+        data[at:at] = rng.bytes(int(rng.integers(1, 20)))
+    elif kind == 4:
+        numbers = list(re.finditer(r"(?<=[ \[])-?\d[\d.e+-]*", text))
+        spot = numbers[rng.integers(len(numbers))]
+        odd = ODD_TEXTS[rng.integers(len(ODD_TEXTS))]
+        return (text[: spot.start()] + odd + text[spot.end() :]).encode()
+    elif kind == 5:
+        depth = int(rng.choice([3, 50, 500, 900, 990, 2000, 50_000]))
+        spot = list(re.finditer(r'(?<=": )', text))[rng.integers(text.count('": '))]
+        return (text[: spot.start()] + nested(depth, "1") + "," * int(rng.integers(2)) + text[spot.end() :]).encode()
+    else:
+        words = [b"\xff\xfe", b"\xef\xbb\xbf", b"\x00", b"\xc3\x28", text.encode(), text.encode("utf-16")]
+        data[0:0] = words[rng.integers(len(words))]
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("error")
+def test_ten_thousand_damaged_files(cache: pathlib.Path) -> None:
+    """Nothing escapes, and whatever is still taken from a damaged file is legal for its problem."""
+    outcomes = collections.Counter()
+    with seeded(4) as rng:
+        cases = []
+        for target, op in itertools.product((CPU, DEFAULT_CUDA), OPERATIONS):
+            for _ in range(5):
+                key = random_key(rng, target, op)
+                entry = random_entry(rng, key, target)
+                limit, deterministic = key.workspace_limit_bytes, key.deterministic
+                options = Options(deterministic=deterministic, workspace_limit_bytes=limit)
+                assert store.lookup(key, target) is None
+                cases.append((key, target, options, entry, entry.dumps()))
+        for i in range(10_000):
+            key, target, options, entry, text = cases[rng.integers(len(cases))]
+            other = cases[rng.integers(len(cases))][-1]
+            if i % 50 == 0:
+                damaged: str | bytes = other  # a whole file under another key's name
+            elif i % 2:
+                damaged = mutate_json(rng, text, other)
+            else:
+                damaged = mutate_text(rng, text)
+            path = put(cache, key, damaged)
+            try:
+                found = store.lookup(key, target)
+                assert found == (None if found is None else (store.read(path, key, target), "user cache"))
+                outcomes["miss" if found is None else "hit"] += 1
+                if found is not None:
+                    assert_legal(found[0].choice, key, target)
+                    assert found[0].key == key.as_dict()
+                    outcomes[key.problem.op] += found[0] != entry
+                for implementation in (None, "host" if target is CPU else "cutlass"):
+                    asked = dataclasses.replace(options, implementation=implementation)
+                    choice = select.select(key.problem, target, asked)
+                    if choice.family is not None:
+                        assert_legal(Candidate(choice.family.name, choice.config), key, target)
+            except BaseException as error:
+                error.add_note(f"case {i}, key {key}, file {damaged[:5000]!r}")
+                raise
+    # The test means something only if many are refused, and some are taken with other content.
+    assert outcomes["miss"] > 5000
+    assert min(outcomes[op] for op in OPERATIONS) > 50
+
+
+RESULT_TEXTS = ["", "{}", "3", "null", "[3]", "[null]", "[[]]", "[{}]", '[{"key": 3}]', "[", "\ud800", nested(100_000)]
+
+
+@pytest.mark.parametrize("text", RESULT_TEXTS, ids=lambda text: repr(text[:12]))
+def test_what_is_no_result_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not JSON|accepted"):
+        TuningResult.loads(text)
+
+
+def test_damaged_results_are_value_errors() -> None:
+    with seeded(5) as rng:
+        key = random_key(rng, CPU)
+        result = TuningResult(((key, random_entry(rng, key, CPU)),))
+        refused = 0
+        for _ in range(1500):
+            item = json.dumps(json.loads(result.dumps())[0])
+            text: str | bytes = f"[{mutate_json(rng, item, item)}]"
+            if rng.random() < 0.5:
+                text = mutate_text(rng, result.dumps())
+            try:
+                loaded = TuningResult.loads(text)
+            except ValueError:
+                refused += 1
+                continue
+            except BaseException as error:
+                error.add_note(repr(text[:5000]))
+                raise
+            for loaded_key, entry in loaded:
+                assert_legal(entry.choice, loaded_key, results.local_target(loaded_key))
+        assert 500 < refused < 1500
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("deterministic", 1),
+        ("workspace_limit_bytes", -1),
+        ("workspace_limit_bytes", True),
+        ("op", []),
+        ("op", "conv_fwd"),
+        ("environment", {}),
+        ("problem", []),
+        ("problem", {}),
+        ("schema", SCHEMA + 1),
+    ],
+)
+def test_a_key_is_checked(field: str, value: Any) -> None:
+    data = key_for(CASE.problem(), CPU, Options()).as_dict()
+    assert results.key_from_dict(data).as_dict() == data
+    with pytest.raises(InvalidEntry, match=r"accepted|unknown fields|unhashable"):
+        results.key_from_dict({**data, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch", True),
+        ("batch", -1),
+        ("batch", 2.0),
+        ("input_spatial", []),
+        ("input_spatial", [9, 8, 1]),
+        ("output_spatial", [9, 9]),
+        ("kernel_spatial", [0, 2]),
+        ("padding", [[1, 1]]),
+        ("padding", [[1, 1], [0]]),
+        ("dtype", "int8"),
+        ("dtype", ["float32"]),
+        ("window_strides", [1, 2**70]),
+        ("rhs_dilation", [2**39, 2**39]),
+        ("feature_group_count", 4),
+    ],
+)
+def test_a_problem_from_a_file_is_checked(field: str, value: Any) -> None:
+    fields = key_for(CASE.problem(), CPU, Options()).as_dict()["problem"]
+    with pytest.raises(ValueError, match=r"accepted|the convolution gives"):
+        problem_from_dict("conv_wgrad", {**fields, field: value})
+
+
+def test_a_problem_has_one_to_three_spatial_dimensions() -> None:
+    fields = key_for(CASE.problem(), CPU, Options()).as_dict()["problem"]
+    vectors = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
+    for rank in (0, 4):
+        resized = {name: [1] * rank for name in vectors} | {"padding": [[0, 0]] * rank}
+        with pytest.raises(ValueError, match="accepted: one to three"):
+            problem_from_dict("conv_wgrad", {**fields, **resized})

@@ -1,0 +1,475 @@
+"""Several processes: one cache, no lost or corrupt entry, one decision for a job, and artefacts that need neither."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+from jax import numpy as jnp
+
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
+from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.options import Options
+from tests.problems import SEED, generator, seeded
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
+
+CPU = target_for("cpu")
+CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
+
+
+def start(script: str, *arguments: Any, **variables: str) -> subprocess.Popen[str]:
+    """A Python process on one CPU device that sees none of our variables but those given."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment |= {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    # A session of its own, so that its children can be ended with it: one left over would hold the pipes open.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+
+
+def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tuple[Any, str]]:
+    """(last line of the output as JSON, standard error) of each; all must succeed."""
+    outputs = []
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            outputs.append(process.communicate())
+    report = "\n".join(err for _, err in outputs)
+    assert [process.returncode for process in processes] == [0] * len(processes), report
+    return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
+
+
+# ---- a second process ----------------------------------------------------------------------------------------------
+
+LOWER_FOR_CUDA = """
+import json, sys
+from unittest import mock
+import jax
+from jax import export, numpy as jnp
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk import nvrtc
+from jax_splitk.tuning import tuner
+forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
+tuner.tune = forbidden
+if sys.argv[1] == "second":
+    nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+case = Case("one", 2, 12, 12, 64, 64, (3, 3))
+run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
+shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
+module = export.export(
+    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v1")]
+)(*shapes).mlir_module()
+print(json.dumps([module, forbidden.call_count]))
+"""
+
+
+@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
+def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
+    target = target_for("cuda")
+    problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
+    config = im2col.candidates(problem, target)[3]
+    key = key_for(problem, target, Options())
+    choice = Candidate("wgrad_im2col", config)
+    path = tmp_path / key.file
+    path.parent.mkdir(parents=True)
+    path.write_text(Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {}).dumps())
+    ((first, _),) = finish(start(LOWER_FOR_CUDA, "first", CACHE_DIR=str(tmp_path)))
+    assert list((tmp_path / "cubin").glob("*.cubin")), "the first process compiles"
+    ((second, _),) = finish(start(LOWER_FOR_CUDA, "second", CACHE_DIR=str(tmp_path)))
+    assert first == second
+    assert first[1] == 0
+    assert str(config) in first[0]
+
+
+# ---- a shared cache ------------------------------------------------------------------------------------------------
+
+TUNE_TWENTY = """
+import json, logging, random, sys, time
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk.tuning import measure, store, tuner
+logging.basicConfig(level=logging.WARNING)
+rng = random.Random(int(sys.argv[1]))
+
+class FakeBench(measure.Bench):
+    def __init__(self, problem, platform):
+        self.problem, self.platform, self.sets = problem, platform, 1
+    def prepare(self, candidates):
+        return [measure.Contestant(c, lambda: None) for c in candidates], []
+    def _round(self, contestant):
+        time.sleep(rng.random() * 1e-4)
+        return rng.uniform(10, 1000)
+
+tuner.Bench = FakeBench
+cases = [Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32") for i in range(20)]
+while time.time() < float(sys.argv[2]):  # all at once
+    time.sleep(1e-3)
+result = jax_splitk.tune_problems([case.problem() for case in cases], seconds=0.05, again=True)
+print(json.dumps([len(result), [len(e.measurements) for _, e in result]]))
+"""
+
+
+def test_eight_processes_tune_the_same_problems_into_one_cache(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Late enough for the last of eight to have imported, on two cores.
+    began = time.time()
+    finish(start("import jax_splitk; print(1)"))
+    at = time.time() + 3 + 5 * (time.time() - began)
+    salts = generator(1).integers(2**31, size=8)
+    outcomes = finish(*(start(TUNE_TWENTY, salt, at, CACHE_DIR=str(tmp_path)) for salt in salts))
+    assert [(found[0], err) for found, err in outcomes] == [(20, "")] * 8
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    files = list(store.files(tmp_path))
+    assert len(files) == 20
+    for i in range(20):
+        problem = Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
+        key = key_for(problem, CPU, Options())
+        entry = entries.loads((tmp_path / key.file).read_bytes(), key, CPU)
+        assert store.lookup(key, CPU) == (entry, "user cache")
+        candidates = [m.candidate for m in entry.measurements]
+        assert len(candidates) == len(set(candidates))
+        assert {Candidate(XLA), entry.choice, entry.predicted} <= set(candidates)
+        # At least what the last writer had measured.
+        assert len(candidates) >= min(counts[i] for (_, counts), _ in outcomes)
+    assert list(tmp_path.rglob(".tmp-*")) == []
+    assert caplog.records == []
+
+
+KILLED_WRITERS = """
+import hashlib, json, os, random, signal, sys, time, warnings
+warnings.simplefilter("ignore")  # of fork beside threads: the children run no JAX
+import logging
+import jax_splitk
+from benchmarks.cases import Case
+from jax_splitk import compiler, storage
+from jax_splitk.target import target_for
+from jax_splitk.tuning import store, tuner
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.options import Options
+
+seed, kills = int(sys.argv[1]), int(sys.argv[2])
+warned = []
+handler = logging.Handler()
+handler.emit = lambda record: warned.append(record.getMessage())
+logging.getLogger("jax_splitk").addHandler(handler)
+target = target_for("cpu")
+keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target, Options()) for i in range(5)]
+ranked = {key: tuner.ranked(key, target) for key in keys}
+names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
+# Made ahead: deflating takes longer than writing, and it is writers that are to be killed.
+images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
+cubins = [compiler.Compiled.of(image, hashlib.sha256(image).hexdigest()) for image in images]
+
+def write_entries(rng):
+    while True:
+        key = rng.choice(keys)
+        times = [Measurement(c, rng.uniform(1, 100)) for c in ranked[key]] + [Measurement(Candidate(XLA), 9.0)]
+        # Entries of many sizes, so that one written over another would show.
+        metadata = {"padding": "x" * rng.randrange(200_000)}
+        store.save(key, Entry(key.as_dict(), rng.choice(ranked[key]), tuple(times), ranked[key][0], metadata))
+
+def write_cubins(rng):
+    while True:
+        name = rng.choice(names)
+        storage.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
+
+def check():
+    for key in keys:
+        found = store.lookup(key, target)
+        assert found is not None or not (storage.cache_dir() / key.file).exists(), key
+        entries_seen[key] = entries_seen.get(key, False) or found is not None
+        assert (found is not None) == entries_seen[key], key  # none is lost
+    for name in names:
+        found = compiler._load(name)
+        assert found is not None or not compiler._cubin_path(name).exists(), name
+        assert found is None or hashlib.sha256(found.image).hexdigest() == found.log, name
+    return sum(entries_seen.values())
+
+entries_seen = {}
+rng = random.Random(seed)
+for i in range(2 * kills):
+    child = os.fork()
+    if child == 0:
+        (write_entries if i % 2 else write_cubins)(random.Random(seed + i))
+    time.sleep(rng.uniform(0, 0.02))
+    if i % 4 == 0:
+        check()  # while it writes
+    time.sleep(rng.uniform(0, 0.01))
+    os.kill(child, signal.SIGKILL)
+    pid, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    check()
+root = storage.cache_dir()
+left = len(list((root / "tuning").rglob(".tmp-*"))), len(list((root / "cubin").rglob(".tmp-*")))
+print(json.dumps({"entries": check(), "cubins": len(list((root / "cubin").glob("*.cubin"))), "left": left,
+                  "warned": warned}))
+"""
+
+
+def test_writers_killed_at_random_points_leave_no_damage(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of 100 writers of entries and 100 of cubins; what they leave is whole, or a temporary file."""
+    ((found, _),) = finish(start(KILLED_WRITERS, SEED % 2**31, 100, CACHE_DIR=str(tmp_path)), seconds=240)
+    assert found["warned"] == []
+    assert (found["entries"], found["cubins"]) == (5, 5)
+    # Some were caught in the middle of writing, or the test would show nothing.
+    assert sum(found["left"]) > 0
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    assert len(list(store.files(tmp_path))) == 5
+    key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
+    choice = tuner.ranked(key, CPU)[0]
+    assert store.save(key, Entry(key.as_dict(), choice, (), None, {"last": True}))
+    last = store.lookup(key, CPU)
+    assert last is not None
+    assert last[0].metadata == {"last": True}
+
+
+# ---- a job of two processes ----------------------------------------------------------------------------------------
+
+LOWER = """
+import json, logging, sys, time, pathlib
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from jax import numpy as jnp
+import jax_splitk
+from benchmarks.cases import Case
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("jax_splitk").addHandler(handler)
+logging.getLogger("jax_splitk").setLevel(logging.INFO)
+process, flag = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+
+def lower(batch, *shift):
+    case = Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32")
+    fn = lambda x, g: jax_splitk.conv_wgrad(x + len(shift), g, case.rhs_shape, **case.lax_arguments())
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.lhs_shape, case.g_shape)]
+    return jax.jit(fn).lower(*shapes).as_text()
+
+assert jax.process_count() == 2 and len(jax.local_devices()) == 1
+out = []
+BODY
+print(json.dumps([out, messages]))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        return held.getsockname()[1]
+
+
+def job(body: str, tmp_path: pathlib.Path, caches: list[pathlib.Path], **variables: str) -> list[tuple[Any, str]]:
+    port = free_port()
+    script = LOWER.replace("BODY", textwrap.dedent(body))
+    flag = tmp_path / "flag"
+    variables = {"AGREEMENT_TIMEOUT_S": "60", **variables}
+    return finish(*(start(script, port, i, flag, CACHE_DIR=str(caches[i]), **variables) for i in range(2)))
+
+
+def configs(text: str) -> list[wgrad_host.Config]:
+    found = re.findall(r"block = (\d+) : i64.*?splits = (\d+) : i64", text)
+    return [wgrad_host.Config(int(splits), int(block)) for block, splits in found]
+
+
+def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
+    """A cache with a decision for a batch of `CASE`'s geometry."""
+    key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
+    choice = Candidate(XLA) if config is None else Candidate("wgrad_host", config)
+    entry = Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {})
+    path = folder / key.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(entry.dumps())
+    return folder
+
+
+ONE, TWO = wgrad_host.Config(3, 64), wgrad_host.Config(5, 96)
+
+
+def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Path) -> None:
+    """Different decisions, one's alone, the other's alone, XLA against ours; and each problem in two programs."""
+    caches = [tmp_path / "zero", tmp_path / "one"]
+    decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
+    decided(caches[0], ONE, 5)
+    decided(caches[1], TWO, 6)
+    decided(caches[0], None, 7), decided(caches[1], TWO, 7)
+    body = """
+    for batch in (4, 5, 6, 7, 8):
+        out.append(lower(batch))
+    for batch in (4, 5, 6, 7, 8):
+        out.append(lower(batch, 1))
+    """
+    (zero, zero_log), (one, _) = (found for found, _ in job(body, tmp_path, caches))
+    assert zero == one
+    both = [configs(text) for text in zero]
+    assert both[:5] == both[5:]
+    assert both[:2] == [[ONE], [ONE]]
+    assert both[2] not in ([ONE], [TWO], [])  # a miss in process 0 is a miss
+    assert both[3] == []
+    assert any("not tuned" in line for line in zero_log)
+
+
+def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
+    body = """
+    from jax_splitk.tuning import tuner
+    search, count = tuner._tune, []
+    tuner._tune = lambda *args: count.append(1) or search(*args)
+    tuner.FIRST_ROUND = 3
+    out.append([lower(4), lower(5)])
+    out.append(len(count))
+    """
+    caches = [tmp_path / "zero", tmp_path / "one"]
+    outcomes = job(body, tmp_path, caches, AUTOTUNE="on_miss", TUNE_BUDGET_S="0.05")
+    (zero, one) = (found[0] for found, _ in outcomes)
+    assert zero[0] == one[0]
+    assert (zero[1], one[1]) == (2, 0)
+    assert [len(list(store.files(cache))) for cache in caches] == [2, 0]
+
+
+def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib.Path) -> None:
+    """One process alone lowers the problem; then the other does: neither may use its own cache."""
+    caches = [decided(tmp_path / "zero", ONE), decided(tmp_path / "one", TWO)]
+    body = """
+    if process == 0:
+        out.append(lower(4))
+        flag.touch()
+    else:
+        while not flag.exists():
+            time.sleep(0.05)
+        out.append(lower(4))
+    """
+    outcomes = job(body, tmp_path, caches, AGREEMENT_TIMEOUT_S="2")
+    (zero, one) = (found[0] for found, _ in outcomes)
+    assert zero == one
+    assert len(configs(zero[0])) == 1
+    assert configs(zero[0])[0] not in (ONE, TWO)
+    for (_, log), _ in outcomes:
+        assert any("the processes did not agree" in line and "the deterministic choice is used" in line for line in log)
+        assert any("the cost model's best" in line for line in log)
+
+
+def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
+    """Also when it is lowered again; what all can compile is not."""
+    body = """
+    from jax_splitk import plan
+    from jax_splitk.compiler import CompilationError, CompilerUnavailable
+    build, asked = plan.HostPlan.custom_call, []
+
+    def failing(error):
+        def custom_call(self):
+            asked.append(1)
+            if process == 1:
+                raise error
+            return build(self)
+        return custom_call
+
+    plan.HostPlan.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+    out += [lower(4), lower(4, 1)]
+    plan.HostPlan.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+    out.append(lower(5))
+    plan.HostPlan.custom_call = build
+    out += [lower(6), lower(4, 1, 2)]
+    """
+    caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]
+    ((zero, zero_log), _), ((one, one_log), _) = job(body, tmp_path, caches)
+    assert zero == one
+    assert [len(configs(text)) for text in zero] == [0, 0, 0, 1, 0]
+    for log, where in ((zero_log, "process 1: "), (one_log, "")):
+        (first,) = [line for line in log if f"XLA instead of wgrad_host {ONE}: {where}wgrad_host: wgrad.cu" in line]
+        assert ("and why" in first) is (where == "")
+        missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
+        (second,) = [line for line in log if missing in line and "XLA instead" in line]
+        assert "lhs 5x9x8x6" in second
+
+
+# ---- artefacts -----------------------------------------------------------------------------------------------------
+
+RUN_EXPORTED = """
+import json, pathlib, sys
+import numpy as np
+
+class NoCompiler:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("nvidia", "cutlass_library"):
+            raise ModuleNotFoundError(f"{name} is out of reach in this test", name=name)
+
+sys.meta_path.insert(0, NoCompiler())
+from unittest import mock
+import jax
+from jax import export
+import jax_splitk
+from jax_splitk import compiler, nvrtc, storage
+from jax_splitk.tuning import select, store, tuner
+forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
+select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
+storage.read = storage.write = forbidden
+folder = pathlib.Path(sys.argv[1])
+run = export.deserialize(bytearray((folder / "exported").read_bytes()))
+with np.load(folder / "inputs.npz") as inputs:
+    out = run.call(inputs["lhs"], inputs["g"])
+np.save(folder / "out.npy", np.asarray(out))
+print(json.dumps([forbidden.call_count, run.mlir_module(), storage.cache_dir().exists()]))
+"""
+
+
+def test_an_exported_function_needs_no_cache_and_no_compiler(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(decided(tmp_path / "cache", TWO)))
+    with seeded(3) as rng:
+        lhs, g = (rng.standard_normal(shape, np.float32) for shape in (CASE.lhs_shape, CASE.g_shape))
+    run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, CASE.rhs_shape, **CASE.lax_arguments()))
+    allowed = [export.DisabledSafetyCheck.custom_call(HOST_WGRAD_TARGET)]
+    exported = export.export(run, disabled_checks=allowed)(jnp.asarray(lhs), jnp.asarray(g))
+    assert configs(exported.mlir_module()) == [TWO]
+    (tmp_path / "exported").write_bytes(exported.serialize())
+    np.savez(tmp_path / "inputs.npz", lhs=lhs, g=g)
+    empty = tmp_path / "empty"
+    ((found, err),) = finish(start(RUN_EXPORTED, tmp_path, CACHE_DIR=str(empty), CACHE_MODE="frozen"))
+    calls, module, touched = found
+    assert (calls, touched) == (0, False), err
+    assert configs(module) == [TWO]
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), run(lhs, g))
+    # The fresh process does refuse to lower anything new: there, nothing is decided without a cache.
+    refused = start(
+        """
+        import jax, jax_splitk
+        from jax import numpy as jnp
+        jax_splitk.conv_wgrad(jnp.ones((2, 5, 5, 3)), jnp.ones((2, 5, 5, 4)), (3, 3, 3, 4), (1, 1), "SAME",
+                              dimension_numbers=("NHWC", "HWIO", "NHWC"), implementation="host")
+        """,
+        CACHE_DIR=str(empty),
+        CACHE_MODE="frozen",
+    )
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert "FrozenCacheMiss" in err
