@@ -29,6 +29,7 @@ ARCH = "sm_90a"
 _FILE_MAGIC = b"jax_splitk cubin 4\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 _OWN_INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.MULTILINE)
+_STRUCTS = "structs.cuh"
 INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
 
 
@@ -41,21 +42,42 @@ class CompilationError(RuntimeError):
 
 
 @functools.cache
-def _source_text(file: str) -> str:
-    text = importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
-    return _OWN_INCLUDE.sub(lambda include: _source_text(include[1]), text)
+def _file_text(file: str) -> str:
+    return importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=256)
+def _source_text(file: str, structs: str) -> str:
+    """The file with what it includes in its place, each header once."""
+    included = {file}
+
+    def included_text(include: re.Match[str]) -> str:
+        if include[1] in included:
+            return ""
+        included.add(include[1])
+        text = structs if include[1] == _STRUCTS else _file_text(include[1])
+        return _OWN_INCLUDE.sub(included_text, text)
+
+    return _OWN_INCLUDE.sub(included_text, _file_text(file))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A device source file of `jax_splitk/kernels` and the macros that specialise it."""
+    """A device source file of `jax_splitk/kernels` and what specialises it.
+
+    Attributes:
+      file: relative to that folder, as are the headers that it includes.
+      defines: macros.
+      structs: the text that stands for `#include "structs.cuh"`; see `kernels/device/structs.py`.
+    """
 
     file: str
     defines: tuple[tuple[str, str | int], ...]
+    structs: str = ""
 
     def text(self) -> str:
-        """The file, with the headers of that folder that it includes in their places."""
-        return _source_text(self.file)
+        """The file, with the headers that it includes in their places."""
+        return _source_text(self.file, self.structs)
 
     def options(self) -> tuple[str, ...]:
         return (
@@ -167,11 +189,11 @@ def source_files() -> list[str]:
 
 def content_key(source: Source) -> str:
     """Identity of a compilation: text, options and versions."""
-    return _digest((origin(source.file), source.options()))
+    return _digest((origin(source.file), source.structs, source.options()))
 
 
 def origin(file: str) -> str:
-    """Identity of all that a source file's compilations have in common: its text and the versions."""
+    """Identity of what a source file's compilations have in common: its text but for the structs, and the versions."""
     return _digest((Source(file, ()).text(), find_nvrtc().version, *sorted(header_versions().items())))
 
 
