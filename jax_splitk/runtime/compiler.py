@@ -1,11 +1,9 @@
 """CuTe source to sm_90a machine code: NVRTC from its wheel, headers from theirs, results kept on disk by content.
 
 No CUDA toolkit, no nvcc and no GPU are needed. What identifies a compilation is its text, options and the versions of
-the compiler and header packages, never a path. The files are read and written as `storage.mode` says, and deflated as
-the custom call carries them: deflating takes longer than all the rest of a lowering.
+the compiler and header packages, never a path. The files are read and written as `disk.mode` says.
 """
 
-import base64
 import concurrent.futures
 import dataclasses
 import functools
@@ -19,7 +17,6 @@ import os
 import pathlib
 import re
 import threading
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,7 +26,7 @@ from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 logger = logging.getLogger("jax_splitk")
 
 ARCH = "sm_90a"
-_FILE_MAGIC = b"jax_splitk cubin 3\n"
+_FILE_MAGIC = b"jax_splitk cubin 4\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 _OWN_INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.MULTILINE)
 _STRUCTS = "structs.cuh"
@@ -98,30 +95,13 @@ class Compiled:
     """Machine code and the compiler's log, with ptxas's register and spill report.
 
     Attributes:
-      deflated: the ELF cubin in raw DEFLATE.
-      size: bytes of the cubin.
+      image: the ELF cubin.
       log: the compiler's. What is read from it (registers, spill_bytes, serialized_wgmma) is for people and tests,
         which hold every kernel to it; nothing is decided by it.
     """
 
-    deflated: bytes
-    size: int
+    image: bytes
     log: str
-
-    @staticmethod
-    def of(image: bytes, log: str) -> "Compiled":
-        deflate = zlib.compressobj(level=9, wbits=-15)
-        return Compiled(deflate.compress(image) + deflate.flush(), len(image), log)
-
-    @functools.cached_property
-    def code(self) -> str:
-        """The custom call's attribute, which ffi/inflate.cc decodes: `deflated` in base64."""
-        return base64.b64encode(self.deflated).decode("ascii")
-
-    @functools.cached_property
-    def image(self) -> bytes:
-        """The ELF cubin."""
-        return zlib.decompress(self.deflated, wbits=-15)
 
     @property
     def registers(self) -> int:
@@ -223,18 +203,18 @@ def _digest(identity: tuple[Any, ...]) -> str:
 
 
 def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
-    header = {"key": key, "origin": origin, "size": compiled.size, "log": compiled.log}
-    body = json.dumps(header).encode() + b"\0" + compiled.deflated
+    header = {"key": key, "origin": origin, "log": compiled.log}
+    body = json.dumps(header).encode() + b"\0" + compiled.image
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
 def _unpack(data: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """(header, deflated cubin); None for anything that `_pack` did not write whole."""
+    """(header, cubin); None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
-    header, deflated = rest[32:].split(b"\0", 1)
-    return json.loads(header), deflated
+    header, image = rest[32:].split(b"\0", 1)
+    return json.loads(header), image
 
 
 _memory: dict[str, Compiled] = {}
@@ -284,11 +264,11 @@ def _load(key: str) -> Compiled | None:
     data = None if disk.mode() == "off" else disk.read(path)
     if data is None:
         return None
-    header, deflated = _unpack(data) or ({}, b"")
+    header, image = _unpack(data) or ({}, b"")
     if header.get("key") != key:
         logger.warning("jax_splitk: %s is damaged or another compilation's; compiling again", path)
         return None
-    return Compiled(deflated, header["size"], header["log"])
+    return Compiled(image, header["log"])
 
 
 def stored(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
@@ -308,7 +288,7 @@ def _compile(source: Source, key: str, in_worker: bool) -> Compiled:
     if image is None:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
-    compiled = Compiled.of(image, log)
+    compiled = Compiled(image, log)
     if disk.mode() == "update":
         disk.write(_cubin_path(key), _pack(key, origin(source.file), compiled))
     return compiled
