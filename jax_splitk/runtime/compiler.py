@@ -45,8 +45,16 @@ class CompilationError(RuntimeError):
 
 @functools.cache
 def _source_text(file: str) -> str:
-    text = importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
-    return _OWN_INCLUDE.sub(lambda include: _source_text(include[1]), text)
+    included: set[str] = set()
+
+    def text_of(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        text = importlib.resources.files("jax_splitk.kernels").joinpath(name).read_text(encoding="utf-8")
+        return _OWN_INCLUDE.sub(lambda include: text_of(include[1]), text)
+
+    return text_of(file)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Source:
     defines: tuple[tuple[str, str | int], ...]
 
     def text(self) -> str:
-        """The file, with the headers of that folder that it includes in their places."""
+        """The file, with the headers of that folder in the places where they are first included."""
         return _source_text(self.file)
 
     def options(self) -> tuple[str, ...]:
