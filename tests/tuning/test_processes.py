@@ -82,7 +82,7 @@ case = Case("one", 2, 12, 12, 64, 64, (3, 3))
 run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
 shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
 module = export.export(
-    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v1")]
+    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v2")]
 )(*shapes).mlir_module()
 print(json.dumps([module, forbidden.call_count]))
 """
@@ -183,9 +183,9 @@ target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
 ranked = {key: tuner.ranked(key) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
-# Made ahead: deflating takes longer than writing, and it is writers that are to be killed.
+# Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
-cubins = [compiler.Compiled.of(image, hashlib.sha256(image).hexdigest()) for image in images]
+cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image in images]
 
 def write_entries(rng):
     while True:
