@@ -17,7 +17,6 @@ from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options
 from tests import tuning_cache
 
 PROBLEM = ConvWgradProblem(
@@ -42,7 +41,7 @@ OLD, NEW = "2024-01-01T00:00:00+00:00", "2025-06-01T12:00:00+00:00"
 
 
 def key_of(problem: ConvWgradProblem = PROBLEM, **environment: Any) -> Key:
-    key = key_for(problem, target_for("cpu"), Options())
+    key = key_for(problem, target_for("cpu"))
     return dataclasses.replace(key, environment=dataclasses.replace(key.environment, **environment))
 
 

@@ -92,7 +92,7 @@ def _show(arguments: argparse.Namespace) -> int:
         str(key.problem),
         f"file {item.path}",
         f"for {_machine(key)} ({', '.join(key.environment.abi)})",
-        f"deterministic {key.deterministic}, at most {key.workspace_limit_bytes} bytes of workspace",
+        f"searched within {entry.workspace_limit_bytes} bytes of workspace",
         f"choice {entry.choice}: {output.number(us)} us, XLA {output.number(xla)} us, ratio "
         f"{output.number(ratio, '.2f')}, regret of the cost model {output.number(entry.regret, '.1%')}",
         *(f"{name} {value}" for name, value in sorted(entry.metadata.items())),

@@ -16,7 +16,7 @@ from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Candidate, Entry
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.result import TuningResult, key_from_dict, local_target
+from jax_splitk.tuning.result import TuningResult
 
 HEADER = ("digest", "us", "XLA us", "ratio", "problem", "choice")
 NARROW = ("choice", "problem")
@@ -57,10 +57,9 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
         foreign = (schema != keys.SCHEMA and type(schema) is int) or (isinstance(op, str) and op not in OPERATIONS)
         if schema != keys.SCHEMA:
             raise ValueError(f"schema {schema!r}; accepted: {keys.SCHEMA}")
-        key = key_from_dict(key)
-        target = local_target(key)
-        foreign = key.environment.abi != keys.environment(key.problem, target).abi
-        entry = entries.loads(data, key, target)
+        key = keys.key_from_dict(key)
+        foreign = key.environment.abi != keys.environment(key.problem, key.target).abi
+        entry = entries.loads(data, key)
     except _DAMAGE as error:
         return Unusable(path, str(error), foreign)
     if folder is not None and path != folder / key.file:
@@ -129,8 +128,7 @@ def describe(key: Key, entry: Entry) -> dict[str, Any]:
         "digest": key.digest[:40],
         "problem": work.as_dict(key.problem),
         "environment": dataclasses.asdict(key.environment),
-        "deterministic": key.deterministic,
-        "workspace_limit_bytes": key.workspace_limit_bytes,
+        "workspace_limit_bytes": entry.workspace_limit_bytes,
         "choice": entry.choice.as_dict(),
         "predicted": None if entry.predicted is None else entry.predicted.as_dict(),
         **{"us": us, "xla_us": xla_us, "ratio": ratio, "regret": entry.regret},

@@ -27,16 +27,15 @@ _ACCEPTED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar=_NAME, help="a .py file, a .json file, or JSON text of a problem or a list")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--nondeterministic", action="store_true", help="decide for deterministic=False")
-    parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="decide for another limit than 256 MiB")
+    parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
 
 
 def options_of(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """`jax_splitk.options` with the caller's constraints."""
+    """`jax_splitk.options` with the caller's limit."""
     limit = arguments.workspace_limit_bytes
     if limit is not None and limit < 0:
         raise UsageError(f"--workspace-limit-bytes={limit}; accepted: an integer of at least 0")
-    return options(deterministic=False if arguments.nondeterministic else None, workspace_limit_bytes=limit)
+    return options(workspace_limit_bytes=limit)
 
 
 def script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:

@@ -18,7 +18,6 @@ from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
-from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.command_line import (
     NEW,
@@ -304,7 +303,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
     good = put(cache, key_of(), {X: 30.0, A: 20.0}, today)
     old = put(cache, key_of(PROBLEMS[1]), {X: 30.0, A: 20.0}, OLD)
     undated = put(cache, key_of(PROBLEMS[2]), {X: 30.0, A: 20.0}, 5)
-    gpu = put(cache, key_for(PROBLEM, target_for("cuda"), Options()), {X: 30.0}, today)
+    gpu = put(cache, key_for(PROBLEM, target_for("cuda")), {X: 30.0}, today)
     other = put(cache, key_of(PROBLEMS[1], cores=999), {X: 30.0, A: 20.0}, today)
     other_old = put(cache, key_of(PROBLEMS[2], cores=999), {X: 30.0, A: 20.0}, OLD)
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
@@ -353,7 +352,7 @@ def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatc
     folder = cache / "cubin"
 
     def put_cubin(name: str, days: float = 0.0) -> pathlib.Path:
-        path, compiled = folder / f"{name}.cubin", compiler.Compiled.of(b"machine code", "log")
+        path, compiled = folder / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
         assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
         os.utime(path, (time.time() - days * 86400,) * 2)
         return path

@@ -18,11 +18,9 @@ import jax_splitk
 from jax_splitk.__main__ import main
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
-from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import agreement, select, store, tuner
 from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.key import Key
 from tests.command_line import (
     PROBLEM,
     PROBLEMS,
@@ -193,17 +191,18 @@ def test_the_command_of_a_miss_works_when_pasted(capsys: Any, caplog: pytest.Log
     assert decision.why.startswith("user cache: ")
 
 
-def test_the_callers_constraints_are_part_of_what_is_tuned(cache: pathlib.Path, capsys: Any) -> None:
-    limit = 500_000
-    constraints = ("--nondeterministic", "--workspace-limit-bytes", limit)
-    (decision,) = run(capsys, "tune", as_json(PROBLEM), *constraints)["decisions"]
-    assert (decision["deterministic"], decision["workspace_limit_bytes"]) == (False, limit)
-    key = key_for(PROBLEM, target_for("cpu"), Options(deterministic=False, workspace_limit_bytes=limit))
-    assert [path.stem for path in store.files(cache)] == [key.digest[:40]]
-    assert run(capsys, "explain", as_json(PROBLEM), *constraints)["decisions"][0]["why"].startswith("user cache")
-    assert run(capsys, "explain", as_json(PROBLEM))["decisions"][0]["why"].startswith("the cost model")
-    message = refused(capsys, "tune", as_json(PROBLEM), "--workspace-limit-bytes=-1")
-    assert "accepted: an integer of at least 0" in message
+def test_the_callers_limit_bounds_what_is_tuned(cache: pathlib.Path, capsys: Any) -> None:
+    problem, limit = as_json(PROBLEM), 500_000
+    constraints = ("--workspace-limit-bytes", limit)
+    (decision,) = run(capsys, "tune", problem, *constraints)["decisions"]
+    assert decision["workspace_limit_bytes"] == limit
+    assert [path.stem for path in store.files(cache)] == [key_of().digest[:40]]
+    assert run(capsys, "explain", problem, *constraints)["decisions"][0]["why"].startswith("user cache")
+    (again,) = run(capsys, "tune", problem)["decisions"]  # what a larger limit allows was not measured
+    assert (again["measured"], again["workspace_limit_bytes"]) == (True, 256 * 2**20)
+    (again,) = run(capsys, "tune", problem, *constraints)["decisions"]
+    assert not again["measured"]
+    assert "accepted: an integer of at least 0" in refused(capsys, "tune", problem, "--workspace-limit-bytes=-1")
 
 
 @pytest.mark.parametrize(

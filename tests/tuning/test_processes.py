@@ -29,7 +29,6 @@ from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 from tests.problems import SEED, generator, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
@@ -73,7 +72,7 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import nvrtc
+from jax_splitk.runtime import nvrtc
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
@@ -83,7 +82,7 @@ case = Case("one", 2, 12, 12, 64, 64, (3, 3))
 run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
 shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
 module = export.export(
-    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v1")]
+    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v2")]
 )(*shapes).mlir_module()
 print(json.dumps([module, forbidden.call_count]))
 """
@@ -94,7 +93,7 @@ def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_pat
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
     config = im2col.candidates(problem, target)[3]
-    key = key_for(problem, target, Options())
+    key = key_for(problem, target)
     choice = Candidate("wgrad_im2col", config)
     path = tmp_path / key.file
     path.parent.mkdir(parents=True)
@@ -150,9 +149,9 @@ def test_eight_processes_tune_the_same_problems_into_one_cache(
     assert len(files) == 20
     for i in range(20):
         problem = Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
-        key = key_for(problem, CPU, Options())
-        entry = entries.loads((tmp_path / key.file).read_bytes(), key, CPU)
-        assert store.lookup(key, CPU) == (entry, "user cache")
+        key = key_for(problem, CPU)
+        entry = entries.loads((tmp_path / key.file).read_bytes(), key)
+        assert store.lookup(key) == (entry, "user cache")
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
         assert {Candidate(XLA), entry.choice, entry.predicted} <= set(candidates)
@@ -168,8 +167,8 @@ warnings.simplefilter("ignore")  # of fork beside threads: the children run no J
 import logging
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import compiler, storage
-from jax_splitk.target import target_for
+from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import key_for
@@ -181,12 +180,12 @@ handler = logging.Handler()
 handler.emit = lambda record: warned.append(record.getMessage())
 logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
-keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target, Options()) for i in range(5)]
-ranked = {key: tuner.ranked(key, target) for key in keys}
+keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
+ranked = {key: tuner.ranked(key) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
-# Made ahead: deflating takes longer than writing, and it is writers that are to be killed.
+# Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
-cubins = [compiler.Compiled.of(image, hashlib.sha256(image).hexdigest()) for image in images]
+cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image in images]
 
 def write_entries(rng):
     while True:
@@ -199,12 +198,12 @@ def write_entries(rng):
 def write_cubins(rng):
     while True:
         name = rng.choice(names)
-        storage.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
+        disk.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
 
 def check():
     for key in keys:
-        found = store.lookup(key, target)
-        assert found is not None or not (storage.cache_dir() / key.file).exists(), key
+        found = store.lookup(key)
+        assert found is not None or not (disk.cache_dir() / key.file).exists(), key
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
     for name in names:
@@ -227,7 +226,7 @@ for i in range(2 * kills):
     pid, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     check()
-root = storage.cache_dir()
+root = disk.cache_dir()
 left = len(list((root / "tuning").rglob(".tmp-*"))), len(list((root / "cubin").rglob(".tmp-*")))
 print(json.dumps({"entries": check(), "cubins": len(list((root / "cubin").glob("*.cubin"))), "left": left,
                   "warned": warned}))
@@ -245,10 +244,10 @@ def test_writers_killed_at_random_points_leave_no_damage(
     assert sum(found["left"]) > 0
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     assert len(list(store.files(tmp_path))) == 5
-    key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
-    choice = tuner.ranked(key, CPU)[0]
+    key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
+    choice = tuner.ranked(key)[0]
     assert store.save(key, Entry(key.as_dict(), choice, (), None, {"last": True}))
-    last = store.lookup(key, CPU)
+    last = store.lookup(key)
     assert last is not None
     assert last[0].metadata == {"last": True}
 
@@ -303,7 +302,7 @@ def configs(text: str) -> list[wgrad_host.Config]:
 
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
-    key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
+    key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
     choice = Candidate(XLA) if config is None else Candidate("wgrad_host", config)
     entry = Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {})
     path = folder / key.file
@@ -380,8 +379,8 @@ def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib
 def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
     """Also when it is lowered again; what all can compile is not."""
     body = """
-    from jax_splitk import plan
-    from jax_splitk.compiler import CompilationError, CompilerUnavailable
+    from jax_splitk.runtime import plan
+    from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
     build, asked = plan.HostPlan.custom_call, []
 
     def failing(error):
@@ -427,17 +426,17 @@ from unittest import mock
 import jax
 from jax import export
 import jax_splitk
-from jax_splitk import compiler, nvrtc, storage
+from jax_splitk.runtime import compiler, disk, nvrtc
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
-storage.read = storage.write = forbidden
+disk.read = disk.write = forbidden
 folder = pathlib.Path(sys.argv[1])
 run = export.deserialize(bytearray((folder / "exported").read_bytes()))
 with np.load(folder / "inputs.npz") as inputs:
     out = run.call(inputs["lhs"], inputs["g"])
 np.save(folder / "out.npy", np.asarray(out))
-print(json.dumps([forbidden.call_count, run.mlir_module(), storage.cache_dir().exists()]))
+print(json.dumps([forbidden.call_count, run.mlir_module(), disk.cache_dir().exists()]))
 """
 
 
