@@ -62,7 +62,9 @@ def _ls(arguments: argparse.Namespace) -> int:
             rows = [stored.row(item.key, item.entry) for item in items]
             lines += [f"{name}, {machine}:", output.table(stored.HEADER, rows, stored.NARROW)]
         lines += [] if usable else [f"{name}: no entries"]
-        lines += [f"{'not used' if item.foreign else 'damaged'}: {item.path}: {item.reason}" for item in unusable]
+        lines += [f"damaged: {item.path}: {item.reason}" for item in unusable if not item.foreign]
+        others = sum(item.foreign for item in unusable)
+        lines += [f"{others} files of other machines or versions cannot be read here"] if others else []
         entries = [{"path": item.path, **stored.describe(item.key, item.entry)} for item in usable]
         listed.append({"source": name, "entries": entries, "unusable": list(map(dataclasses.asdict, unusable))})
     output.emit(listed, "\n".join(lines), arguments.json)
@@ -83,9 +85,8 @@ def _show(arguments: argparse.Namespace) -> int:
     value = {"path": item.path, **stored.describe(key, entry)}
     measurements = sorted(entry.measurements, key=lambda m: (m.us is None, m.us or 0.0))
     value["measurements"] = [m.as_dict() for m in measurements]
-    roles = {entry.predicted: "predicted", entry.choice: "choice"}
-    if entry.predicted == entry.choice:
-        roles = {entry.choice: "choice, predicted"}
+    roles = {entry.predicted: "predicted"}
+    roles[entry.choice] = "choice, predicted" if entry.predicted == entry.choice else "choice"
     rows = [[output.number(m.us), str(m.candidate), roles.get(m.candidate, ""), m.error or ""] for m in measurements]
     us, xla, ratio = stored.times(entry)
     lines = [

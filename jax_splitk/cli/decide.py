@@ -13,7 +13,7 @@ from jax_splitk.ops.explain import Explanation, decision
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.options import current
+from jax_splitk.tuning.options import current, options
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.watch import Watched, watching
 
@@ -82,7 +82,8 @@ def _decided(arguments: argparse.Namespace, measure: bool) -> tuple[Explanation,
     what = work.script_or_problems(arguments)
     failed = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(work.options_of(arguments))
+        with output.usage():
+            stack.enter_context(options(workspace_limit_bytes=arguments.workspace_limit_bytes))
         if arguments.json:
             stack.enter_context(output.stdout_to_stderr())
         if measure:

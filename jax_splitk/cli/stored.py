@@ -11,6 +11,7 @@ from jax_splitk.cli import work
 from jax_splitk.cli.output import UsageError, number
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
@@ -20,9 +21,8 @@ from jax_splitk.tuning.result import TuningResult
 
 HEADER = ("digest", "us", "XLA us", "ratio", "problem", "choice")
 NARROW = ("choice", "problem")
-UNDATED = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 _UNREADABLE = "it cannot be read"
-# What reading a damaged entry raises.
+# What reading a damaged file raises.
 _DAMAGE = (ValueError, TypeError, ArithmeticError, RecursionError)
 
 
@@ -37,11 +37,17 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Unusable:
-    """A file that is never used. `foreign`: another version of jax_splitk may use it."""
+    """A file that is never used here. `foreign`: it lies where only other machines or versions look."""
 
     path: pathlib.Path
     reason: str
     foreign: bool = False
+
+
+def local_environments() -> set[str]:
+    """The folders of a cache in which this machine, with this version, looks entries up."""
+    targets = [target_for(platform) for platform in ("cpu", "cuda")]
+    return {e.digest() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:
@@ -49,38 +55,26 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     data = disk.read(path)
     if data is None:
         return Unusable(path, _UNREADABLE)
-    foreign = False
     try:
-        fields = _object(data)
-        schema, key = fields.get("schema"), fields.get("key")
-        op = key.get("op") if isinstance(key, dict) else None
-        foreign = (schema != keys.SCHEMA and type(schema) is int) or (isinstance(op, str) and op not in OPERATIONS)
-        if schema != keys.SCHEMA:
-            raise ValueError(f"schema {schema!r}; accepted: {keys.SCHEMA}")
-        key = keys.key_from_dict(key)
-        foreign = key.environment.abi != keys.environment(key.problem, key.target).abi
+        fields = json.loads(data)
+        key = keys.key_from_dict(fields.get("key") if isinstance(fields, dict) else None)
         entry = entries.loads(data, key)
     except _DAMAGE as error:
-        return Unusable(path, str(error), foreign)
+        return Unusable(path, str(error))
     if folder is not None and path != folder / key.file:
         return Unusable(path, f"it is not where it would be looked for, {folder / key.file}")
     return Stored(path, key, entry)
 
 
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"a {type(fields).__name__}; accepted: an object")
-    return fields
-
-
 def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
     """Every entry file of a cache folder."""
+    local = local_environments()
     found = [read(path, folder) for path in store.files(folder)]
-    return [f for f in found if isinstance(f, Stored)], [f for f in found if isinstance(f, Unusable)]
+    unusable = [f for f in found if isinstance(f, Unusable)]
+    return (
+        [f for f in found if isinstance(f, Stored)],
+        [dataclasses.replace(f, foreign=f.path.parent.name not in local) for f in unusable],
+    )
 
 
 def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
@@ -105,20 +99,21 @@ def read_source(argument: str, text: str) -> tuple[list[Stored], list[Unusable]]
 
 
 def date(entry: Entry) -> datetime.datetime:
-    """When the entry was made; `UNDATED` where it does not say."""
+    """When the entry was made; long ago where it does not say."""
+    undated = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     text = entry.metadata.get("date")
     try:
-        when = datetime.datetime.fromisoformat(text) if isinstance(text, str) else UNDATED
+        when = datetime.datetime.fromisoformat(text) if isinstance(text, str) else undated
         # An offset may lead out of the calendar.
         return when.replace(tzinfo=datetime.UTC) if when.tzinfo is None else when.astimezone(datetime.UTC)
     except (ValueError, OverflowError):
-        return UNDATED
+        return undated
 
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
     """(us of the choice, us of XLA, how many times faster the choice is)."""
-    ours, xla = entry.us(entry.choice), entry.us(Candidate(XLA))
-    return ours, xla, xla / ours if ours and xla else None
+    us, xla_us = entry.us(entry.choice), entry.us(Candidate(XLA))
+    return us, xla_us, xla_us / us if us and xla_us else None
 
 
 def describe(key: Key, entry: Entry) -> dict[str, Any]:

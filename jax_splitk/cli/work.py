@@ -1,7 +1,6 @@
 """What `tune` and `explain` are given: a script, which runs as `python SCRIPT` would, or problems as JSON."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +14,6 @@ from jax_splitk.cli.output import UsageError
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.tuning.key import problem_from_dict
-from jax_splitk.tuning.options import options
 
 _NAME = "SCRIPT_OR_PROBLEMS"
 _ACCEPTED = (
@@ -28,14 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar=_NAME, help="a .py file, a .json file, or JSON text of a problem or a list")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
-
-
-def options_of(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """`jax_splitk.options` with the caller's limit."""
-    limit = arguments.workspace_limit_bytes
-    if limit is not None and limit < 0:
-        raise UsageError(f"--workspace-limit-bytes={limit}; accepted: an integer of at least 0")
-    return options(workspace_limit_bytes=limit)
 
 
 def script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:
