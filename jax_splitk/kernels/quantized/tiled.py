@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.kernels.quantized.dequantize import TYPE_CODES, has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
@@ -47,6 +48,17 @@ class Config(tiles.Config):
     """
 
     scaling: str = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareArgs(Struct):
+    """Of `prepare_x`; `pitch` is of the copy's rows, in elements: 0 for no copy."""
+
+    rows: int
+    k: int
+    padded_rows: int
+    k_blocks: int
+    pitch: int
 
 
 def period(problem: QuantizedMatmulProblem) -> int:
@@ -158,6 +170,7 @@ class Tiled(tiles.TileFamily[Config]):
 
     x_dtypes, out_dtypes = X_DTYPES, OUT_DTYPES
     tiles_m, tiles_n = TILES_M, TILES_N
+    structs = (PrepareArgs,)
     x_item = 2
     most_stages = (8, 10)  # two k_warpgroups hold two stages each
     widest_split = 256
@@ -282,8 +295,7 @@ class Tiled(tiles.TileFamily[Config]):
             return []
         rows, blocks = _padded_rows(problem, config), k_blocks(problem)
         pitch = _pitch(problem) if needs_copy(problem) else 0
-        # `struct PrepareArgs` of the device code, in its order.
-        args = plan.Int32Struct((problem.rows, problem.k, rows, blocks, pitch))
+        args = PrepareArgs(problem.rows, problem.k, rows, blocks, pitch).param()
         sums = plan.Pointer(workspace, _copy_bytes(problem))
         return [
             plan.Launch(

@@ -8,9 +8,10 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
-from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.structs import Struct, declarations
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
@@ -82,6 +83,40 @@ class Config:
 C = TypeVar("C", bound=Config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernels.
+
+    Attributes:
+      rows, features: of the output.
+      feature_tiles, k_tiles: of the packed weight.
+      groups: of a feature tile's scales.
+      k_blocks: of 128 k.
+      tiles_m, tiles_n: of the output, a worker's.
+      whole_tiles, range_blocks: of a worker; see `Schedule`.
+      once: whether every word is read by one thread block only.
+    """
+
+    rows: int
+    features: int
+    feature_tiles: int
+    k_tiles: int
+    groups: int
+    k_blocks: int
+    tiles_m: int
+    tiles_n: int
+    whole_tiles: int
+    range_blocks: int
+    once: int
+
+    @classmethod
+    def of(cls, p: QuantizedMatmulProblem, config: Config) -> Self:
+        given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
+        packed = (p.feature_tiles, p.k_tiles, p.groups, given.k_blocks)
+        once = int(tiles_n == 1)
+        return cls(p.rows, p.features, *packed, tiles_m, tiles_n, given.whole_tiles, given.range_blocks, once)
+
+
 def k_blocks(problem: QuantizedMatmulProblem) -> int:
     return -(-problem.k // BLOCK_K)
 
@@ -131,6 +166,7 @@ class TileFamily(abc.ABC, Generic[C]):
     out_dtypes: tuple[str, ...]
     tiles_m: tuple[int, ...]
     tiles_n: tuple[int, ...]
+    structs: tuple[type[Struct], ...] = ()  # of the device code, beside Args
     multicasts: tuple[int, ...] = (1,)
     x_item: int  # bytes of an element of x in shared memory
     most_stages: tuple[int, int]  # with one, and two, k_warpgroups
@@ -402,14 +438,8 @@ class TileFamily(abc.ABC, Generic[C]):
             "EIGHTS": int(problem.features % 8 == 0),
             "WHOLE": int(problem.k_tiles % 2 == 0),
         }
-        return compiler.Source(self.source_file, (*defines.items(), *self.loop_defines(problem, config).items()))
-
-    def _args(self, p: QuantizedMatmulProblem, config: C) -> plan.Int32Struct:
-        """`struct Args` of the device code, in its order: `struct Schedule`, and whether every word is read once."""
-        given, tiles = schedule(p, config), tile_counts(p, config)
-        packed = (p.feature_tiles, p.k_tiles, p.groups, given.k_blocks)
-        once = int(tiles[1] == 1)
-        return plan.Int32Struct((p.rows, p.features, *packed, *tiles, given.whole_tiles, given.range_blocks, once))
+        defines |= self.loop_defines(problem, config)
+        return compiler.Source(self.source_file, tuple(defines.items()), declarations(ReduceArgs, Args, *self.structs))
 
     def make_plan(self, problem: QuantizedMatmulProblem, config: C) -> plan.DevicePlan:
         """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
@@ -417,7 +447,7 @@ class TileFamily(abc.ABC, Generic[C]):
         workspace, out = len(buffers), plan.Pointer(len(buffers) - 1)
         buffers.append(plan.Buffer(self.workspace_bytes(problem, config), 256))
         partials = plan.Pointer(workspace, self.prepared_bytes(problem, config))
-        args = self._args(problem, config)
+        args = Args.of(problem, config).param()
         launches = self.first_launches(problem, config, workspace)
         operands = (plan.Pointer(1), plan.Pointer(2), *self.operands(problem, config, workspace))
         main = plan.Launch(
