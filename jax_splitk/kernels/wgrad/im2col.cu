@@ -386,8 +386,7 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
       float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
-        const float* sums = &acc[m][j * 4 + 2 * half];
-        store_global_if(8 * j < columns, to + 8 * j, make_float2(sums[0], sums[1]));
+        store_global_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
       }
     }
 #endif
@@ -449,7 +448,7 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      store_global_if(row0 + pass * ROWS < end, to + pass * ROWS * place.pitch, v[pass]);
+      store_global_below(to + pass * ROWS * place.pitch, v[pass], row0 + pass * ROWS, end);
     }
   }
 }
