@@ -46,10 +46,6 @@ __device__ inline void store_shared(uint32_t address, const uint4& v) {
                : "memory");
 }
 
-__device__ inline void store_shared(uint32_t address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
 __device__ inline void store_shared(uint32_t address, const float2& v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
