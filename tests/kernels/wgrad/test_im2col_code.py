@@ -58,20 +58,10 @@ def tails() -> Iterator[tuple[ConvWgradProblem, Config]]:
         yield small("c320k320", out_dtype="bfloat16"), config
 
 
-def clusters() -> Iterator[tuple[ConvWgradProblem, Config]]:
-    """Plans whose splits are a cluster."""
-    outputs = itertools.cycle(("bfloat16", "float32"))
-    for tile in ((64, 64), (64, 192), (128, 128), (192, 192), (128, 256), (256, 64)):
-        for swap in (False, True):
-            config = Config(*tile, im2col.max_stages(*tile), swap, 2)
-            yield small("plain", out_dtype=next(outputs)), dataclasses.replace(config, reduction="cluster")
-
-
 COMPILATIONS = list(dict.fromkeys(compilations()))
 TAILS = list(tails())
-CLUSTERS = list(clusters())
 IDS = [
-    f"{v.tile_m}x{v.tile_n}_{v.stages}{'_swap' if v.swap else ''}{'_pair' if v.cluster == 2 else ''}"
+    f"{v.tile_m}x{v.tile_n}_{v.stages}{'_swap' if v.swap else ''}"
     f"_{p.dtype}_{p.out_dtype}{'_tiled' if p.taps == 1 else ''}{'_3d' if p.rank == 3 else ''}"
     for p, v in COMPILATIONS
 ]
@@ -81,7 +71,7 @@ IDS = [
 def machine_code() -> dict[compiler.Source, compiler.Compiled]:
     """All of them, compiled in parallel."""
     assert compiler.unavailable() is None, compiler.unavailable()
-    sources = list(dict.fromkeys(im2col.source(p, variant) for p, variant in (*COMPILATIONS, *TAILS, *CLUSTERS)))
+    sources = list(dict.fromkeys(im2col.source(p, variant) for p, variant in (*COMPILATIONS, *TAILS)))
     start = time.perf_counter()
     compiled = compiler.compile_sources(sources)
     print(f"\n{len(sources)} compilations in {time.perf_counter() - start:.1f} s")
@@ -135,8 +125,8 @@ def test_variant_is_good_machine_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("problem", "config"), [*TAILS, *CLUSTERS], ids=str)
-def test_other_splits_are_good_machine_code(
+@pytest.mark.parametrize(("problem", "config"), TAILS, ids=str)
+def test_tails_are_good_machine_code(
     problem: ConvWgradProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
 ) -> None:
     plan = im2col.make_plan(problem, config)
@@ -145,12 +135,11 @@ def test_other_splits_are_good_machine_code(
     assert not compiled.serialized_wgmma
     assert compiled.spill_bytes == 0
     found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    main, *reductions = plan.launches
-    assert len(reductions) == 1 - config.in_cluster
+    main, reduction = plan.launches
     assert {launch.kernel for launch in plan.launches} <= set(found)
     assert reports[main.kernel].registers * main.block[0] * config.ctas_per_sm <= REGISTERS_PER_SM
     assert (main.shared_bytes + found[main.kernel].shared_bytes) * config.ctas_per_sm <= SHARED_PER_SM
-    assert all(found[reduction.kernel].opcodes[cubin.HGMMA] == 0 for reduction in reductions)
+    assert found[reduction.kernel].opcodes[cubin.HGMMA] == 0
 
 
 def test_every_config_that_can_be_chosen_is_compiled() -> None:
@@ -159,7 +148,7 @@ def test_every_config_that_can_be_chosen_is_compiled() -> None:
         problem = dataclasses.replace(case, dtype="bfloat16").problem("float32")
         if im2col.supports(problem) is None:
             for config in im2col.candidates(problem, DEFAULT_CUDA):
-                plain = dataclasses.replace(config, splits=1, reduction="workspace", whole_tiles=0)
+                plain = dataclasses.replace(config, splits=1, whole_tiles=0)
                 assert im2col.source(small("plain"), plain) in compiled, (case.name, config)
 
 
@@ -167,14 +156,12 @@ def test_choice_of_compilations_covers_dtypes_widths_and_orientations() -> None:
     seen = {(p.dtype, variant.tile_n, variant.swap) for p, variant in COMPILATIONS}
     widths = {tile_n for _, tile_n in im2col.TILES}
     assert seen == set(itertools.product(("bfloat16", "float16"), widths, (False, True)))
-    every = set(itertools.product((1, 2), (2, 3)))
-    assert {(variant.cluster, variant.consumers) for p, variant in COMPILATIONS if p.rank == 3} == every
-    assert {(variant.cluster, variant.consumers) for p, variant in COMPILATIONS if p.taps == 1} == every
+    assert {variant.consumers for p, variant in COMPILATIONS if p.rank == 3} == {2, 3}
+    assert {variant.consumers for p, variant in COMPILATIONS if p.taps == 1} == {2, 3}
     assert {(p.out_dtype, variant.swap) for p, variant in COMPILATIONS} == set(
         itertools.product(("float32", "bfloat16", "float16"), (False, True))
     )
     assert {config.swap for _, config in TAILS} == {False, True}
-    assert {variant.cluster for _, variant in COMPILATIONS} == {1, 2}
     tiles = {(variant.tile_m, variant.tile_n) for _, variant in COMPILATIONS}
     assert tiles == set(im2col.TILES)
     assert {(128, 256), (256, 128), (128, 128), (192, 128)} <= tiles
