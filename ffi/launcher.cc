@@ -1,16 +1,16 @@
 #include "launcher.h"
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "driver.h"
-#include "inflate.h"
 #include "plan.h"
 
 namespace ffi = xla::ffi;
@@ -20,39 +20,41 @@ namespace {
 
 std::atomic<long> g_instantiated{0}, g_loaded{0}, g_executed{0}, g_captured{0};
 
-// Code images are loaded once per process and content: XLA instantiates every call site separately, and
-// decoding takes milliseconds. A context-free CUlibrary serves every device. They are never unloaded, since a
-// recorded graph may still hold their kernels.
+ffi::Unexpected<ffi::Error> Invalid(const std::string& message) {
+  return ffi::Unexpected<ffi::Error>(ffi::Error::InvalidArgument("jax_splitk_launch: " + message));
+}
+
+ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult result) {
+  return ffi::Error::Internal("jax_splitk_launch: " + what + ": " + driver.ErrorString(result));
+}
+
+// Machine code is loaded once per process and content: XLA instantiates every call site separately. A
+// context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
+// their kernels.
 class Libraries {
  public:
-  // The library of the encoded image `code`, decoded to `bytes` bytes; null with *error set when that fails.
-  CUlibrary Load(const Driver& driver, std::string_view code, size_t bytes, ffi::Error* error) {
+  ffi::ErrorOr<CUlibrary> Load(const Driver& driver, std::string_view cubin) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = libraries_.find(std::string(code));
+    auto found = libraries_.find(cubin);
     if (found != libraries_.end()) return found->second;
-    std::string compressed, image;
-    if (!DecodeBase64(code, &compressed) || !Inflate(compressed, bytes, &image)) {
-      *error = ffi::Error::InvalidArgument("jax_splitk_launch: the code attribute (" +
-                                           std::to_string(code.size()) + " characters) does not decode to " +
-                                           std::to_string(bytes) + " bytes");
-      return nullptr;
+    // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
+    if (cubin.substr(0, 4) != "\177ELF") {
+      return Invalid("the code attribute (" + std::to_string(cubin.size()) + " bytes) is not an ELF file");
     }
     CUlibrary library = nullptr;
     if (CUresult r =
-            driver.library_load_data(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
-      *error = ffi::Error::Internal(
-          "jax_splitk_launch: cannot load the code (built for compute capability 9.0, sm_90a): " +
-          driver.ErrorString(r));
-      return nullptr;
+            driver.library_load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
+      return ffi::Unexpected(
+          CudaError(driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r));
     }
-    libraries_.emplace(std::string(code), library);
+    libraries_.emplace(cubin, library);
     ++g_loaded;
     return library;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<std::string, CUlibrary> libraries_;
+  std::map<std::string, CUlibrary, std::less<>> libraries_;  // by content
 };
 
 Libraries& ProcessLibraries() {
@@ -70,21 +72,13 @@ struct LaunchState {
 };
 ffi::TypeId LaunchState::id = {};
 
-ffi::Unexpected<ffi::Error> Invalid(const std::string& message) {
-  return ffi::Unexpected<ffi::Error>(ffi::Error::InvalidArgument("jax_splitk_launch: " + message));
-}
-
-ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult result) {
-  return ffi::Error::Internal("jax_splitk_launch: " + what + ": " + driver.ErrorString(result));
-}
-
 ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   ++g_instantiated;
   auto words = attrs.get<ffi::Span<const int64_t>>("plan");
-  auto code = attrs.get<std::string_view>("code");
+  auto code = attrs.get<ffi::Span<const uint8_t>>("code");
   auto kernels = attrs.get<std::string_view>("kernels");
   if (!words || !code || !kernels)
-    return Invalid("needs the attributes plan (int64[]), code and kernels (strings)");
+    return Invalid("needs the attributes plan (int64[]), code (uint8[]) and kernels (string)");
 
   auto state = std::make_unique<LaunchState>();
   std::string message;
@@ -92,13 +86,13 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   state->driver = Driver::Get(&message);
   if (!state->driver) return ffi::Unexpected(ffi::Error::Internal("jax_splitk_launch: " + message));
 
-  ffi::Error error;
-  CUlibrary library = ProcessLibraries().Load(*state->driver, *code, state->plan.image_bytes, &error);
-  if (!library) return ffi::Unexpected(std::move(error));
+  std::string_view cubin(reinterpret_cast<const char*>(code->begin()), code->size());
+  ffi::ErrorOr<CUlibrary> library = ProcessLibraries().Load(*state->driver, cubin);
+  if (!library) return ffi::Unexpected(library.error());
   for (const LaunchSpec& launch : state->plan.launches) {
     CUkernel kernel;
     const std::string& name = state->plan.kernels[launch.kernel];
-    if (CUresult r = state->driver->library_get_kernel(&kernel, library, name.c_str())) {
+    if (CUresult r = state->driver->library_get_kernel(&kernel, *library, name.c_str())) {
       return ffi::Unexpected(CudaError(*state->driver, "kernel '" + name + "' not found", r));
     }
     state->kernels.push_back(kernel);

@@ -14,7 +14,7 @@ const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
 // What the launcher did in this process, for tests and `python -m jax_splitk doctor`.
 struct LaunchCounts {
   long instantiated;  // call sites
-  long loaded;        // code images handed to the driver
+  long loaded;        // cubins handed to the driver
   long executed;      // executions of call sites
   long captured;      // of these, while XLA recorded a command buffer
 };

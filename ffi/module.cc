@@ -12,7 +12,6 @@
 #include "driver.h"
 #include "host_quantized.h"
 #include "host_wgrad.h"
-#include "inflate.h"
 #include "launcher.h"
 #include "plan.h"
 
@@ -78,12 +77,5 @@ NB_MODULE(_ffi, m) {
         !js::CheckBuffers(plan, pointers, sizes, &error)) {
       throw nb::value_error(error.c_str());
     }
-  });
-  m.def("decode_image", [](std::string_view code, size_t size) -> nb::object {
-    std::string compressed, image;
-    if (!js::DecodeBase64(code, &compressed) || !js::Inflate(compressed, size, &image)) {
-      throw nb::value_error("malformed code image");
-    }
-    return nb::bytes(image.data(), image.size());
   });
 }

@@ -147,7 +147,6 @@ bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Pla
   int64_t buffers = in.Next("number of buffers", 1, 64);
   int64_t maps = in.Next("number of tensor maps", 0, 64);
   int64_t launches = in.Next("number of launches", 1, 64);
-  plan->image_bytes = in.Next("code image bytes", 1, int64_t{1} << 28);
   for (int64_t i = 0; i < buffers && in.ok(); ++i) plan->buffers.push_back(ReadBuffer(in));
   for (int64_t i = 0; i < maps && in.ok(); ++i) plan->maps.push_back(ReadTensorMap(in, buffers));
   for (int64_t i = 0; i < launches && in.ok(); ++i) plan->launches.push_back(ReadLaunch(in, *plan));

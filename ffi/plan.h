@@ -14,7 +14,7 @@
 namespace jax_splitk {
 
 constexpr int64_t kPlanMagic = 0x4b50534a;  // "JSPK"
-constexpr int64_t kPlanVersion = 1;
+constexpr int64_t kPlanVersion = 2;
 constexpr int kMaxTensorRank = 5;
 
 struct BufferSpec {
@@ -57,7 +57,6 @@ struct Plan {
   std::vector<TensorMapSpec> maps;
   std::vector<LaunchSpec> launches;
   std::vector<std::string> kernels;
-  int64_t image_bytes;
 };
 
 // Parses and validates; on failure returns false with a message that names the offending numbers.

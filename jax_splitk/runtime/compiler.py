@@ -1,11 +1,9 @@
 """CuTe source to sm_90a machine code: NVRTC from its wheel, headers from theirs, results kept on disk by content.
 
 No CUDA toolkit, no nvcc and no GPU are needed. What identifies a compilation is its text, options and the versions of
-the compiler and header packages, never a path. The files are read and written as `storage.mode` says, and deflated as
-the custom call carries them: deflating takes longer than all the rest of a lowering.
+the compiler and header packages, never a path. The files are read and written as `disk.mode` says.
 """
 
-import base64
 import concurrent.futures
 import dataclasses
 import functools
@@ -19,7 +17,6 @@ import os
 import pathlib
 import re
 import threading
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,9 +26,10 @@ from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 logger = logging.getLogger("jax_splitk")
 
 ARCH = "sm_90a"
-_FILE_MAGIC = b"jax_splitk cubin 3\n"
+_FILE_MAGIC = b"jax_splitk cubin 4\n"
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 _OWN_INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.MULTILINE)
+_STRUCTS = "structs.cuh"
 INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
 
 
@@ -44,21 +42,42 @@ class CompilationError(RuntimeError):
 
 
 @functools.cache
-def _source_text(file: str) -> str:
-    text = importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
-    return _OWN_INCLUDE.sub(lambda include: _source_text(include[1]), text)
+def _file_text(file: str) -> str:
+    return importlib.resources.files("jax_splitk.kernels").joinpath(file).read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=256)
+def _source_text(file: str, structs: str) -> str:
+    """The file with what it includes in its place, each header once."""
+    included = {file}
+
+    def included_text(include: re.Match[str]) -> str:
+        if include[1] in included:
+            return ""
+        included.add(include[1])
+        text = structs if include[1] == _STRUCTS else _file_text(include[1])
+        return _OWN_INCLUDE.sub(included_text, text)
+
+    return _OWN_INCLUDE.sub(included_text, _file_text(file))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A device source file of `jax_splitk/kernels` and the macros that specialise it."""
+    """A device source file of `jax_splitk/kernels` and what specialises it.
+
+    Attributes:
+      file: relative to that folder, as are the headers that it includes.
+      defines: macros.
+      structs: the text that stands for `#include "structs.cuh"`; see `kernels/device/structs.py`.
+    """
 
     file: str
     defines: tuple[tuple[str, str | int], ...]
+    structs: str = ""
 
     def text(self) -> str:
-        """The file, with the headers of that folder that it includes in their places."""
-        return _source_text(self.file)
+        """The file, with the headers that it includes in their places."""
+        return _source_text(self.file, self.structs)
 
     def options(self) -> tuple[str, ...]:
         return (
@@ -76,30 +95,13 @@ class Compiled:
     """Machine code and the compiler's log, with ptxas's register and spill report.
 
     Attributes:
-      deflated: the ELF cubin in raw DEFLATE.
-      size: bytes of the cubin.
+      image: the ELF cubin.
       log: the compiler's. What is read from it (registers, spill_bytes, serialized_wgmma) is for people and tests,
         which hold every kernel to it; nothing is decided by it.
     """
 
-    deflated: bytes
-    size: int
+    image: bytes
     log: str
-
-    @staticmethod
-    def of(image: bytes, log: str) -> "Compiled":
-        deflate = zlib.compressobj(level=9, wbits=-15)
-        return Compiled(deflate.compress(image) + deflate.flush(), len(image), log)
-
-    @functools.cached_property
-    def code(self) -> str:
-        """The custom call's attribute, which ffi/inflate.cc decodes: `deflated` in base64."""
-        return base64.b64encode(self.deflated).decode("ascii")
-
-    @functools.cached_property
-    def image(self) -> bytes:
-        """The ELF cubin."""
-        return zlib.decompress(self.deflated, wbits=-15)
 
     @property
     def registers(self) -> int:
@@ -187,11 +189,11 @@ def source_files() -> list[str]:
 
 def content_key(source: Source) -> str:
     """Identity of a compilation: text, options and versions."""
-    return _digest((origin(source.file), source.options()))
+    return _digest((origin(source.file), source.structs, source.options()))
 
 
 def origin(file: str) -> str:
-    """Identity of all that a source file's compilations have in common: its text and the versions."""
+    """Identity of what a source file's compilations have in common: its text but for the structs, and the versions."""
     return _digest((Source(file, ()).text(), find_nvrtc().version, *sorted(header_versions().items())))
 
 
@@ -201,18 +203,18 @@ def _digest(identity: tuple[Any, ...]) -> str:
 
 
 def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
-    header = {"key": key, "origin": origin, "size": compiled.size, "log": compiled.log}
-    body = json.dumps(header).encode() + b"\0" + compiled.deflated
+    header = {"key": key, "origin": origin, "log": compiled.log}
+    body = json.dumps(header).encode() + b"\0" + compiled.image
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
 def _unpack(data: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """(header, deflated cubin); None for anything that `_pack` did not write whole."""
+    """(header, cubin); None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
-    header, deflated = rest[32:].split(b"\0", 1)
-    return json.loads(header), deflated
+    header, image = rest[32:].split(b"\0", 1)
+    return json.loads(header), image
 
 
 _memory: dict[str, Compiled] = {}
@@ -262,11 +264,11 @@ def _load(key: str) -> Compiled | None:
     data = None if disk.mode() == "off" else disk.read(path)
     if data is None:
         return None
-    header, deflated = _unpack(data) or ({}, b"")
+    header, image = _unpack(data) or ({}, b"")
     if header.get("key") != key:
         logger.warning("jax_splitk: %s is damaged or another compilation's; compiling again", path)
         return None
-    return Compiled(deflated, header["size"], header["log"])
+    return Compiled(image, header["log"])
 
 
 def stored(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
@@ -286,7 +288,7 @@ def _compile(source: Source, key: str, in_worker: bool) -> Compiled:
     if image is None:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
-    compiled = Compiled.of(image, log)
+    compiled = Compiled(image, log)
     if disk.mode() == "update":
         disk.write(_cubin_path(key), _pack(key, origin(source.file), compiled))
     return compiled

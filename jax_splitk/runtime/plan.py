@@ -3,7 +3,7 @@
 A `DevicePlan` is a list of kernel launches. Its buffers are the custom call's operands, then its results, the last of
 which is the workspace. It travels to the launcher (ffi/plan.cc) as a list of int64 words:
 
-    plan     = MAGIC VERSION #buffers #maps #launches image_bytes buffer* map* launch*
+    plan     = MAGIC VERSION #buffers #maps #launches buffer* map* launch*
     buffer   = bytes alignment
     map      = kind buffer dtype rank dims[rank] strides[rank-1] element_strides[rank]
                (kind 0, tiled: box[rank] | kind 1, im2col: lower[rank-2] upper[rank-2] channels pixels)
@@ -24,12 +24,12 @@ import numpy as np
 from jax_splitk.runtime import compiler
 
 # Names of the custom calls; a name ends in the version of its attributes.
-LAUNCH_TARGET = "jax_splitk_launch_v1"
+LAUNCH_TARGET = "jax_splitk_launch_v2"
 HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v1"
 HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v1"
 TARGETS = (LAUNCH_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET)
 PLAN_MAGIC = 0x4B50534A
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 TENSOR_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 SWIZZLE_128B = 3
@@ -182,10 +182,10 @@ class DevicePlan:
     def kernels(self) -> list[str]:
         return list(dict.fromkeys(launch.kernel for launch in self.launches))
 
-    def words(self, image_bytes: int) -> list[int]:
+    def words(self) -> list[int]:
         """The encoding described at the top of this file."""
         kernels = self.kernels()
-        out = [PLAN_MAGIC, PLAN_VERSION, len(self.buffers), len(self.maps), len(self.launches), image_bytes]
+        out = [PLAN_MAGIC, PLAN_VERSION, len(self.buffers), len(self.maps), len(self.launches)]
         for buffer in self.buffers:
             out += [buffer.bytes, buffer.alignment]
         for tensor_map in self.maps:
@@ -198,11 +198,15 @@ class DevicePlan:
         return out
 
     def custom_call(self) -> CustomCall:
-        """Compiles the source (or finds it in the cubin cache) and packs everything into attributes."""
+        """Compiles the source (or finds it in the cubin cache) and packs everything into attributes.
+
+        The machine code is an array of bytes: MLIR and XLA write arrays in hexadecimal, and read them, faster than
+        strings, and the launcher takes the bytes as they are.
+        """
         compiled = compiler.compile_source(self.source)
         attributes = {
-            "plan": np.array(self.words(compiled.size), dtype=np.int64),
-            "code": compiled.code,
+            "plan": np.array(self.words(), dtype=np.int64),
+            "code": np.frombuffer(compiled.image, dtype=np.uint8),
             "kernels": ",".join(self.kernels()),
             "config": self.label,
         }

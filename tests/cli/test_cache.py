@@ -662,7 +662,7 @@ def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatc
     folder = cache / "cubin"
 
     def put_cubin(name: str, days: float = 0.0) -> pathlib.Path:
-        path, compiled = folder / f"{name}.cubin", compiler.Compiled.of(b"machine code", "log")
+        path, compiled = folder / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
         assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
         os.utime(path, (time.time() - days * 86400,) * 2)
         return path

@@ -73,7 +73,7 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import nvrtc
+from jax_splitk.runtime import nvrtc
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
@@ -83,7 +83,7 @@ case = Case("one", 2, 12, 12, 64, 64, (3, 3))
 run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
 shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
 module = export.export(
-    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v1")]
+    run, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("jax_splitk_launch_v2")]
 )(*shapes).mlir_module()
 print(json.dumps([module, forbidden.call_count]))
 """
@@ -168,8 +168,8 @@ warnings.simplefilter("ignore")  # of fork beside threads: the children run no J
 import logging
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import compiler, storage
-from jax_splitk.target import target_for
+from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import key_for
@@ -184,9 +184,9 @@ target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target, Options()) for i in range(5)]
 ranked = {key: tuner.ranked(key, target) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
-# Made ahead: deflating takes longer than writing, and it is writers that are to be killed.
+# Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
-cubins = [compiler.Compiled.of(image, hashlib.sha256(image).hexdigest()) for image in images]
+cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image in images]
 
 def write_entries(rng):
     while True:
@@ -199,12 +199,12 @@ def write_entries(rng):
 def write_cubins(rng):
     while True:
         name = rng.choice(names)
-        storage.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
+        disk.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
 
 def check():
     for key in keys:
         found = store.lookup(key, target)
-        assert found is not None or not (storage.cache_dir() / key.file).exists(), key
+        assert found is not None or not (disk.cache_dir() / key.file).exists(), key
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
     for name in names:
@@ -227,7 +227,7 @@ for i in range(2 * kills):
     pid, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     check()
-root = storage.cache_dir()
+root = disk.cache_dir()
 left = len(list((root / "tuning").rglob(".tmp-*"))), len(list((root / "cubin").rglob(".tmp-*")))
 print(json.dumps({"entries": check(), "cubins": len(list((root / "cubin").glob("*.cubin"))), "left": left,
                   "warned": warned}))
@@ -380,8 +380,8 @@ def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib
 def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
     """Also when it is lowered again; what all can compile is not."""
     body = """
-    from jax_splitk import plan
-    from jax_splitk.compiler import CompilationError, CompilerUnavailable
+    from jax_splitk.runtime import plan
+    from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
     build, asked = plan.HostPlan.custom_call, []
 
     def failing(error):
@@ -427,17 +427,17 @@ from unittest import mock
 import jax
 from jax import export
 import jax_splitk
-from jax_splitk import compiler, nvrtc, storage
+from jax_splitk.runtime import compiler, disk, nvrtc
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
-storage.read = storage.write = forbidden
+disk.read = disk.write = forbidden
 folder = pathlib.Path(sys.argv[1])
 run = export.deserialize(bytearray((folder / "exported").read_bytes()))
 with np.load(folder / "inputs.npz") as inputs:
     out = run.call(inputs["lhs"], inputs["g"])
 np.save(folder / "out.npy", np.asarray(out))
-print(json.dumps([forbidden.call_count, run.mlir_module(), storage.cache_dir().exists()]))
+print(json.dumps([forbidden.call_count, run.mlir_module(), disk.cache_dir().exists()]))
 """
 
 

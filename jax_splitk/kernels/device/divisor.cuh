@@ -1,6 +1,6 @@
-// Division of 31-bit numbers by a number that the host knows, as a multiplication.
+// Division of 31-bit numbers by a number that the host knows, as a multiplication. The host fills it: `Divisor` in
+// structs.py.
 
-// n / value == n * multiplier >> shift. Must match divisor.py.
 struct Divisor {
   int value;
   unsigned multiplier;
@@ -9,6 +9,7 @@ struct Divisor {
   __device__ operator int() const { return value; }
 };
 
+// n / value
 __device__ inline int operator/(int n, const Divisor& d) {
   return int(1ull * unsigned(n) * d.multiplier >> d.shift);
 }

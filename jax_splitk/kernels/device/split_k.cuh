@@ -7,6 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "structs.cuh"
+
 // Programmatic dependent launch. CUTLASS's header for these (cutlass/arch/grid_dependency_control.h) takes
 // more than a second to compile.
 __device__ inline void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -80,13 +82,6 @@ __device__ inline bool add_lanes(float4& sum, int lanes, int columns, int column
   for (int other = 1; other < lanes; ++other) add_partial(sum, shared[other * columns + column]);
   return true;
 }
-
-// Must match `reduce_launch` in split_k.py.
-struct ReduceArgs {
-  int size;           // elements of the output
-  int stride;         // from one split's partial sums to the next's, a multiple of 4
-  int splits, lanes;  // lanes: threads of a block that share one element's splits; a power of 2
-};
 
 // out[i] = sum over splits of partials[split][i], in a fixed order. A block covers REDUCE_THREADS/lanes
 // groups of four elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched

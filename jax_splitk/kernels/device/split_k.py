@@ -4,11 +4,13 @@ The host's side of `split_k.cuh`. The second kernel is launched with programmati
 resident, and wait, while the first kernel ends.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 
@@ -19,6 +21,22 @@ MAX_GRID_Y = 65535  # of a launch: splits, or tiles
 FILL = 132 * 1024  # threads that keep the machine busy
 LINE_FLOATS = 32  # of an L2 line
 DISCARD_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceArgs(Struct):
+    """Of `reduce_splits`.
+
+    Attributes:
+      size: elements of the output.
+      stride: elements from one split's partial sums to the next's, a multiple of 4.
+      lanes: threads of a block that share one element's splits; a power of 2.
+    """
+
+    size: int
+    stride: int
+    splits: int
+    lanes: int
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------
@@ -140,6 +158,6 @@ def reduce_launch(problem: ConvWgradProblem, splits: int) -> plan.Launch:
         kernel="reduce_splits",
         grid=(-(-size // (4 * columns)), 1, 1),
         block=(REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), plan.Int32Struct((size, stride(problem), splits, lanes))),
+        params=(plan.Pointer(3), plan.Pointer(2), ReduceArgs(size, stride(problem), splits, lanes).param()),
         programmatic=True,
     )

@@ -14,7 +14,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.quantized import dequantize, ranges
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, per_channel
 from jax_splitk.kernels.quantized.ranges import BLOCK_K, SLOT, k_blocks
@@ -427,6 +428,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("CLUSTER", config.cluster),
             *ranges.defines(problem, tile_counts(problem, config)[1]),
         ),
+        declarations(ReduceArgs),
     )
 
 

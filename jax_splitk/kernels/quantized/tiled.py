@@ -17,7 +17,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.quantized import dequantize, ranges
 from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES, has_zero, per_channel
 from jax_splitk.kernels.quantized.ranges import BLOCK_K, INT32_MAX, SLOT, k_blocks
@@ -505,6 +506,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("PREPARED", int(_prepared(problem))),
             *ranges.defines(problem, tile_counts(problem, config)[1]),
         ),
+        declarations(ReduceArgs),
     )
 
 

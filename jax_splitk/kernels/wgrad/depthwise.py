@@ -16,6 +16,7 @@ import functools
 import math
 
 from jax_splitk.kernels.device import split_k, split_search
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, plan
@@ -472,6 +473,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("CHAIN", CHAIN if problem.out_dtype == "float32" else 0),
             ("PLANES_BYTES", t.planes_bytes),
         ),
+        declarations(split_k.ReduceArgs),
     )
 
 

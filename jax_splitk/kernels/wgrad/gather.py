@@ -16,6 +16,7 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k, split_search
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.kernels.wgrad.gather_stage import (
     SHARED_BYTES,
@@ -363,7 +364,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
         "LHS_W": v.lhs_dilation[2],
         **{field.upper(): int(value) for field, value in dataclasses.asdict(layout(v, config)).items()},
     }
-    return compiler.Source("wgrad/gather.cu", tuple(macros.items()))
+    return compiler.Source("wgrad/gather.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
 
 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -548,6 +549,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("WARP_COLUMNS", j.columns),
             ("CTAS_PER_SM", ctas_per_sm(problem, config)),
         ),
+        declarations(split_k.ReduceArgs),
     )
 
 

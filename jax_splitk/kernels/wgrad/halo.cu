@@ -39,23 +39,6 @@
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-// Must match `_args` in wgrad_halo.py.
-struct Args {
-  int channels, out_channels;  // C, K
-  int filter_h, filter_w;      // R, S
-  Divisor groups_w;            // blocks of taps along S
-  Divisor slots, k_blocks;     // blocks of 64 channels
-  int out_h, tile_p;           // P; output rows of a strip
-  Divisor in_image, tiles_q;   // strips
-  int pitch;                   // pixels of an X line
-  int pad_h, pad_w, dilation_h, dilation_w;
-  Divisor units_per_tile;
-  int buffers;
-  int splits, whole_tiles;  // splits = 0: stream-k, after whole_tiles tiles for each block
-  Divisor units_per_part, units_per_longer_part;
-  int longer_parts;
-};
-
 constexpr int CHANNELS = 64;  // of a block, on both sides
 constexpr int PIXEL_BYTES = CHANNELS * 2;
 constexpr int MAX_LINES = 64;
@@ -366,11 +349,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // ---- reduction --------------------------------------------------------------------------------------------
 
 constexpr int TILE_REDUCE_BLOCKS = 5;  // of a multiprocessor: with 6, ptxas puts additions between the loads
-
-struct TileReduceArgs {
-  int lanes;       // as of reduce_splits
-  int first_tile;  // that is not some block's alone
-};
 
 // Grid: x over pieces of a tile, y over tiles from first_tile on. Sums a tile's parts and stores it.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, TILE_REDUCE_BLOCKS)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.divisor import divisor
+from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -321,29 +321,90 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("TILE_Q", config.tile_q),
             ("BATCH_ROWS", batch_rows(problem, config)),
         ),
+        declarations(split_k.ReduceArgs, Args, TileReduceArgs),
     )
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel and its reduction.
+
+    Attributes:
+      channels, out_channels: C and K.
+      filter_h, filter_w: R and S.
+      groups_w: blocks of taps along S.
+      slots, k_blocks: blocks of 64 input and output channels.
+      out_h, tile_p: P, and the output rows of a strip.
+      in_image, tiles_q: strips of an image and of a row.
+      pitch: pixels of an X line.
+      splits, whole_tiles: splits = 0 is stream-k, after whole_tiles tiles for each thread block.
+    """
+
+    channels: int
+    out_channels: int
+    filter_h: int
+    filter_w: int
+    groups_w: Divisor
+    slots: Divisor
+    k_blocks: Divisor
+    out_h: int
+    tile_p: int
+    in_image: Divisor
+    tiles_q: Divisor
+    pitch: int
+    pad_h: int
+    pad_w: int
+    dilation_h: int
+    dilation_w: int
+    units_per_tile: Divisor
+    buffers: int
+    splits: int
+    whole_tiles: int
+    units_per_part: Divisor
+    units_per_longer_part: Divisor
+    longer_parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TileReduceArgs(Struct):
+    """Of the reduction: `lanes` as in `ReduceArgs`; `first_tile` is the first that is not some block's alone."""
+
+    lanes: int
+    first_tile: int
+
+
+def _args(p: ConvWgradProblem, config: Config) -> Args:
     height, width = p.output_spatial
     units = units_per_tile(p, config)
     if config.splits:
         per_part, longer = -(-units // config.splits), 0
     else:
         per_part, longer = divmod(rest_tiles(p, config) * units, parts(p, config))
-    (pad_h, _), (pad_w, _) = p.padding
-    values = (
-        *(p.in_channels, p.out_channels),
-        *(*p.kernel_spatial, *divisor(-(-p.kernel_spatial[1] // config.taps_w))),
-        *(*divisor(-(-p.in_channels // CHANNELS)), *divisor(-(-p.out_channels // CHANNELS))),
-        *(height, config.tile_p, *divisor(units // p.batch), *divisor(width // config.tile_q)),
-        pitch(p, config),
-        *(pad_h, pad_w, *p.rhs_dilation),
-        *(*divisor(units), buffers(p, config)),
-        *(config.splits, whole_tiles(p, config), *divisor(per_part), *divisor(per_part + 1), longer),
+    return Args(
+        channels=p.in_channels,
+        out_channels=p.out_channels,
+        filter_h=p.kernel_spatial[0],
+        filter_w=p.kernel_spatial[1],
+        groups_w=Divisor.of(-(-p.kernel_spatial[1] // config.taps_w)),
+        slots=Divisor.of(-(-p.in_channels // CHANNELS)),
+        k_blocks=Divisor.of(-(-p.out_channels // CHANNELS)),
+        out_h=height,
+        tile_p=config.tile_p,
+        in_image=Divisor.of(units // p.batch),
+        tiles_q=Divisor.of(width // config.tile_q),
+        pitch=pitch(p, config),
+        pad_h=p.padding[0][0],
+        pad_w=p.padding[1][0],
+        dilation_h=p.rhs_dilation[0],
+        dilation_w=p.rhs_dilation[1],
+        units_per_tile=Divisor.of(units),
+        buffers=buffers(p, config),
+        splits=config.splits,
+        whole_tiles=whole_tiles(p, config),
+        units_per_part=Divisor.of(per_part),
+        units_per_longer_part=Divisor.of(per_part + 1),
+        longer_parts=longer,
     )
-    return plan.Int32Struct(values)
 
 
 def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: int) -> plan.TiledMap:
@@ -359,7 +420,7 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
         _row_map(1, problem, problem.g_shape, config.tile_q),
     )
-    args, count = _args(problem, config), tiles(problem, config)
+    args, count = _args(problem, config).param(), tiles(problem, config)
     main = plan.Launch(
         kernel="wgrad_halo",
         grid=(count, config.splits, 1) if config.splits else (parts(problem, config), 1, 1),
@@ -381,6 +442,6 @@ def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32St
         kernel="reduce_tiles",
         grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
         block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), args, plan.Int32Struct((lanes, first_tile))),
+        params=(plan.Pointer(3), plan.Pointer(2), args, TileReduceArgs(lanes, first_tile).param()),
         programmatic=True,
     )

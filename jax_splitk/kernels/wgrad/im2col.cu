@@ -43,26 +43,7 @@
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-// Must match `_args` in wgrad_im2col.py. Depth counts under RANK3 only.
-struct Args {
-  int channels, out_channels, taps;  // C and K of a group, T*R*S
-  int pitch;                         // K of all groups
-  Divisor slots;                     // of a tap
-  Divisor kernel_h, kernel_w;        // R, S
-  Divisor out_d, out_h, out_w;       // O, P, Q
-  int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
-  Divisor columns;                 // tiles along N; pairs of them where pairs go along N
-  int k_tiles, k_tiles_per_split;  // blocks of BLOCK_K pixels; under TURNS the fewest of a split
-  // Pixels from a split's block to its next, and that as a mixed-radix number (n, o, p, q).
-  int step, step_n, step_o, step_p, step_q;
-  int x_once, dy_once;  // under TURNS: whether a single tile reads any of the operand
-};
-
 // Under TAIL: tiles that are not split, those after them, and the splits of these.
-struct TailArgs {
-  int whole, rest, splits;
-};
-
 // A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
 // memory.
 constexpr bool TURNS = X_TILED && !TAIL;

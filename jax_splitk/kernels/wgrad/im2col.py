@@ -16,10 +16,10 @@ Convolution" in CUTLASS's documentation), rebuilt on the Hopper atoms of CuTe.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.divisor import divisor
+from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, plan
@@ -475,38 +475,115 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("CLUSTER_SUMS", int(config.in_cluster)),
             ("DISCARD", int(takes_turns(problem, config) and split_k.discards(problem, config.splits))),
         ),
+        declarations(split_k.ReduceArgs, Args, TailArgs),
     )
 
 
-def _args(problem: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernels; depth (d, o) counts under RANK3 only.
+
+    Attributes:
+      channels, out_channels, taps: C and K of a group, and T*R*S.
+      pitch: K of all groups.
+      slots: blocks of 64 channels of a tap.
+      kernel_h, kernel_w: R and S.
+      out_d, out_h, out_w: O, P and Q.
+      columns: tiles along N; pairs of them where pairs go along N.
+      k_tiles, k_tiles_per_split: blocks of BLOCK_K pixels; under TURNS the fewest of a split.
+      step, step_n, step_o, step_p, step_q: pixels from a split's block to its next, and that as a mixed-radix number.
+      x_once, dy_once: under TURNS, whether a single tile reads any of the operand.
+    """
+
+    channels: int
+    out_channels: int
+    taps: int
+    pitch: int
+    slots: Divisor
+    kernel_h: Divisor
+    kernel_w: Divisor
+    out_d: Divisor
+    out_h: Divisor
+    out_w: Divisor
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    columns: Divisor
+    k_tiles: int
+    k_tiles_per_split: int
+    step: int
+    step_n: int
+    step_o: int
+    step_p: int
+    step_q: int
+    x_once: int
+    dy_once: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TailArgs(Struct):
+    """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of these."""
+
+    whole: int
+    rest: int
+    splits: int
+
+
+def _args(problem: ConvWgradProblem, config: Config) -> Args:
     p = folded(problem)
-    flat = 3 - p.rank  # leading dimensions that are missing
-    ones, zeros = (1,) * flat, (0,) * flat
-    out = (*ones, *p.output_spatial)
+
+    def three(values: Iterable[int], missing: int) -> tuple[int, int, int]:
+        """Of depth, height and width, with `missing` where there is no depth."""
+        depth, height, width = (*(missing,) * (3 - p.rank), *values)
+        return depth, height, width
+
+    out, strides, dilations = (three(v, 1) for v in (p.output_spatial, p.window_strides, p.rhs_dilation))
+    pads = three((low for low, _ in p.padding), 0)
     turns = takes_turns(problem, config)
-    step = BLOCK_K * (config.splits if turns else 1)
-    rest, steps = step, []
-    for size in reversed(out):
-        rest, digit = divmod(rest, size)
-        steps.insert(0, digit)
+    step = rest = BLOCK_K * (config.splits if turns else 1)
+    rest, step_q = divmod(rest, out[2])
+    rest, step_p = divmod(rest, out[1])
+    step_n, step_o = divmod(rest, out[0])
     blocks, channels = k_tiles(problem), problem.group_channels
-    columns = _columns_and_blocks(problem, config)[0]
     tiles_m, tiles_n = tile_counts(problem, config)
     x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
-    values = (
-        *(*channels, problem.taps, problem.out_channels),
-        *divisor(-(-channels[0] // SLOT)),
-        *(word for size in (*p.kernel_spatial[-2:], *out) for word in divisor(size)),
-        *(*ones, *p.window_strides),
-        *(*zeros, *(low for low, _ in p.padding)),
-        *(*ones, *p.rhs_dilation),
-        *divisor(columns),
-        *(blocks, blocks // config.splits if turns else -(-blocks // config.splits)),
-        *(step, rest, *steps),
-        *(int(turns and dy_tiles == 1), int(turns and x_tiles == 1)),
+    return Args(
+        channels=channels[0],
+        out_channels=channels[1],
+        taps=problem.taps,
+        pitch=problem.out_channels,
+        slots=Divisor.of(-(-channels[0] // SLOT)),
+        kernel_h=Divisor.of(p.kernel_spatial[-2]),
+        kernel_w=Divisor.of(p.kernel_spatial[-1]),
+        out_d=Divisor.of(out[0]),
+        out_h=Divisor.of(out[1]),
+        out_w=Divisor.of(out[2]),
+        stride_d=strides[0],
+        stride_h=strides[1],
+        stride_w=strides[2],
+        pad_d=pads[0],
+        pad_h=pads[1],
+        pad_w=pads[2],
+        dilation_d=dilations[0],
+        dilation_h=dilations[1],
+        dilation_w=dilations[2],
+        columns=Divisor.of(_columns_and_blocks(problem, config)[0]),
+        k_tiles=blocks,
+        k_tiles_per_split=blocks // config.splits if turns else -(-blocks // config.splits),
+        step=step,
+        step_n=step_n,
+        step_o=step_o,
+        step_p=step_p,
+        step_q=step_q,
+        x_once=int(turns and dy_tiles == 1),
+        dy_once=int(turns and x_tiles == 1),
     )
-    return plan.Int32Struct(values)
 
 
 def _x_map(problem: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
@@ -546,7 +623,7 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         1 if config.in_cluster else config.splits,
         grid=(_columns_and_blocks(problem, config)[1], config.splits, problem.feature_group_count),
         threads=128 * (config.consumers + 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
+        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
         shared_bytes=config.shared_bytes,
         cluster=(config.cluster, config.splits if config.in_cluster else 1, 1),
     )
@@ -554,8 +631,8 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
 
 
 def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-    rest, args = rest_tiles(problem, config), _args(problem, config)
-    tail = plan.Int32Struct((config.whole_tiles, rest, config.splits))
+    rest, args = rest_tiles(problem, config), _args(problem, config).param()
+    tail = TailArgs(config.whole_tiles, rest, config.splits).param()
     chunks = config.tile_m * config.tile_n // 4
     main = plan.Launch(
         kernel="wgrad_tail",

@@ -12,6 +12,7 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k, split_search
+from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import im2col, limits
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -469,7 +470,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
         "DY_STAGES": dy_stages(v, config),
         "RAGGED": int(v.out[1] % config.tile_q > 0),
     }
-    return compiler.Source("wgrad/tf32.cu", tuple(macros.items()))
+    return compiler.Source("wgrad/tf32.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
 
 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:

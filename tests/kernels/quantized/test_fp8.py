@@ -269,7 +269,7 @@ def test_plan_of_a_plain_problem() -> None:
     (main,) = made.launches
     assert (main.kernel, main.grid, main.block, main.programmatic) == ("quantized_fp8", (16, 1, 1), (384, 1, 1), False)
     assert main.shared_bytes < fp8.shared_bytes(p, PLAIN) <= fp8.SHARED_BYTES
-    made.words(1)
+    made.words()
 
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)

@@ -270,7 +270,7 @@ def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
         used = {param.buffer for param in launch.params if isinstance(param, plan.Pointer)}
         used |= {tensor_map.buffer for tensor_map in made.maps}
         assert used == set(range(len(made.buffers) - 1)), "the kernel gets every buffer but the workspace"
-        made.words(1)
+        made.words()
 
 
 @pytest.mark.parametrize(("k", "x_dtype", "by_tma"), [

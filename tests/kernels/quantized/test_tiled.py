@@ -489,7 +489,7 @@ def test_plan_with_everything() -> None:
     assert prepare.grid[0] * 4 >= 96 * 3
     offsets = [param.offset for param in main.params if isinstance(param, plan.Pointer) and param.buffer == workspace]
     assert offsets == [copy, made.workspace_bytes - slots]
-    made.words(1)
+    made.words()
 
 
 def test_plan_of_an_activation_of_8_bits() -> None:

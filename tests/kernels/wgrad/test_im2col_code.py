@@ -211,9 +211,9 @@ def test_serialised_wgmma_would_be_seen() -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
         "insufficient register resources for the wgmma pipeline in function 'wgrad_direct'"
     )
-    assert compiler.Compiled(b"", 0, line).serialized_wgmma
+    assert compiler.Compiled(b"", line).serialized_wgmma
     assert cubin.warnings(line, "wgrad/im2col.cu") == [line]
-    assert not compiler.Compiled(b"", 0, "ptxas info    : Used 168 registers").serialized_wgmma
+    assert not compiler.Compiled(b"", "ptxas info    : Used 168 registers").serialized_wgmma
 
 
 def test_only_cubins_are_read_as_cubins() -> None:

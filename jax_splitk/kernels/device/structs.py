@@ -1,0 +1,77 @@
+"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses.
+
+`declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
+gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is one in C, too.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Self
+
+from jax_splitk.runtime.plan import Int32Struct
+
+_HEADER = '#include "device/divisor.cuh"'
+
+
+class Struct:
+    """Base of the structs: frozen dataclasses whose names and fields are those of the C struct."""
+
+    def _words(self) -> Iterator[int]:
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
+            value = getattr(self, field.name)
+            if isinstance(value, Struct):
+                yield from value._words()
+            else:
+                yield int(value)
+
+    def param(self) -> Int32Struct:
+        """The struct by value."""
+        return Int32Struct(tuple(self._words()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisor(Struct):
+    """Divides any number below 2**31 in device code, by multiplication: n * multiplier >> shift. See `divisor.cuh`.
+
+    Attributes:
+      value: the divisor; by 0 nothing is divided.
+      multiplier: 2**31 to 2**32 - 1, less 2**32, since the words of a struct are signed.
+      shift: of the product of 64 bits.
+    """
+
+    value: int
+    multiplier: int
+    shift: int
+
+    @classmethod
+    def of(cls, value: int) -> Self:
+        """2**(shift - 31) is the least power of 2 that is at least the value. The multiplier is 2**shift / value,
+        rounded up, so that n * multiplier / 2**shift exceeds n / value by less than 1 / value."""
+        by = max(1, value)
+        shift = 31 + (by - 1).bit_length()
+        multiplier = -(-(1 << shift) // by)
+        return cls(value, multiplier - (1 << 32), shift)
+
+
+def declarations(*structs: type[Struct]) -> str:
+    """The C declarations of structs, in this order; a struct's bases come before it."""
+    wanted = [base for struct in structs for base in _line(struct)]
+    return "\n".join((_HEADER, *map(_declaration, dict.fromkeys(wanted)), ""))
+
+
+def _line(struct: type[Struct]) -> list[type[Struct]]:
+    """The struct and its bases, the first one first."""
+    return [base for base in reversed(struct.__mro__) if issubclass(base, Struct) and base is not Struct]
+
+
+def _declaration(struct: type[Struct]) -> str:
+    *bases, _ = _line(struct)
+    inherited = {name for base in bases for name in base.__annotations__}
+    members = []
+    for field in dataclasses.fields(struct):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
+        if field.type not in (int, Divisor):
+            raise TypeError(f"{struct.__qualname__}.{field.name} is of type {field.type!r}; accepted: int, Divisor")
+        if field.name not in inherited:
+            members.append(f"  {'int' if field.type is int else 'Divisor'} {field.name};")
+    base = f" : {bases[-1].__name__}" if bases else ""
+    return "\n".join((f"struct {struct.__name__}{base} {{", *members, "};"))

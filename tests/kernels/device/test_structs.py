@@ -1,0 +1,61 @@
+"""Structs that host and device share; division by multiplication, as the device code does it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
+from tests.problems import seeded
+
+
+def test_divisors_divide_all_that_they_may_meet() -> None:
+    """n * multiplier >> shift, in 64 bits without sign, for n of 31 bits."""
+    most = 2**31 - 1
+    with seeded(7) as rng:
+        drawn = [int(v) for v in np.exp(rng.uniform(0, math.log(most), 2000))]
+        for value in (*range(1, 300), *(2**bits + more for bits in range(2, 31) for more in (-1, 0, 1)), *drawn, most):
+            d = Divisor.of(value)
+            word, multiplier, shift = d.value, d.multiplier, d.shift
+            assert (word, -(2**31) <= multiplier < 0) == (value, True)
+            edges = [k * value + more for k in (1, 2, most // value // 2, most // value) for more in (-1, 0, 1)]
+            for n in (0, 1, most, *edges, *(int(v) for v in rng.integers(0, most, 8))):
+                if 0 <= n <= most:
+                    product = n * (multiplier % 2**32)
+                    assert product < 2**64
+                    assert product >> shift == n // value, (n, value)
+
+
+def test_zero_divides_nothing_but_is_kept() -> None:
+    assert Divisor.of(0) == dataclasses.replace(Divisor.of(1), value=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base(Struct):
+    size: int
+    by: Divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived(Base):
+    more: int
+
+
+def test_declarations_have_the_fields_in_the_order_of_their_words() -> None:
+    assert declarations(Derived).splitlines() == [
+        '#include "device/divisor.cuh"',
+        *("struct Base {", "  int size;", "  Divisor by;", "};"),
+        *("struct Derived : Base {", "  int more;", "};"),
+    ]
+    by = Divisor.of(3)
+    assert Derived(7, by, 9).param().values == (7, by.value, by.multiplier, by.shift, 9)
+
+
+def test_other_types_are_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Odd(Struct):
+        size: float
+
+    with pytest.raises(TypeError, match=r"Odd\.size is of type <class 'float'>; accepted: int, Divisor"):
+        declarations(Odd)
