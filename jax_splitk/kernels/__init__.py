@@ -1,9 +1,9 @@
 """Kernel families and their registry: which family may compute what, on which platform.
 
-A family is a module with `name`, `implementation`, `platform`, `ABI`, a frozen `Config`, one legality predicate
-`supports`, `candidates`, `neighbours`, `estimate`, `workspace_bytes` and `make_plan`; see `Family`. Adding one takes
-its module, its device source and a line in `FAMILIES`.
+Adding one takes its module, its device source and a line in `FAMILIES`; see `Family`.
 """
+
+from typing import Any
 
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -11,9 +11,13 @@ from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
-FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host),
-    "quantized_matmul": (stream, fp8, tiled, quantized_host),
+AnyFamily = Family[Any, Any]  # of the problem type of its operation
+
+FAMILIES: dict[str, tuple[AnyFamily, ...]] = {
+    "conv_wgrad": tuple(
+        getattr(module, "FAMILY", module) for module in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)
+    ),
+    "quantized_matmul": tuple(getattr(module, "FAMILY", module) for module in (stream, fp8, tiled, quantized_host)),
 }
 
 

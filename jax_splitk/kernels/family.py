@@ -1,9 +1,10 @@
-"""What a kernel family is: its Config, what it refuses, which configs are worth a try, what they cost, and their plan."""
+"""What a kernel family is: a Config, what it refuses, which configs are worth a try, their cost and their plan."""
 
 import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from jax_splitk.kernels.device.structs import Struct, declarations
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import Buffer, DevicePlan, HostPlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.target import Target, hopper_refusal
@@ -87,10 +88,12 @@ class CudaFamily(Family[_Problem, _Config]):
 
     Attributes:
       file: the device source, in this folder.
+      structs: what stands for `#include "structs.cuh"` in it.
     """
 
     implementation = "cutlass"
     file: ClassVar[str]
+    structs: ClassVar[tuple[type[Struct], ...]] = ()
 
     def target_refusal(self, target: Target | None) -> str | None:
         return hopper_refusal(target)
@@ -114,7 +117,8 @@ class CudaFamily(Family[_Problem, _Config]):
 
     def source(self, problem: _Problem, config: _Config) -> compiler.Source:
         """The specialised device code."""
-        return compiler.Source(self.file, tuple(self.macros(problem, config).items()))
+        structs = declarations(*self.structs) if self.structs else ""
+        return compiler.Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)

@@ -21,7 +21,7 @@ from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, 
 from jax_splitk.kernels.quantized.ranges import BLOCK_K, SLOT, k_blocks
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
+from jax_splitk.runtime.target import Target, hopper_refusal, resident_blocks
 
 name = "quantized_fp8"
 implementation = "cutlass"
@@ -177,7 +177,7 @@ def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 def supports(problem: QuantizedMatmulProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
+    reason = hopper_refusal(target) or _problem_limit(problem)
     if reason is None and config is not None:
         reason = _config_limit(problem, config)
     return reason

@@ -25,7 +25,7 @@ from jax_splitk.kernels.quantized.ranges import BLOCK_K, INT32_MAX, SLOT, k_bloc
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
+from jax_splitk.runtime.target import Target, hopper_refusal, resident_blocks
 
 name = "quantized_tiled"
 implementation = "cutlass"
@@ -208,7 +208,7 @@ def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 def supports(problem: QuantizedMatmulProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
+    reason = hopper_refusal(target) or _problem_limit(problem)
     if reason is None and config is not None:
         reason = _config_limit(problem, config)
     return reason
