@@ -35,7 +35,6 @@ from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 
 try:
     from tqdm import tqdm
@@ -153,7 +152,7 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
 def tuning_entry(problem: Problem) -> Entry | None:
     """What the caches have for the problem."""
     target = target_for(local_platform())
-    found = store.lookup(key_for(problem, target, Options()), target)
+    found = store.lookup(key_for(problem, target))
     return None if found is None else found[0]
 
 

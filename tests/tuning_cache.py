@@ -15,7 +15,7 @@ from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests.problems import random_case
 
 CPU = target_for("cpu")
@@ -74,16 +74,14 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
             problem = random_case(rng, dtype).problem(str(rng.choice([dtype, "float32"])))
         else:
             problem = random_product(rng)
-        limit = None if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
-        options = Options(deterministic=bool(rng.random() < 0.5), workspace_limit_bytes=limit)
-        key = key_for(problem, target, options)
-        if len(tuner.ranked(key, target)) >= 4:
+        key = key_for(problem, target)
+        if len(tuner.ranked(key)) >= 4:
             return key
 
 
 def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
     """A legal choice, timings of several candidates and XLA, and failures."""
-    ranked = tuner.ranked(key, target)
+    ranked = tuner.ranked(key)
     picked = [ranked[i] for i in rng.permutation(len(ranked))[:12]]
     failed = max(0, len(picked) - 3)
     measurements = [Measurement(Candidate(XLA), float(rng.uniform(1, 1e4)))]
@@ -91,7 +89,9 @@ def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
     measurements += [Measurement(c, None, f"wrong result: {rng.random()} \u00b5 \"'\n") for c in picked[failed:]]
     choice = Candidate(XLA) if rng.random() < 0.2 else picked[0]
     predicted = ranked[0] if rng.random() < 0.8 else None
-    return Entry(key.as_dict(), choice, tuple(measurements), predicted, {"date": "now", "seconds": float(rng.random())})
+    metadata = {"date": "now", "seconds": float(rng.random())}
+    limit = DEFAULT_WORKSPACE_LIMIT if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
+    return Entry(key.as_dict(), choice, tuple(measurements), predicted, metadata, limit)
 
 
 def entry_of(key: Key, config: Any, family: str = "wgrad_host") -> Entry:
@@ -114,4 +114,3 @@ def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type
     assert family.supports(key.problem, candidate.config, target) is None
-    assert family.workspace_bytes(key.problem, candidate.config) <= key.workspace_limit_bytes

@@ -65,7 +65,7 @@ def show_entry(arguments: argparse.Namespace) -> int:
         f"file {path}",
         f"for {environment.device_kind} ({environment.platform}, {environment.cores} cores, CUDA "
         f"{environment.cuda_major}, {', '.join(environment.abi)})",
-        f"deterministic {key.deterministic}, at most {key.workspace_limit_bytes} bytes of workspace",
+        f"searched within {entry.workspace_limit_bytes} bytes of workspace",
         f"choice {entry.choice}: {output.number(ours)} us, XLA {output.number(xla)} us, speedup "
         f"{output.number(speedup, '.2f')}, regret of the cost model {output.number(entry.regret, '.1%')}",
         *(f"{name} {value}" for name, value in sorted(entry.metadata.items())),

@@ -1,4 +1,4 @@
-"""The caller's constraints that are part of a decision's key, as command line options."""
+"""The caller's constraints, as command line options."""
 
 import argparse
 from contextlib import AbstractContextManager
@@ -8,8 +8,7 @@ from jax_splitk.tuning.options import options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nondeterministic", action="store_true", help="decide for deterministic=False")
-    parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="decide for another limit than 256 MiB")
+    parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
 
 
 def in_force(arguments: argparse.Namespace) -> AbstractContextManager[None]:
@@ -17,4 +16,4 @@ def in_force(arguments: argparse.Namespace) -> AbstractContextManager[None]:
     limit = arguments.workspace_limit_bytes
     if limit is not None and limit < 0:
         raise UsageError(f"--workspace-limit-bytes={limit}; accepted: an integer of at least 0")
-    return options(deterministic=False if arguments.nondeterministic else None, workspace_limit_bytes=limit)
+    return options(workspace_limit_bytes=limit)

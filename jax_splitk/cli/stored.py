@@ -15,7 +15,6 @@ from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Candidate, Entry
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.result import key_from_dict, local_target
 
 HEADER = ("digest", "device", "problem", "choice", "us", "XLA us", "speedup", "regret", "date")
 UNDATED = datetime.datetime.min.replace(tzinfo=datetime.UTC)
@@ -64,10 +63,9 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
         return Unusable(path, f"op={op!r}; accepted: {', '.join(map(repr, OPERATIONS))}", foreign=True)
     foreign = False
     try:
-        key = key_from_dict(fields.get("key"))
-        target = local_target(key)
-        foreign = key.environment.abi != keys.environment(key.problem, target).abi
-        entry = entries.loads(data, key, target)
+        key = keys.key_from_dict(fields.get("key"))
+        foreign = key.environment.abi != keys.environment(key.problem, key.target).abi
+        entry = entries.loads(data, key)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         return Unusable(path, str(error), foreign)
     if folder is not None and path != folder / key.file:
@@ -124,8 +122,7 @@ def describe(key: Key, entry: Entry) -> dict[str, Any]:
         "digest": key.digest[:40],
         "environment": key.as_dict()["environment"],
         "problem": as_dict(key.problem),
-        "deterministic": key.deterministic,
-        "workspace_limit_bytes": key.workspace_limit_bytes,
+        "workspace_limit_bytes": entry.workspace_limit_bytes,
         "choice": entry.choice.as_dict(),
         "us": ours,
         "xla_us": xla,

@@ -135,14 +135,14 @@ def conv_wgrad(
     precision: lax.PrecisionLike = None,
     config: Any = None,
     implementation: str | None = None,
-    deterministic: bool | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """Gradient of a convolution with respect to its weight (its "rhs"), with a split reduction.
 
     For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
     `rhs`: `dW[r, s, c, k] = sum over n, p, q of lhs[n, p*stride - pad + r*dilation, ..., c] * g[n, p, q, k]`,
-    accumulated in float32 at least. Works under jit, grad (of any order), vmap, scan, remat and shard_map.
+    accumulated in float32 at least, in an order that the config alone determines: every kernel gives the same bits on
+    every run. Works under jit, grad (of any order), vmap, scan, remat and shard_map.
 
     Args:
       lhs: the convolution's input, e.g. [N, H, W, C], of dtype bfloat16, float16, float32 or float64. The H200
@@ -157,9 +157,6 @@ def conv_wgrad(
       config: a kernel family's `Config`, to bypass selection.
       implementation: None (the best available; always works), "cutlass" (H200/H100 kernels), "host" (the CPU
         kernel) or "xla".
-      deterministic: True for a fixed order of summation: the same bits on every run. All kernels here are
-        deterministic at present; False allows others to be chosen. None for True, unless `jax_splitk.options` says
-        otherwise.
       workspace_limit_bytes: the most scratch memory a kernel may ask of XLA; None for 256 MiB.
 
     Returns:
@@ -172,7 +169,7 @@ def conv_wgrad(
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
     """
-    options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
+    options = merged(Options(config, implementation, workspace_limit_bytes))
     return _conv_wgrad(
         lhs,
         g,
@@ -280,7 +277,6 @@ def conv_general_dilated(
     compute_dtype: DTypeLike | None = None,
     config: Any = None,
     implementation: str | None = None,
-    deterministic: bool | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
@@ -294,7 +290,7 @@ def conv_general_dilated(
         None for their own, which must then be one of these. With a float32 `rhs` (a master weight) and
         compute_dtype=bfloat16, the weight gradient is float32 and holds the kernel's fp32 sums unrounded, and rhs is
         not differentiated through a cast. The cotangent of the output is converted to compute_dtype.
-      config, implementation, deterministic, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient.
 
     Returns:
       The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.
@@ -302,7 +298,7 @@ def conv_general_dilated(
     Raises:
       ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as lax's function and `conv_wgrad` do.
     """
-    options = merged(Options(config, implementation, deterministic, workspace_limit_bytes))
+    options = merged(Options(config, implementation, workspace_limit_bytes))
     check_options("conv_wgrad", options)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if compute_dtype is not None:

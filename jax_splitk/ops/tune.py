@@ -14,9 +14,9 @@ from jax_splitk.ops import lowering, trace
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
-from jax_splitk.runtime.target import Target, local_platform, target_for
+from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import agreement, store, tuner, watch
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.result import TuningResult
@@ -52,12 +52,8 @@ def tune(
         if several and not trace.is_manual(eqn):
             continue  # XLA partitions it
         if options.config is None and options.implementation != "xla" and lowering.only_xla(problem) is None:
-            wanted[(problem, options.is_deterministic, options.workspace_limit)] = None
-    keys = [
-        (problem, Options(deterministic=deterministic, workspace_limit_bytes=limit))
-        for problem, deterministic, limit in wanted
-    ]
-    return _tune_all(keys, seconds, again)
+            wanted[(problem, options.workspace_limit)] = None
+    return _tune_all(list(wanted), seconds, again)
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
@@ -77,24 +73,24 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
             problem.validate()
         except ValueError as error:
             raise ValueError(f"problems[{i}]: {error}") from None
-    return _tune_all([(problem, current()) for problem in dict.fromkeys(given)], seconds, again)
+    return _tune_all([(problem, current().workspace_limit) for problem in dict.fromkeys(given)], seconds, again)
 
 
-def _tune_all(wanted: list[tuple[Problem, Options]], seconds: float | None, again: bool) -> TuningResult:
+def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: bool) -> TuningResult:
     budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
-    pairs: list[tuple[Key, Entry]] = []
-    for i, (problem, options) in enumerate(wanted):
-        key = key_for(problem, target, options)
-        if not tuner.ranked(key, target):
+    found: dict[Key, Entry] = {}
+    for i, (problem, limit) in enumerate(wanted):
+        key = key_for(problem, target)
+        if not tuner.ranked(key, limit):
             continue  # only XLA can compute it: nothing to decide
         if sys.stderr.isatty() and len(wanted) > 1:
             print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
-        _, entry = agreement.agree(key, target, lambda key=key: _one(key, target, budget, again))
+        _, entry = agreement.agree(key, limit, lambda key=key, limit=limit: _one(key, limit, budget, again))
         watch.decided(key, entry)
         if entry is not None:
-            pairs.append((key, entry))
-    return TuningResult(tuple(pairs))
+            found[key] = merge(found.get(key), entry)
+    return TuningResult(tuple(found.items()))
 
 
 def _seconds(value: Any) -> float:
@@ -108,11 +104,12 @@ def _seconds(value: Any) -> float:
     return number
 
 
-def _one(key: Key, target: Target, seconds: float | None, again: bool) -> Entry:
-    found = store.lookup(key, target)
-    if found is not None and not again:
-        return found[0]
-    entry = tuner.tune(key, target, None if found is None else found[0], seconds)
+def _one(key: Key, workspace_limit: int, seconds: float | None, again: bool) -> Entry:
+    held = [entry for entry, _ in store.found(key)]
+    for entry in () if again else held:
+        if entry.is_searched(workspace_limit) and entry.best(key, workspace_limit) is not None:
+            return entry
+    entry = tuner.tune(key, workspace_limit, held[0] if held else None, seconds)
     if not store.save(key, entry):
         logger.warning(
             "%s: measured, but not stored (JAX_SPLITK_CACHE_MODE=%s, %s): the TuningResult alone has it",

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 
 from jax_splitk.runtime import _compat, settings
-from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Candidate, Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
@@ -49,7 +48,7 @@ _rounds: collections.Counter[str] = collections.Counter()
 _alone: set[str] = set()
 
 
-def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
+def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
     """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
 
     In a job of a single process that is simply `decide()`.
@@ -58,8 +57,9 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
     if client is None or processes == 1:
         return True, decide()
     # A name serves once: the key-value store refuses to set a key again.
-    name = f"jax_splitk/{key.digest}/{_rounds[key.digest]}"
-    _rounds[key.digest] += 1
+    asked = f"{key.digest}/{workspace_limit}"
+    name = f"jax_splitk/{asked}/{_rounds[asked]}"
+    _rounds[asked] += 1
     wait_ms = int(timeout_seconds() * 1000)
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
@@ -79,7 +79,7 @@ def agree(key: Key, target: Target, decide: Callable[[], Entry | None]) -> tuple
     if text == _MISS:
         return True, None
     try:
-        return True, entries.loads(text, key, target)
+        return True, entries.loads(text, key)
     except InvalidEntry as error:
         raise RuntimeError(
             f"{key.problem}: process 0's decision is not valid in process {process} ({error}); "

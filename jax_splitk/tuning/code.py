@@ -47,7 +47,7 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     with _in_flight.setdefault(at, threading.Lock()):  # a process asks the others once
         if at not in _obstacles:
             if agreed:
-                key, candidate = key_for(choice.problem, target, options), Candidate(family.name, choice.config)
+                key, candidate = key_for(choice.problem, target), Candidate(family.name, choice.config)
                 obstacle = agreement.obstacle(key, candidate, obstacle)
             if obstacle is not None:
                 logger.warning("%s: XLA instead of %s %s: %s", choice.problem, family.name, choice.config, obstacle)

@@ -5,12 +5,12 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_splitk import kernels
-from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.key import SCHEMA, Key
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 XLA = "xla"
 
@@ -57,9 +57,10 @@ class Entry:
     """The decision for a key.
 
     Attributes:
-      choice: what computes the problem.
+      choice: what computes the problem: the fastest that was found within the workspace limit.
       measurements: of all candidates ever timed for the key, XLA's among them; the newest of each.
       predicted: the candidate that the cost model put first.
+      workspace_limit_bytes: the limit under which candidates were searched.
       metadata: versions, driver, date, seconds spent: for people, not compared.
     """
 
@@ -68,6 +69,31 @@ class Entry:
     measurements: Sequence[Measurement]
     predicted: Candidate | None
     metadata: dict[str, Any]
+    workspace_limit_bytes: int = DEFAULT_WORKSPACE_LIMIT
+
+    def is_searched(self, workspace_limit: int) -> bool:
+        """Whether the decision stands for a caller of this limit: found under one as large, or under the default."""
+        return self.workspace_limit_bytes >= min(workspace_limit, DEFAULT_WORKSPACE_LIMIT)
+
+    def best(self, key: Key, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
+        """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
+        None where no kernel is known that does: then XLA's time says nothing."""
+
+        def serves(candidate: Candidate) -> bool:
+            if candidate.family == XLA:
+                return implementation is None
+            family = family_named(key.problem.op, candidate.family)
+            return (
+                implementation in (None, family.implementation)
+                and illegality(candidate, key) is None
+                and family.workspace_bytes(key.problem, candidate.config) <= workspace_limit
+            )
+
+        if serves(self.choice):
+            return self.choice
+        timed = sorted((m for m in self.measurements if m.us), key=lambda m: m.us or 0.0)
+        fitting = [m.candidate for m in timed if serves(m.candidate)]
+        return fitting[0] if any(candidate.family != XLA for candidate in fitting) else None
 
     def us(self, candidate: Candidate | None) -> float | None:
         """The measured microseconds of a candidate."""
@@ -80,11 +106,6 @@ class Entry:
         first = self.us(self.predicted)
         return first / min(times) - 1 if times and first else None
 
-    def by_time(self, families: Collection[str]) -> list[Candidate]:
-        """The measured candidates of some families, the fastest first."""
-        times = [(m.us, i) for i, m in enumerate(self.measurements) if m.us and m.candidate.family in families]
-        return [self.measurements[i].candidate for _, i in sorted(times)]
-
     def dumps(self) -> str:
         """The entry's file: an object whose measurements are tables, one for each run of measurements of a family,
         since a lowering reads and checks them all."""
@@ -94,6 +115,7 @@ class Entry:
             "choice": self.choice.as_dict(),
             "predicted": None if self.predicted is None else self.predicted.as_dict(),
             "metadata": self.metadata,
+            "workspace_limit_bytes": self.workspace_limit_bytes,
         }
         tables = [_table(family, list(group)) for family, group in itertools.groupby(self.measurements, _family_of)]
         head = json.dumps(fields, indent=1, sort_keys=True).removesuffix("\n}")
@@ -119,15 +141,17 @@ def _table(family: str, measurements: list[Measurement]) -> str:
 
 
 def merge(old: Entry | None, new: Entry) -> Entry:
-    """The new decision, with the old measurements of candidates that were not timed again."""
+    """The new decision, unless the old one was searched under a larger limit, with the measurements of both: the old
+    ones of candidates that were not timed again."""
     if old is None:
         return new
     timed = {m.candidate for m in new.measurements}
     kept = [m for m in old.measurements if m.candidate not in timed]
-    return dataclasses.replace(new, measurements=(*new.measurements, *kept))
+    decision = new if new.is_searched(old.workspace_limit_bytes) else old
+    return dataclasses.replace(decision, measurements=(*new.measurements, *kept))
 
 
-def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
+def loads(text: str | bytes, key: Key) -> Entry:
     """Reads an entry for `key` and checks it, down to the legality of its choice.
 
     Raises:
@@ -144,36 +168,33 @@ def loads(text: str | bytes, key: Key, target: Target | None = None) -> Entry:
         raise InvalidEntry("its key is another problem's or another machine's")
     read = _Reader(key.problem.op)
     choice = read.candidate(data.get("choice"))()
-    reason = illegality(choice, key, target)
+    reason = illegality(choice, key)
     if reason is not None:
         raise InvalidEntry(f"its choice {choice} is not legal: {reason}")
     predicted = data.get("predicted")
-    measurements = data.get("measurements")
-    metadata = data.get("metadata")
+    measurements, metadata, limit = map(data.get, ("measurements", "metadata", "workspace_limit_bytes"))
     if not isinstance(measurements, list) or not isinstance(metadata, dict):
         raise InvalidEntry("measurements must be a list and metadata an object")
+    if type(limit) is not int or limit < 0:
+        raise InvalidEntry(f"workspace_limit_bytes {limit!r}; accepted: an integer of at least 0")
     return Entry(
         key=data["key"],
         choice=choice,
         measurements=_Measurements([make for table in measurements for make in read.table(table)]),
         predicted=None if predicted is None else read.candidate(predicted)(),
         metadata=metadata,
+        workspace_limit_bytes=limit,
     )
 
 
-def illegality(candidate: Candidate, key: Key, target: Target | None = None) -> str | None:
+def illegality(candidate: Candidate, key: Key) -> str | None:
     """None when the candidate may compute the key's problem, else the reason."""
     if candidate.family == XLA:
         return None
     family = family_named(key.problem.op, candidate.family)
     if family.platform != key.environment.platform:
         return f"runs on {family.platform}"
-    reason = family.supports(key.problem, candidate.config, target)
-    if reason is None:
-        size = family.workspace_bytes(key.problem, candidate.config)
-        if size > key.workspace_limit_bytes:
-            reason = f"{size} bytes of workspace; accepted: at most {key.workspace_limit_bytes}"
-    return reason
+    return family.supports(key.problem, candidate.config, key.target)
 
 
 def family_named(op: str, name: str) -> kernels.Family:

@@ -1,11 +1,11 @@
-"""What a tuning decision depends on: the problem, the caller's constraints and the machine. Never a path."""
+"""What a tuning decision depends on: the problem and the machine. Never a path, nor what a caller allows."""
 
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_splitk import kernels
@@ -13,9 +13,11 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import Target
-from jax_splitk.tuning.options import Options
 
-SCHEMA = 2
+SCHEMA = 3
+
+# Of the folders of a cache that hold entries of this schema.
+FOLDER_PREFIX = f"v{SCHEMA}-"
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -38,14 +40,19 @@ class Environment:
 
     platform: str
     device_kind: str
+    compute_capability: str
     cores: int
     cuda_major: int
     abi: tuple[str, ...]
 
+    @property
+    def target(self) -> Target:
+        return Target(self.platform, self.device_kind, self.compute_capability, self.cores)
+
     @functools.lru_cache(maxsize=256)  # noqa: B019 - few, small, and each lowering asks
     def digest(self) -> str:
         text = json.dumps(_fields(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{FOLDER_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +60,11 @@ class Key:
     """Identity of a tuning decision."""
 
     problem: Problem
-    deterministic: bool
-    workspace_limit_bytes: int
     environment: Environment
+
+    @property
+    def target(self) -> Target:
+        return self.environment.target
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in an entry's file (tuples become lists)."""
@@ -67,8 +76,6 @@ class Key:
             "schema": SCHEMA,
             "op": self.problem.op,
             "problem": _fields(self.problem),
-            "deterministic": self.deterministic,
-            "workspace_limit_bytes": self.workspace_limit_bytes,
             "environment": _fields(self.environment),
         }
         return json.dumps(fields, sort_keys=True)
@@ -103,7 +110,14 @@ def environments(op: str, target: Target) -> Iterator[Environment]:
 
 def _environment(families: Sequence[kernels.Family], target: Target) -> Environment:
     abi = tuple(f"{family.name}:{family.ABI}" for family in families)
-    return Environment(target.platform, target.device_kind, target.cores, _cuda_major(target.platform), abi)
+    return Environment(
+        target.platform,
+        target.device_kind,
+        target.compute_capability,
+        target.cores,
+        _cuda_major(target.platform),
+        abi,
+    )
 
 
 @functools.cache
@@ -113,11 +127,29 @@ def _cuda_major(platform: str) -> int:
     return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
 
 
-def key_for(
-    problem: Problem, target: Target, options: Options, families: Sequence[kernels.Family] | None = None
-) -> Key:
+def key_for(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Key:
     """The key of a problem's decision; `families` as in `environment`."""
-    return Key(problem, options.is_deterministic, options.workspace_limit, environment(problem, target, families))
+    return Key(problem, environment(problem, target, families))
+
+
+def key_from_dict(data: Any) -> Key:
+    """Inverse of `Key.as_dict`; raises ValueError."""
+    names = {"schema", "op", "problem", "environment"}
+    if not isinstance(data, Mapping) or set(data) != names or data["schema"] != SCHEMA:
+        raise ValueError(f"key {data!r}; accepted: an object of schema {SCHEMA} with {', '.join(sorted(names))}")
+    env = data["environment"]
+    types = {field.name: list if field.name == "abi" else field.type for field in dataclasses.fields(Environment)}
+    if not isinstance(env, Mapping) or {name: type(value) for name, value in env.items()} != types:
+        raise ValueError(f"environment {env!r}; accepted: {', '.join(types)}")
+    if not all(isinstance(name, str) for name in env["abi"]):
+        raise ValueError(f"abi {env['abi']!r}; accepted: strings")
+    if not isinstance(data["problem"], Mapping):
+        raise ValueError(f"problem {data['problem']!r}; accepted: an object")
+    try:
+        problem = problem_from_dict(data["op"], dict(data["problem"]))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return Key(problem, Environment(**{**env, "abi": tuple(env["abi"])}))
 
 
 def problem_from_dict(op: str, fields: dict[str, Any]) -> Problem:

@@ -24,7 +24,6 @@ class Options:
 
     config: Any = None
     implementation: str | None = None
-    deterministic: bool | None = None
     workspace_limit_bytes: int | None = None
     tuning: Any = None
 
@@ -32,10 +31,6 @@ class Options:
     def explicit(self) -> bool:
         """Whether nothing else may serve than what was asked for."""
         return self.implementation is not None or self.config is not None
-
-    @property
-    def is_deterministic(self) -> bool:
-        return self.deterministic is not False
 
     @property
     def workspace_limit(self) -> int:
@@ -83,8 +78,6 @@ def _check_values(options: Options) -> None:
     limit = options.workspace_limit_bytes
     if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
         raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
-    if options.deterministic is not None and not isinstance(options.deterministic, bool):
-        raise TypeError(f"deterministic={options.deterministic!r}; accepted: True or False")
 
 
 # Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
@@ -95,25 +88,17 @@ _context = jax.make_user_context(None)
 def options(
     *,
     implementation: str | None = None,
-    deterministic: bool | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> Iterator[None]:
     """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
 
     Args:
-      implementation, deterministic, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer
-        block's.
+      implementation, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
 
     Raises:
       ValueError: a value outside its range.
     """
-    outer = current()
-    inner = dataclasses.replace(
-        outer,
-        implementation=outer.implementation if implementation is None else implementation,
-        deterministic=outer.deterministic if deterministic is None else deterministic,
-        workspace_limit_bytes=outer.workspace_limit_bytes if workspace_limit_bytes is None else workspace_limit_bytes,
-    )
+    inner = merged(Options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes))
     _check_values(inner)
     with _context(inner):
         yield
@@ -137,7 +122,6 @@ def merged(call: Options) -> Options:
     return dataclasses.replace(
         call,
         implementation=outer.implementation if call.implementation is None else call.implementation,
-        deterministic=outer.deterministic if call.deterministic is None else call.deterministic,
         workspace_limit_bytes=(
             outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
         ),

@@ -6,16 +6,14 @@ import functools
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import options
-from jax_splitk.tuning.entry import Entry, InvalidEntry
-from jax_splitk.tuning.key import Environment, Key
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import Key, key_from_dict
 
 
 class _Blocks(threading.local):
@@ -116,30 +114,3 @@ class TuningResult:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"entry {i}: {error}") from None
         return TuningResult(tuple(pairs))
-
-
-def key_from_dict(data: Any) -> Key:
-    """Inverse of `Key.as_dict`; raises InvalidEntry."""
-    names = {"schema", "op", "problem", "deterministic", "workspace_limit_bytes", "environment"}
-    if not isinstance(data, Mapping) or set(data) != names or data["schema"] != keys.SCHEMA:
-        raise InvalidEntry(f"key {data!r}; accepted: an object of schema {keys.SCHEMA} with {', '.join(sorted(names))}")
-    deterministic, limit, env = data["deterministic"], data["workspace_limit_bytes"], data["environment"]
-    types = {"platform": str, "device_kind": str, "cores": int, "cuda_major": int, "abi": list}
-    if not isinstance(env, Mapping) or {name: type(value) for name, value in env.items()} != types:
-        raise InvalidEntry(f"environment {env!r}; accepted: {', '.join(types)}")
-    if not all(isinstance(name, str) for name in env["abi"]) or type(deterministic) is not bool:
-        raise InvalidEntry(f"abi {env['abi']!r}, deterministic {deterministic!r}; accepted: strings, true or false")
-    if type(limit) is not int or limit < 0 or not isinstance(data["problem"], Mapping):
-        raise InvalidEntry(f"workspace_limit_bytes {limit!r}; accepted: an integer of at least 0")
-    try:
-        problem = keys.problem_from_dict(data["op"], dict(data["problem"]))
-    except (TypeError, ValueError) as error:
-        raise InvalidEntry(str(error)) from None
-    environment = Environment(**{**env, "abi": tuple(env["abi"])})
-    return Key(problem, deterministic, limit, environment)
-
-
-def local_target(key: Key) -> Target:
-    """The target that a key's environment stands for."""
-    capability = "9.0" if key.environment.platform == "cuda" else ""
-    return Target(key.environment.platform, key.environment.device_kind, capability, key.environment.cores)

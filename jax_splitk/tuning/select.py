@@ -4,6 +4,7 @@ shipped table, a measurement where one may be made, the cost model, and XLA wher
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import threading
@@ -15,7 +16,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, disk, settings
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, store, tuner, watch
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, illegality
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 
@@ -90,8 +91,8 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         return _explicit(serving[0], problem, target, options)
     if serving:
         legal = [f for f in kernels.families(problem.op, target.platform) if limits[f.name] is None]
-        key = key_for(problem, target, options, legal)
-        choice = _decided(key, target, options, measure, final) or _predicted(serving, problem, target, options)
+        key = key_for(problem, target, legal)
+        choice = _decided(key, options, measure, final) or _predicted(serving, problem, target, options)
         if isinstance(choice, Choice):
             return choice
         for refusal, names in choice.items():
@@ -133,66 +134,66 @@ def _explicit(family: kernels.Family, problem: Problem, target: Target, options:
 # ---- decisions by measurement --------------------------------------------------------------------------------------
 
 
-def _decided(key: Key, target: Target, options: Options, measure: bool, final: bool) -> Choice | None:
+def _decided(key: Key, options: Options, measure: bool, final: bool) -> Choice | None:
     """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
+    limit = options.workspace_limit
     entry = None if options.tuning is None else options.tuning.get(key)
-    if entry is not None:
-        return _from_entry(entry, "the TuningResult in force", key, target, options)
-    if options.tuning is not None:
+    if entry is not None and entry.best(key, limit) is not None:
+        return _from_entry(entry, "the TuningResult in force", key, options)
+    if options.tuning is not None and entry is None:
         _say_what_does_not_match(options.tuning, key)
-    if not measure:
-        found = store.lookup(key, target)
-        if found is None and key in _unsaved:
-            found = _unsaved[key], "measured now"
-        if found is None and final:
-            _refuse_if_frozen(key)
-        return None if found is None else _from_entry(found[0], found[1], key, target, options)
-    entry, where = _agreed(key, target)
-    return None if entry is None else _from_entry(entry, where, key, target, options)
+    if measure:
+        entry, where = _agreed(key, limit)
+    else:
+        entry, where = _held(key, limit) or (None, "")
+        if entry is None and final:
+            _refuse_if_frozen(key, limit)
+    return None if entry is None else _from_entry(entry, where, key, options)
 
 
 _mismatches: set[Key] = set()
 
 
 def _say_what_does_not_match(tuning: Any, key: Key) -> None:
-    """One log line where a TuningResult has the problem, but not for this machine or these constraints."""
+    """One log line where a TuningResult has the problem, but not for this machine."""
     others = [other for other, _ in tuning if other.problem == key.problem]
     if not others or key in _mismatches:
         return
     _mismatches.add(key)
     logger.warning(
         "%s: the TuningResult in force is passed over: it decides for %s, and this is %s",
-        *(key.problem, "; ".join(map(_circumstances, others)), _circumstances(key)),
+        *(key.problem, "; ".join(map(_machine, others)), _machine(key)),
     )
 
 
-def _circumstances(key: Key) -> str:
+def _machine(key: Key) -> str:
     env = key.environment
-    machine = f"{env.device_kind} ({env.platform}, {env.cores} cores, CUDA {env.cuda_major}, {', '.join(env.abi)})"
-    return f"{machine}, deterministic {key.deterministic}, workspace up to {key.workspace_limit_bytes}"
+    return f"{env.device_kind} ({env.platform}, {env.cores} cores, CUDA {env.cuda_major}, {', '.join(env.abi)})"
 
 
-def _agreed(key: Key, target: Target) -> tuple[Entry | None, str]:
+def _held(key: Key, workspace_limit: int) -> tuple[Entry, str] | None:
+    """The first entry that this process or a layer of the cache has and that has an answer for the limit."""
+    unsaved = [(_unsaved[key], "measured now")] if key in _unsaved else []
+    answers = (e for e in itertools.chain(unsaved, store.found(key)) if e[0].best(key, workspace_limit) is not None)
+    return next(answers, None)
+
+
+def _agreed(key: Key, workspace_limit: int) -> tuple[Entry | None, str]:
     """The same entry in every process of the job, and where it comes from."""
     where = "process 0's decision"
 
     def decide() -> Entry | None:
         nonlocal where
-        again = watch.wants_again(key)
-        found = None if again else store.lookup(key, target)
-        if found is not None:
-            entry, where = found
-            return entry
-        where = "measured now"
-        return measured(key, target, again)
+        entry, where = measured_or_held(key, workspace_limit)
+        return entry
 
-    if key in _settled:
-        return _settled[key]
-    agreed, entry = agreement.agree(key, target, decide)
+    if (key, workspace_limit) in _settled:
+        return _settled[key, workspace_limit]
+    agreed, entry = agreement.agree(key, workspace_limit, decide)
     watch.decided(key, entry)
-    decision = (entry, where) if agreed else (store.shipped(key, target), "shipped table")
+    decision = (entry, where) if agreed else (store.shipped(key), "shipped table")
     if agreement.needed():
-        _settled[key] = decision
+        _settled[key, workspace_limit] = decision
     return decision
 
 
@@ -202,65 +203,63 @@ _measuring = threading.Lock()
 # Measurements that could not be stored: a process measures a problem once in any case.
 _unsaved: dict[Key, Entry] = {}
 
-# What the processes of a job settled on, by key: it holds for the life of the process, so that a problem that is
-# lowered again needs no other agreement and cannot come out otherwise.
-_settled: dict[Key, tuple[Entry | None, str]] = {}
+# What the processes of a job settled on, by key and workspace limit: it holds for the life of the process, so that a
+# problem that is lowered again needs no other agreement and cannot come out otherwise.
+_settled: dict[tuple[Key, int], tuple[Entry | None, str]] = {}
 
 
-def measured(key: Key, target: Target, again: bool = False) -> Entry | None:
-    """Tunes and stores, if tuning is on; what the cache has (None, for a miss) where it is off or fails, which is
-    logged. `again`: although the cache has the key."""
-    _refuse_if_frozen(key)
-    if key in _unsaved:
-        return _unsaved[key]
-    if not autotune(target):
-        logger.info("%s: not tuned; %s", key.problem, _command(key))
-        return None
-    seconds, old = tuner.budget_seconds(), None
+def measured_or_held(key: Key, workspace_limit: int) -> tuple[Entry | None, str]:
+    """The entry that decides in this process, and where it comes from: one that was searched under the limit, or a
+    measurement, if tuning is on; else, or if that fails, which is logged, what is held. None for a miss."""
+    again = watch.wants_again(key)
+    held = _held(key, workspace_limit)
+    if held is not None and not again and held[0].is_searched(workspace_limit):
+        return held
+    if held is None:
+        _refuse_if_frozen(key, workspace_limit)
+    if disk.mode() == "frozen" or not autotune(key.target):
+        if held is None:
+            logger.info("%s: not tuned; %s", key.problem, _command(key, workspace_limit))
+        return held or (None, "")
+    seconds = tuner.budget_seconds()
     try:
         with _measuring:
-            found = store.lookup(key, target)  # another thread may have decided meanwhile
-            old = None if found is None else found[0]
-            if old is not None and not again:
-                return old
-            entry = tuner.tune(key, target, old, seconds)
+            held = _held(key, workspace_limit)  # another thread may have decided meanwhile
+            if held is not None and not again and held[0].is_searched(workspace_limit):
+                return held
+            old = next((entry for entry, _ in store.found(key)), None)
+            entry = tuner.tune(key, workspace_limit, old, seconds)
             if not store.save(key, entry):
-                _unsaved[key] = entry
-            return entry
+                _unsaved[key] = merge(_unsaved.get(key), entry)
+            return entry, "measured now"
     except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
-        fallback = "the cost model" if old is None else "the cache"
+        fallback = "the cost model" if held is None else "the cache"
         logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
-        return old
+        return held or (None, "")
 
 
-def _refuse_if_frozen(key: Key) -> None:
+def _refuse_if_frozen(key: Key, workspace_limit: int) -> None:
     if disk.mode() == "frozen":
-        raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {_command(key)}")
+        command = _command(key, workspace_limit)
+        raise store.FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {command}")
 
 
-def _command(key: Key) -> str:
+def _command(key: Key, workspace_limit: int) -> str:
     """How to tune the problem ahead of time."""
     fields = json.dumps({"op": key.problem.op, **dataclasses.asdict(key.problem)})
-    constraints = "" if key.deterministic else " --nondeterministic"
-    if key.workspace_limit_bytes != DEFAULT_WORKSPACE_LIMIT:
-        constraints += f" --workspace-limit-bytes {key.workspace_limit_bytes}"
-    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{constraints}"
+    limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
+    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"
 
 
-def _from_entry(entry: Entry, where: str, key: Key, target: Target, options: Options) -> Choice | None:
-    """The entry's choice, or its best of the implementation that was asked for."""
-    candidate: Candidate | None = entry.choice
-    if options.implementation is not None:
-        families = kernels.families(key.problem.op, target.platform)
-        names = [f.name for f in families if f.implementation == options.implementation]
-        if candidate is None or candidate.family not in names:
-            candidate = next((c for c in entry.by_time(names) if illegality(c, key, target) is None), None)
+def _from_entry(entry: Entry, where: str, key: Key, options: Options) -> Choice | None:
+    """The entry's answer within the limit, or its best of the implementation that was asked for."""
+    candidate = entry.best(key, options.workspace_limit, options.implementation)
     if candidate is None:
         return None
     if candidate.family == XLA:
         return xla(key.problem, where, lambda: _times_of_xla(entry))
     family = family_named(key.problem.op, candidate.family)
-    return _ours(family, key.problem, candidate.config, target, where, lambda: _times_of(entry, candidate))
+    return _ours(family, key.problem, candidate.config, key.target, where, lambda: _times_of(entry, candidate))
 
 
 def _times_of(entry: Entry, candidate: Candidate) -> str:

@@ -6,16 +6,16 @@ lock, so any number of processes may share a layer; the last writer of a key win
 that is damaged, foreign or newer is a miss with one warning, and so is a read-only layer that is no folder.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
 from collections.abc import Iterator
 
 from jax_splitk.runtime import disk
-from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning.entry import Entry, InvalidEntry
-from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.key import FOLDER_PREFIX, Key
 
 logger = logging.getLogger("jax_splitk")
 
@@ -40,44 +40,53 @@ def layers() -> list[tuple[str, pathlib.Path]]:
     return [*folders, ("shipped table", SHIPPED)]
 
 
-def lookup(key: Key, target: Target | None = None) -> tuple[Entry, str] | None:
-    """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
+def found(key: Key) -> Iterator[tuple[Entry, str]]:
+    """The layers' entries for `key`, and the layers' names, in the order of their precedence."""
     if disk.mode() == "off":
-        return None
+        return
     for name, folder in layers():
-        found = read(os.path.join(folder, key.file), key, target)  # a pathlib.Path takes longer than a missing file
-        if found is not None:
-            return found, name
-        if name == READ_ONLY:
-            _warn_unless_folder(str(folder))
-    return None
+        entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
+        if entry is not None:
+            yield entry, name
+        if folder != SHIPPED:
+            _look_at(name, str(folder))
 
 
-def shipped(key: Key, target: Target | None = None) -> Entry | None:
+def lookup(key: Key) -> tuple[Entry, str] | None:
+    """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
+    return next(found(key), None)
+
+
+def shipped(key: Key) -> Entry | None:
     """The entry that came with the package: the same for every process of a job."""
-    return read(SHIPPED / key.file, key, target)
+    return read(SHIPPED / key.file, key)
 
 
 _warned: set[str] = set()
 _looked_at: set[str] = set()
 
 
-def _warn_unless_folder(folder: str) -> None:
-    """One warning for a read-only layer that cannot hold anything; it is looked at once, since each miss comes here."""
+def _look_at(name: str, folder: str) -> None:
+    """Warns of a read-only layer that cannot hold anything, and of a layer with another version's entries. A layer is
+    looked at once, since each miss comes here."""
     if folder in _looked_at:
         return
     _looked_at.add(folder)
-    if not os.path.isdir(folder):
+    if name == READ_ONLY and not os.path.isdir(folder):
         logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
+    with contextlib.suppress(OSError):
+        if any(not inner.startswith(FOLDER_PREFIX) for inner in os.listdir(os.path.join(folder, "tuning"))):
+            prune = "`python -m jax_splitk cache prune --environment other` deletes a user cache's"
+            logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
 
 
-def read(path: str | pathlib.Path, key: Key, target: Target | None = None) -> Entry | None:
+def read(path: str | pathlib.Path, key: Key) -> Entry | None:
     """The entry in a file; None when there is none that can be used, with a warning if there is one that cannot."""
     data = disk.read(path)
     if data is None:
         return None
     try:
-        return entries.loads(data, key, target)
+        return entries.loads(data, key)
     except InvalidEntry as error:
         if str(path) not in _warned:
             _warned.add(str(path))

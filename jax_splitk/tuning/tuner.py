@@ -27,11 +27,11 @@ import jax
 
 from jax_splitk import kernels
 from jax_splitk.runtime import compiler, settings
-from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead, usual_settings
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 logger = logging.getLogger("jax_splitk")
 
@@ -61,6 +61,7 @@ _stuck: threading.Thread | None = None
 class _Found:
     """What a search has found so far, for the thread that watches it, which may give it up."""
 
+    workspace_limit: int
     started: float
     abandoned: bool = False
     bench: Bench | None = None
@@ -76,12 +77,17 @@ class _Found:
             self.bench.abandoned = True
 
 
-def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | None = None) -> Entry:
+def tune(
+    key: Key,
+    workspace_limit: int = DEFAULT_WORKSPACE_LIMIT,
+    old: Entry | None = None,
+    seconds: float | None = None,
+) -> Entry:
     """Decides by measurement on the local device; blocks until done.
 
     Args:
-      key: what to decide.
-      target: the local device's description.
+      key: what to decide, for the local device.
+      workspace_limit: bytes that a candidate's workspace may have.
       old: an earlier entry for the key; its best candidates take part again.
       seconds: time budget; None for `budget_seconds()`. Compilation of the first candidates may exceed it.
 
@@ -92,24 +98,24 @@ def tune(key: Key, target: Target, old: Entry | None = None, seconds: float | No
     """
     seconds = budget_seconds() if seconds is None else seconds
     with _turn:
-        entry = _watched(key, target, old, seconds)
+        entry = _watched(key, workspace_limit, old, seconds)
     watch.measured(key)
     return entry
 
 
-def _watched(key: Key, target: Target, old: Entry | None, seconds: float) -> Entry:
+def _watched(key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> Entry:
     """`_tune` in a thread of its own: it is free of the trace, mesh and other JAX contexts that the caller may be
     inside of, and the process can do without it (and end) where a kernel does not come back."""
     global _stuck  # noqa: PLW0603
     if _stuck is not None and _stuck.is_alive():
         raise RuntimeError("an earlier measurement has not come back; the process must be started again")
-    found = _Found(time.monotonic())
+    found = _Found(workspace_limit, time.monotonic())
     result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
 
     def work() -> None:
         try:
             with usual_settings():
-                result.set_result(_tune(key, target, old, seconds, found))
+                result.set_result(_tune(key, old, seconds, found))
         except BaseException as error:
             result.set_exception(error)
 
@@ -123,13 +129,13 @@ def _watched(key: Key, target: Target, old: Entry | None, seconds: float) -> Ent
                 return result.result()
             if running is not None and time.monotonic() - running[1] > STUCK_SECONDS:
                 _stuck = thread
-                return _without(running[0], found, key, target)
+                return _without(running[0], found, key)
     except KeyboardInterrupt:
         found.give_up()
         raise
 
 
-def _without(stuck: Candidate, found: _Found, key: Key, target: Target) -> Entry:
+def _without(stuck: Candidate, found: _Found, key: Key) -> Entry:
     """The decision where a candidate does not come back."""
     found.give_up()
     error = f"it did not come back within {STUCK_SECONDS} s"
@@ -137,7 +143,7 @@ def _without(stuck: Candidate, found: _Found, key: Key, target: Target) -> Entry
         raise RuntimeError(f"XLA cannot compute it: {error}")
     found.failures.append(Measurement(stuck, None, error))
     timed = [c for c in found.contestants if c.times and c.error is None and c.candidate != stuck]
-    ranking = ranked(key, target)
+    ranking = ranked(key, found.workspace_limit)
     choice = _decide(timed, found.xla, ranking[0] if ranking else None) if found.xla.times else found.xla
     entry = _entry(key, choice, timed, found, ranking)
     logger.warning(
@@ -148,23 +154,32 @@ def _without(stuck: Candidate, found: _Found, key: Key, target: Target) -> Entry
     return entry
 
 
-def ranked(key: Key, target: Target) -> list[Candidate]:
-    """Every legal candidate, the one that the cost model predicts to be fastest first."""
+def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
+    """Every legal candidate that fits the limit, the one that the cost model predicts to be fastest first."""
+    target = key.target
     found: list[tuple[float, int, Candidate]] = []
     for family in kernels.families(key.problem.op, target.platform):
         if family.supports(key.problem, None, target) is not None:
             continue
         for config in family.candidates(key.problem, target):
             candidate = Candidate(family.name, config)
-            if illegality(candidate, key, target) is None:
+            if _is_allowed(candidate, key, workspace_limit):
                 found.append((family.estimate(key.problem, config, target), len(found), candidate))
     return [candidate for _, _, candidate in sorted(found, key=lambda item: item[:2])]
 
 
-def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _Found) -> Entry:
+def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
+    if illegality(candidate, key) is not None:
+        return False
+    family = family_named(key.problem.op, candidate.family)
+    return family.workspace_bytes(key.problem, candidate.config) <= workspace_limit
+
+
+def _tune(key: Key, old: Entry | None, seconds: float, found: _Found) -> Entry:
+    target, limit = key.target, found.workspace_limit
     started, contestants, failures, tried = found.started, found.contestants, found.failures, found.tried
     deadline = started + SEARCH_SHARE * seconds
-    ranking = ranked(key, target)
+    ranking = ranked(key, limit)
     missing = compiler.unavailable() if target.platform == "cuda" else None
     if missing is not None:
         raise compiler.CompilerUnavailable(missing)
@@ -173,8 +188,8 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
         first = _spread_over_variants(ranking, FIRST_ROUND)
         if old is not None:
             ours = [m for m in old.measurements if m.us is not None and m.candidate.family != XLA]
-            legal = [m for m in ours if illegality(m.candidate, key, target) is None]  # only the choice was checked
-            again = sorted(legal, key=lambda m: m.us or 0.0)[:FINALISTS]
+            allowed = [m for m in ours if _is_allowed(m.candidate, key, limit)]
+            again = sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]
             first = list(dict.fromkeys([m.candidate for m in again] + first))
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:  # XLA takes seconds to choose cuDNN's kernels
             meanwhile.submit(compile_ahead, key.problem, first[: max(BATCH, os.cpu_count() or 1)])
@@ -201,7 +216,7 @@ def _tune(key: Key, target: Target, old: Entry | None, seconds: float, found: _F
         progress.report(len(tried), _fastest(contestants))
         while contestants and time.monotonic() + taken < deadline:
             round_started, best = time.monotonic(), _fastest(contestants)
-            new = [c for c in _neighbours(key, best.candidate, target) if c not in tried]
+            new = [c for c in _neighbours(key, best.candidate, limit) if c not in tried]
             if not new:
                 break
             tried.update(new)
@@ -252,6 +267,7 @@ def _entry(
         measurements=(*map(_measurement, timed), *found.failures),
         predicted=ranking[0] if ranking else None,
         metadata=_metadata(time.monotonic() - found.started, len(found.tried)),
+        workspace_limit_bytes=found.workspace_limit,
     )
 
 
@@ -279,10 +295,10 @@ def _variant(candidate: Candidate) -> Any:
     return candidate.family, tuple(fields.items())
 
 
-def _neighbours(key: Key, candidate: Candidate, target: Target) -> list[Candidate]:
+def _neighbours(key: Key, candidate: Candidate, workspace_limit: int) -> list[Candidate]:
     family = family_named(key.problem.op, candidate.family)
-    found = [Candidate(family.name, c) for c in family.neighbours(key.problem, candidate.config, target)]
-    return [c for c in found if illegality(c, key, target) is None]
+    found = [Candidate(family.name, c) for c in family.neighbours(key.problem, candidate.config, key.target)]
+    return [c for c in found if _is_allowed(c, key, workspace_limit)]
 
 
 def _working(contestants: Iterable[Contestant]) -> list[Contestant]:

@@ -27,7 +27,6 @@ from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import SCHEMA, Key, key_for
-from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the host family")
@@ -95,7 +94,7 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def key_of(problem: ConvWgradProblem = PROBLEM, **environment: Any) -> Key:
-    key = key_for(problem, target_for("cpu"), Options())
+    key = key_for(problem, target_for("cpu"))
     return dataclasses.replace(key, environment=dataclasses.replace(key.environment, **environment))
 
 
@@ -262,15 +261,18 @@ def test_the_command_of_a_miss_works_when_pasted(
     assert decision.why.startswith("user cache: ")
 
 
-def test_the_callers_constraints_are_part_of_what_is_tuned(cache: pathlib.Path, capsys: Any) -> None:
+def test_the_callers_limit_bounds_what_is_tuned(cache: pathlib.Path, capsys: Any) -> None:
     problem, limit = json.dumps(as_json(PROBLEM)), 500_000
-    constraints = ("--nondeterministic", "--workspace-limit-bytes", limit)
+    constraints = ("--workspace-limit-bytes", limit)
     (decision,) = run(capsys, "tune", problem, *constraints)["decided"]
-    assert (decision["deterministic"], decision["workspace_limit_bytes"]) == (False, limit)
-    key = key_for(PROBLEM, target_for("cpu"), Options(deterministic=False, workspace_limit_bytes=limit))
+    assert decision["workspace_limit_bytes"] == limit
+    key = key_for(PROBLEM, target_for("cpu"))
     assert [path.stem for path in store.files(cache)] == [key.digest[:40]]
     assert run(capsys, "explain", problem, *constraints)["decisions"][0]["why"].startswith("user cache")
-    assert run(capsys, "explain", problem)["decisions"][0]["why"].startswith("the cost model")
+    (again,) = run(capsys, "tune", problem)["decided"]  # what a larger limit allows was not measured
+    assert (again["measured"], again["workspace_limit_bytes"]) == (True, 256 * 2**20)
+    (again,) = run(capsys, "tune", problem, *constraints)["decided"]
+    assert not again["measured"]
     assert "accepted: an integer of at least 0" in refused(capsys, "tune", problem, "--workspace-limit-bytes=-1")
 
 
@@ -613,7 +615,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
     good = put(cache, key_of(), {X: 30.0, A: 20.0}, today)
     old = put(cache, key_of(PROBLEMS[1]), {X: 30.0, A: 20.0}, OLD)
     undated = put(cache, key_of(PROBLEMS[2]), {X: 30.0, A: 20.0}, 5)
-    gpu = put(cache, key_for(PROBLEM, target_for("cuda"), Options()), {X: 30.0}, today)
+    gpu = put(cache, key_for(PROBLEM, target_for("cuda")), {X: 30.0}, today)
     other = put(cache, key_of(PROBLEMS[1], cores=999), {X: 30.0, A: 20.0}, today)
     other_old = put(cache, key_of(PROBLEMS[2], cores=999), {X: 30.0, A: 20.0}, OLD)
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})

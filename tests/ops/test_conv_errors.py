@@ -58,7 +58,6 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"workspace_limit_bytes": -1}, ValueError, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
     ({"workspace_limit_bytes": 1.5}, ValueError, "workspace_limit_bytes=1.5; accepted: None or an integer"),
     ({"workspace_limit_bytes": True}, ValueError, "workspace_limit_bytes=True; accepted: None or an integer"),
-    ({"deterministic": 1}, TypeError, "deterministic=1; accepted: True or False"),
     (
         {"config": (1, 64)},
         TypeError,

@@ -79,8 +79,8 @@ def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | No
     return None if found is None else wgrad_host.Config(int(found[2]), int(found[1]))
 
 
-def result_of(config: Any, case: Case = CASE, options: Options | None = None) -> TuningResult:
-    key = key_for(case.problem(), CPU, options or Options())
+def result_of(config: Any, case: Case = CASE) -> TuningResult:
+    key = key_for(case.problem(), CPU)
     return TuningResult(((key, entry_of(key, config)),))
 
 
@@ -92,12 +92,12 @@ def test_or_has_both_and_the_right_one_where_they_meet() -> None:
     left = result_of(ONE) | result_of(ONE, other)
     right = result_of(TWO)
     assert (len(left), len(right), len(left | right)) == (2, 1, 2)
-    key, other_key = (key_for(case.problem(), CPU, Options()) for case in (CASE, other))
+    key, other_key = (key_for(case.problem(), CPU) for case in (CASE, other))
     configs = [(left | right).get(key).choice.config, (left | right).get(other_key).choice.config]
     assert configs == [TWO, ONE]
     assert (right | left).get(key).choice.config == ONE
     assert left | TuningResult() == left == TuningResult() | left
-    assert left.get(key_for(CASE.problem("bfloat16"), CPU, Options())) is None
+    assert left.get(key_for(CASE.problem("bfloat16"), CPU)) is None
     assert list(left) == list(left.entries)
 
 
@@ -178,7 +178,7 @@ def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
 ) -> None:
     lhs, g, _ = operands(generator(18))
     monkeypatch.setattr(select, "_mismatches", set())
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     elsewhere = dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind="z80", cores=1))
     predicted = lowered_config(wgrad, lhs, g)
     with TuningResult(((elsewhere, entry_of(elsewhere, ONE)),)):
@@ -244,8 +244,8 @@ def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPa
         check(3, None)
     with jax_splitk.options(workspace_limit_bytes=10**6):
         check(4, predicted)
-        with one:  # made for another limit
-            check(5, predicted)
+        with one:
+            check(5, ONE)
     with jax_splitk.options(implementation="xla"):
         plans.clear()
         np.testing.assert_array_equal(run(lhs, g), expected)
@@ -296,10 +296,8 @@ def test_options_hold_inside_their_block() -> None:
         np.testing.assert_array_equal(wgrad(lhs, g), expected)
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="host"), lhs, g) == predicted
         with jax_splitk.options(implementation="host", workspace_limit_bytes=123_456):
-            assert current() == Options(None, "host", None, 123_456)
-            with jax_splitk.options(deterministic=False):
-                assert current() == Options(None, "host", False, 123_456)
-            with result_of(ONE, options=Options(workspace_limit_bytes=123_456)):
+            assert current() == Options(None, "host", 123_456)
+            with result_of(ONE):
                 assert lowered_config(wgrad, lhs, g) == ONE
                 with jax_splitk.options(implementation="xla"):
                     assert lowered_config(wgrad, lhs, g) is None
@@ -310,14 +308,12 @@ def test_options_hold_inside_their_block() -> None:
         assert lowered_config(lambda x, y: wgrad(x, y, workspace_limit_bytes=2**28), lhs, g) == predicted
 
 
-@pytest.mark.parametrize("outer", [None, True, False])
-@pytest.mark.parametrize("call", [None, True, False])
-def test_a_calls_determinism_comes_before_its_blocks(outer: bool | None, call: bool | None) -> None:
-    with jax_splitk.options(deterministic=outer):
-        options = merged(Options(deterministic=call))
-    expected = True if (call, outer) == (None, None) else outer if call is None else call
-    assert options.is_deterministic is expected
-    assert key_for(CASE.problem(), CPU, options) == key_for(CASE.problem(), CPU, Options(deterministic=expected))
+@pytest.mark.parametrize("outer", [None, 5, 7])
+@pytest.mark.parametrize("call", [None, 0, 6])
+def test_a_calls_limit_comes_before_its_blocks(outer: int | None, call: int | None) -> None:
+    with jax_splitk.options(workspace_limit_bytes=outer):
+        limit = merged(Options(workspace_limit_bytes=call)).workspace_limit
+    assert limit == (call if call is not None else outer if outer is not None else 256 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +322,6 @@ def test_a_calls_determinism_comes_before_its_blocks(outer: bool | None, call: b
         ({"implementation": "nvcc"}, "implementation='nvcc'; accepted: None, 'cutlass', 'host', 'xla'"),
         ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
         ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True; accepted"),
-        ({"deterministic": 1}, "deterministic=1; accepted: True or False"),
     ],
 )
 def test_options_are_checked_on_entry(arguments: dict[str, Any], error: str) -> None:
@@ -359,7 +354,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
     """config argument, TuningResult, user's cache, read-only layers in order, shipped table, cost model."""
     lhs, g, expected = operands(generator(10))
     problem = CASE.problem()
-    key = key_for(problem, CPU, Options())
+    key = key_for(problem, CPU)
     near, far = tmp_path / "near", tmp_path / "far"
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{os.pathsep}{far}{os.pathsep}")
     layers = [(cache, TWO), (near, THREE), (far, FOUR), (store.SHIPPED, FIVE)]
@@ -367,7 +362,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         put(folder, key, entry_of(key, config).dumps())
     folders = [("user cache", cache), ("read-only cache", near), ("read-only cache", far)]
     assert store.layers() == [*folders, ("shipped table", store.SHIPPED)]
-    assert store.shipped(key, CPU) == entry_of(key, FIVE)
+    assert store.shipped(key) == entry_of(key, FIVE)
 
     def found(**options: Any) -> tuple[Any, str]:
         config = lowered_config(lambda x, y: wgrad(x, y, **options), lhs, g)
@@ -391,7 +386,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
 
 
 def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     put(cache, key, entry_of(key, TWO).dumps()[:-20])
     put(store.SHIPPED, key, entry_of(key, FIVE).dumps())
     assert select.select(CASE.problem(), CPU, Options()).config == FIVE
@@ -399,7 +394,7 @@ def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: 
 
 def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     lhs, g, expected = operands(generator(11))
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     times = (
         Measurement(Candidate(XLA), 1.0),
         *(Measurement(Candidate("wgrad_host", c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
@@ -415,7 +410,7 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
 @pytest.mark.parametrize("mode", disk.MODES)
 def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     lhs, g, _ = operands(generator(12))
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
     assert disk.mode() == mode
     if mode == "frozen":
@@ -439,7 +434,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
     put(cache, key, entry_of(key, ONE).dumps())
     assert (lowered_config(wgrad, lhs, g) == ONE) is (mode != "off")
-    assert (store.lookup(key, CPU) is None) is (mode == "off")
+    assert (store.lookup(key) is None) is (mode == "off")
 
 
 def test_update_is_the_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,7 +490,7 @@ def test_a_wrong_budget_is_refused(seconds: Any) -> None:
 def test_any_real_number_is_a_budget(seconds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 
-    def tune(key: Any, target: Any, old: Any, budget: Any) -> Entry:
+    def tune(key: Any, limit: Any, old: Any, budget: Any) -> Entry:
         budgets.append(budget)
         return entry_of(key, ONE)
 
@@ -550,9 +545,9 @@ def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TimeoutError
 
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     try:
-        assert agreement.agree(key, CPU, lambda: None) == (False, None)
+        assert agreement.agree(key, 0, lambda: None) == (False, None)
     except ValueError as error:
         assert "accepted" in str(error)
     else:
@@ -578,8 +573,8 @@ def test_the_wait_for_a_measurement_is_an_hour_at_least(
             return []
 
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
-    key = key_for(CASE.problem(), CPU, Options())
-    assert agreement.agree(key, CPU, lambda: None) == (True, None)
+    key = key_for(CASE.problem(), CPU)
+    assert agreement.agree(key, 0, lambda: None) == (True, None)
     assert agreement.obstacle(key, Candidate("wgrad_host", ONE), None) is None
     assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
@@ -600,7 +595,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     obstacle: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lhs, g, expected = operands(generator(15))
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     folder = tmp_path / "there"
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(folder))
     if obstacle == "a file in its place":
@@ -613,7 +608,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     with caplog.at_level(logging.WARNING, "jax_splitk"):
         assert store.save(key, entry_of(key, ONE)) is False
     assert "cannot write" in caplog.text
-    assert store.lookup(key, CPU) is None
+    assert store.lookup(key) is None
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
 
 
@@ -658,7 +653,7 @@ def test_a_layer_that_is_no_folder_is_told_once(
     wrong = [f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, file, "/dev/null")]
     np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
     assert told() == wrong
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     put(good, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE  # behind the wrong ones
     put(typo, key, entry_of(key, TWO).dumps())
@@ -670,7 +665,7 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lhs, g, _ = operands(generator(20))
-    key = key_for(CASE.problem(), CPU, Options())
+    key = key_for(CASE.problem(), CPU)
     near = tmp_path / "near"
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{tmp_path / 'far'}")
     put(cache, key, entry_of(key, TWO).dumps())
@@ -678,5 +673,5 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    assert store._looked_at == set()
+    assert store._looked_at == {str(cache)}
     assert "CACHE_PATH" not in caplog.text

@@ -112,11 +112,11 @@ def test_and_in_a_second_process_which_never_compiles() -> None:
     script = """
 import json
 from unittest import mock
-from jax_splitk import nvrtc
+from jax_splitk.runtime import nvrtc
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
-from tests.test_tuning_hits import added_seconds
+from tests.tuning.test_hits import added_seconds
 print(json.dumps([added_seconds(), forbidden.call_count]))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

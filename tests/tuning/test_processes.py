@@ -29,7 +29,6 @@ from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 from tests.problems import SEED, generator, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
@@ -94,7 +93,7 @@ def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_pat
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
     config = im2col.candidates(problem, target)[3]
-    key = key_for(problem, target, Options())
+    key = key_for(problem, target)
     choice = Candidate("wgrad_im2col", config)
     path = tmp_path / key.file
     path.parent.mkdir(parents=True)
@@ -150,9 +149,9 @@ def test_eight_processes_tune_the_same_problems_into_one_cache(
     assert len(files) == 20
     for i in range(20):
         problem = Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
-        key = key_for(problem, CPU, Options())
-        entry = entries.loads((tmp_path / key.file).read_bytes(), key, CPU)
-        assert store.lookup(key, CPU) == (entry, "user cache")
+        key = key_for(problem, CPU)
+        entry = entries.loads((tmp_path / key.file).read_bytes(), key)
+        assert store.lookup(key) == (entry, "user cache")
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
         assert {Candidate(XLA), entry.choice, entry.predicted} <= set(candidates)
@@ -181,8 +180,8 @@ handler = logging.Handler()
 handler.emit = lambda record: warned.append(record.getMessage())
 logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
-keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target, Options()) for i in range(5)]
-ranked = {key: tuner.ranked(key, target) for key in keys}
+keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
+ranked = {key: tuner.ranked(key) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
 # Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
@@ -203,7 +202,7 @@ def write_cubins(rng):
 
 def check():
     for key in keys:
-        found = store.lookup(key, target)
+        found = store.lookup(key)
         assert found is not None or not (disk.cache_dir() / key.file).exists(), key
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
@@ -245,10 +244,10 @@ def test_writers_killed_at_random_points_leave_no_damage(
     assert sum(found["left"]) > 0
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     assert len(list(store.files(tmp_path))) == 5
-    key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
-    choice = tuner.ranked(key, CPU)[0]
+    key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
+    choice = tuner.ranked(key)[0]
     assert store.save(key, Entry(key.as_dict(), choice, (), None, {"last": True}))
-    last = store.lookup(key, CPU)
+    last = store.lookup(key)
     assert last is not None
     assert last[0].metadata == {"last": True}
 
@@ -303,7 +302,7 @@ def configs(text: str) -> list[wgrad_host.Config]:
 
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
-    key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU, Options())
+    key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
     choice = Candidate(XLA) if config is None else Candidate("wgrad_host", config)
     entry = Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {})
     path = folder / key.file

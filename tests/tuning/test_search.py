@@ -79,8 +79,8 @@ def wgrad(lhs: jax.Array, g: jax.Array, case: Case, **options: Any) -> jax.Array
     return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
 
 
-def key_of(case: Case, **options: Any) -> Key:
-    return key_for(case.problem(), CPU, Options(**options))
+def key_of(case: Case) -> Key:
+    return key_for(case.problem(), CPU)
 
 
 # ---- the search on the CPU -----------------------------------------------------------------------------------------
@@ -94,15 +94,15 @@ def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pat
     assert [key.problem for key, _ in result] == problems
     configs = []
     for key, found in result:
-        assert entry.loads((cache / key.file).read_text(), key, CPU) == found
-        assert entry.illegality(found.choice, key, CPU) is None
+        assert entry.loads((cache / key.file).read_text(), key) == found
+        assert entry.illegality(found.choice, key) is None
         xla_us = found.us(Candidate(XLA))
         ours = [m.us for m in found.measurements if m.candidate.family == "wgrad_host"]
         assert xla_us > 0
-        assert len(ours) >= min(tuner.BATCH, len(tuner.ranked(key, CPU)))
+        assert len(ours) >= min(tuner.BATCH, len(tuner.ranked(key)))
         assert None not in ours
         assert found.us(found.choice) > 0
-        assert found.predicted == tuner.ranked(key, CPU)[0]
+        assert found.predicted == tuner.ranked(key)[0]
         assert {"date", "jax", "jaxlib", "platform_version", "seconds", "candidates"} == set(found.metadata)
         configs.append(select.select(key.problem, CPU, Options()).config)
     script = f"""
@@ -112,7 +112,7 @@ import jax
 from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import nvrtc
+from jax_splitk.runtime import nvrtc
 from jax_splitk.tuning import measure, tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = tuner._tune = measure.Bench.__init__ = forbidden
@@ -157,8 +157,8 @@ def test_every_dtype_is_tuned(dtype: str, out_dtype: str, monkeypatch: pytest.Mo
     """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
     monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
     case = Case("long", 16, 30, 31, 4, 8, (2, 2), dtype=dtype)
-    key = key_for(case.problem(out_dtype), CPU, Options())
-    found = tuner.tune(key, CPU, seconds=0.05)
+    key = key_for(case.problem(out_dtype), CPU)
+    found = tuner.tune(key, seconds=0.05)
     assert [m.error for m in found.measurements if m.error] == []
     assert found.us(Candidate(XLA)) > 0
 
@@ -170,7 +170,7 @@ def config_of(custom_call: CustomCall) -> wgrad_host.Config:
 @pytest.mark.parametrize("fault", ["zeros", "nan", "one in a thousand"])
 def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
-    bad = tuner.ranked(key, CPU)[0]
+    bad = tuner.ranked(key)[0]
     call = execute.call
 
     def wrong(custom_call: CustomCall, problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> jax.Array:
@@ -184,7 +184,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(execute, "call", wrong)
     monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
-    found = tuner.tune(key, CPU, seconds=0.05)
+    found = tuner.tune(key, seconds=0.05)
     assert found.choice != bad
     assert found.predicted == bad
     (failure,) = [m for m in found.measurements if m.error]
@@ -195,7 +195,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("where", ["plan", "call", "run"])
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(CASE, batch=12))
-    bad = tuner.ranked(key, CPU)[0]
+    bad = tuner.ranked(key)[0]
     make_plan, call = wgrad_host.make_plan, execute.call
 
     def raising_plan(problem: ConvWgradProblem, config: Any) -> Any:
@@ -214,7 +214,7 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
     monkeypatch.setattr(wgrad_host, "make_plan", raising_plan)
     monkeypatch.setattr(execute, "call", raising_call)
     monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
-    found = tuner.tune(key, CPU, seconds=0.05)
+    found = tuner.tune(key, seconds=0.05)
     (failure,) = [m for m in found.measurements if m.error]
     assert failure.candidate == bad
     assert ("ZeroDivisionError: scripted" if where != "run" else "workspace") in failure.error
@@ -227,9 +227,9 @@ def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> No
     script = """
 import threading
 import jax_splitk
-from tests.test_tuning_search import CASE, CPU, Candidate, XLA, key_of
+from tests.tuning.test_search import CASE, CPU, Candidate, XLA, key_of
 from jax_splitk.tuning import measure, store, tuner
-bad = tuner.ranked(key_of(CASE), CPU)[0]
+bad = tuner.ranked(key_of(CASE))[0]
 check = measure.Bench._check
 def hanging(self, run):
     if self.running[0] == bad:
@@ -240,7 +240,7 @@ tuner.STUCK_SECONDS = 5
 ((_, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.05)
 assert entry.choice == Candidate(XLA), entry
 assert [m.candidate for m in entry.measurements if m.error] == [bad]
-assert store.lookup(key_of(CASE), CPU)[0].choice == Candidate(XLA)
+assert store.lookup(key_of(CASE))[0].choice == Candidate(XLA)
 print("decided")
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
@@ -269,9 +269,9 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
 def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of our candidates would fail, XLA would win, and stay in the cache."""
     monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
-    key = key_for(CASE.problem(), DEFAULT_CUDA, Options())
+    key = key_for(CASE.problem(), DEFAULT_CUDA)
     with pytest.raises(CompilerUnavailable, match="no compiler in this test"):
-        tuner.tune(key, DEFAULT_CUDA)
+        tuner.tune(key)
     assert not list(cache.rglob("*.json"))
 
 
@@ -281,7 +281,7 @@ def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.Monke
     monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * CASE.problem().bytes_moved)
     bench = Bench(CASE.problem(), "cpu")
     assert max(wanted, 2) <= bench.sets <= max(wanted, 2) + measure.XLA_INPUT_SETS - 1
-    (ours, xla), failures = bench.prepare([tuner.ranked(key_of(CASE), CPU)[0], Candidate(XLA)])
+    (ours, xla), failures = bench.prepare([tuner.ranked(key_of(CASE))[0], Candidate(XLA)])
     assert not failures
     got = [np.asarray(result) for result in xla.run()]
     assert len(got) == bench.sets
@@ -302,7 +302,7 @@ def test_the_budget_is_kept_on_the_real_clock(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(tuner, "FIRST_ROUND", 6)
     monkeypatch.setattr(Bench, "_round", slow)
-    found = tuner.tune(key, CPU, seconds=1e-3)
+    found = tuner.tune(key, seconds=1e-3)
     # Nothing was refined; at most one round of each, and the finalists' half second.
     assert found.metadata["candidates"] <= 6
     assert rounds[: len(set(rounds))] == list(dict.fromkeys(rounds))
@@ -399,7 +399,7 @@ def test_a_miss_is_measured_once_inside(
         np.testing.assert_array_equal(out, expected)
     assert len(tuned) == 1
     assert tuned[0].batch == case.batch
-    found = store.lookup(key_for(tuned[0], CPU, Options()), CPU)
+    found = store.lookup(key_for(tuned[0], CPU))
     assert (found is not None) is (mode == "update")
 
 
@@ -520,8 +520,8 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
     with seeded(17) as rng:
         while len(cases) < 150:
             problem = random_tiny(rng, batch=len(cases) + 2).problem()
-            key = key_for(problem, CPU, Options())
-            ranked = tuner.ranked(key, CPU)
+            key = key_for(problem, CPU)
+            ranked = tuner.ranked(key)
             if wgrad_host.preferred(problem) is None and ranked:
                 times = [Measurement(Candidate(XLA), 50.0)]
                 times += [Measurement(ranked[i % len(ranked)], 40.0 + i) for i in range(40)]

@@ -122,8 +122,8 @@ def test_an_explicit_implementation_takes_the_fastest_that_was_measured(
 ) -> None:
     """Of all its families, where the decision is XLA."""
     isolate(monkeypatch, tmp_path)
-    key = key_for(PROBLEM, DEFAULT_CUDA, Options())
-    ranking = tuner.ranked(key, DEFAULT_CUDA)
+    key = key_for(PROBLEM, DEFAULT_CUDA)
+    ranking = tuner.ranked(key)
     families = list(dict.fromkeys(candidate.family for candidate in ranking))
     assert len(families) > 1
     fastest = [next(c for c in ranking if c.family == name) for name in families]
@@ -207,7 +207,7 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
     """It must come to the others' barriers; there they learn what it lacks."""
     monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
     monkeypatch.setattr(agreement, "needed", lambda: True)
-    monkeypatch.setattr(agreement, "agree", lambda key, target, decide: (True, None))
+    monkeypatch.setattr(agreement, "agree", lambda key, limit, decide: (True, None))
     monkeypatch.setattr(selection, "_settled", {})
     choice = select(PROBLEM, DEFAULT_CUDA, Options(), measure=True)
     assert choice.implementation == "cutlass"
@@ -235,7 +235,7 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
 
 def test_options_are_checked() -> None:
     check_options("conv_wgrad", Options())
-    check_options("conv_wgrad", Options(wgrad_host.Config(1, 64), "host", False, 0))
+    check_options("conv_wgrad", Options(wgrad_host.Config(1, 64), "host", 0))
     check_options("conv_wgrad", Options(im2col.Config(1, 2, 3, False, 4), "cutlass"))
     assert {family.implementation for family in kernels.families("conv_wgrad")} | {"xla"} == set(IMPLEMENTATIONS)
     assert {f.name for f in kernels.families("conv_wgrad", "cuda")} >= {"wgrad_im2col", "wgrad_halo", "wgrad_gather"}
@@ -272,7 +272,7 @@ def test_a_configs_fields_are_of_exactly_their_types(op: str, family: kernels.Fa
 @pytest.mark.parametrize("case", cases.WGRAD_CASES, ids=lambda case: case.name)
 def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
     problem = case.problem()
-    entry = store.shipped(key_for(problem, DEFAULT_CUDA, Options()), DEFAULT_CUDA)
+    entry = store.shipped(key_for(problem, DEFAULT_CUDA))
     assert entry is not None
     choice = choose(problem, DEFAULT_CUDA)
     assert choice.why.startswith("shipped table: ")
@@ -286,7 +286,7 @@ def test_the_keys_of_the_suite_take_little_of_a_lookups_millisecond() -> None:
         problem, seconds = case.problem(), []
         for _ in range(10):
             began = time.perf_counter()
-            key_for(problem, DEFAULT_CUDA, Options())
+            key_for(problem, DEFAULT_CUDA)
             seconds.append(time.perf_counter() - began)
         assert min(seconds) < 5e-4, case.name
 
@@ -338,7 +338,7 @@ def test_every_process_chooses_the_same() -> None:
     script = """
 import json
 from benchmarks import cases
-from jax_splitk.target import DEFAULT_CUDA, Target
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 out = []

@@ -4,15 +4,8 @@
 // Macros: OUT (0 float, 1 bf16, 2 half), DISCARD (0 by default; splits' partial sums are whole lines of the
 // L2, and so many that the reduction gives them up).
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "device/ptx.cuh"
 #include "structs.cuh"
-
-// Programmatic dependent launch. CUTLASS's header for these (cutlass/arch/grid_dependency_control.h) takes
-// more than a second to compile.
-__device__ inline void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ inline void wait_on_dependent_grids() { asm volatile("griddepcontrol.wait;"); }
 
 #if OUT == 0
 using Output = float;
@@ -31,18 +24,6 @@ template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
-
-// Four partial sums, or zeros. Written out, or the compiler makes load, addition and branch of every split.
-// Not the read-only path: these were written while this grid may already have been resident.
-__device__ inline float4 partial_or_zero(bool inside, const float* from) {
-  float4 v;
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
-      " @p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(from), "r"(int(inside)));
-  return v;
-}
 
 __device__ inline void add_partial(float4& sum, const float4& v) {
   sum.x += v.x;
@@ -63,7 +44,7 @@ __device__ inline float4 add_splits(const float* from, size_t step, int split, i
     float4 v[REDUCE_BATCH];
 #pragma unroll
     for (int b = 0; b < REDUCE_BATCH; ++b) {
-      v[b] = partial_or_zero(split + b * lanes < splits, from + b * step);
+      v[b] = load_l2_or_zero(split + b * lanes < splits, from + b * step);
     }
 #pragma unroll
     for (int b = 0; b < REDUCE_BATCH; ++b) add_partial(sum, v[b]);
@@ -96,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (i < g.size) {
     // So that the address is at hand, and translated, when the wait is over.
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+    prefetch_l2(from);
     wait_on_dependent_grids();
     sum = add_splits(from, step, lane, g.splits, lanes);
   }
@@ -108,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   if (column % (LINE / 4) == 0 && i + LINE <= g.size && reinterpret_cast<uintptr_t>(partials) % 128 == 0) {
 #pragma unroll 1
     for (int split = lane; split < g.splits; split += lanes, from += step) {
-      asm volatile("discard.global.L2 [%0], 128;" ::"l"(from) : "memory");
+      discard_l2(from);
     }
   }
 #endif

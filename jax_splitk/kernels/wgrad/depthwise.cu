@@ -53,6 +53,7 @@
 
 #include <cute/arch/mma_sm80.hpp>
 
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 
 using Barrier = cutlass::arch::ClusterBarrier;
@@ -154,20 +155,20 @@ static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` i
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
 __device__ inline void wait(uint64_t* barrier, uint32_t phase) {
   Barrier::wait(barrier, phase);
-  asm volatile("" ::: "memory");
+  fence_compiler();
 }
 
 // What all lanes of the warp have read or written before is so for whoever waits.
 __device__ inline void arrive(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Barrier::arrive(barrier);
-  asm volatile("" ::: "memory");
+  fence_compiler();
 }
 
 __device__ inline void meet(int threads, int barrier) {
-  asm volatile("" ::: "memory");
+  fence_compiler();
   NamedBarrier::sync(threads, barrier);
-  asm volatile("" ::: "memory");
+  fence_compiler();
 }
 
 // What does not change over a thread block's turns: its taps and channels.
@@ -177,9 +178,10 @@ struct Work {
   int begin, end;  // blocks of dY
 
   __device__ Work(const Args& g) {
-    // Volatile: a second one is worked out anew.
+    // A second one is worked out anew.
     int column = blockIdx.x, split = blockIdx.y;
-    asm volatile("" : "+r"(column), "+r"(split));
+    pin(column);
+    pin(split);
     const int taps = column % TAP_BLOCKS;
     r0 = first(TAPS_H, taps / TAP_BLOCKS_W, BLOCKS_H);
     s0 = first(TAPS_W, taps % TAP_BLOCKS_W, BLOCKS_W);
@@ -211,25 +213,6 @@ struct Row {
 };
 
 // ---- loader warps -----------------------------------------------------------------------------------------
-
-// Volatile: a turn is to be in flight, and the compiler would move loads to their use. The first ones are not
-// by the read-only path: ptxas moves its loads behind a barrier.
-template <bool FIRST>
-__device__ inline void load(uint32_t (&v)[4], const char* from, bool valid) {
-#define LOAD(path)                                                                      \
-  asm volatile(                                                                         \
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0;"                                           \
-      " mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"                    \
-      " @p ld.global" path ".L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4]; }" \
-      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])                              \
-      : "l"(from), "r"(int(valid)))
-  if constexpr (FIRST) {
-    LOAD("");
-  } else {
-    LOAD(".nc");
-  }
-#undef LOAD
-}
 
 // What a lane reads of an operand: a pixel's 8 channels for each store. Row p and column q of dY lie at
 // p * STRIDE_H + h0 and so on. CUT: columns beyond a tile are the next tile's, and have to be zeros here.
@@ -274,18 +257,17 @@ struct Operand {
     const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
     const int more = column_at(store % Layout::ROW_STORES * Layout::STORE_CHUNKS * 8);
     const bool valid = image < images && unsigned(w + more * STRIDE_W_) < unsigned(COLUMNS_);
-    load<FIRST>(v, row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES),
-                valid && (!CUT || column + more < COLUMNS));
+    // The first ones not by the read-only path: ptxas moves its loads behind a barrier.
+    load_stream_or_zero<!FIRST>(
+        valid && (!CUT || column + more < COLUMNS),
+        row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES), v);
   }
 
   // `planes`: those of the warp's row.
   __device__ void store(int store, const uint32_t (&v)[4], uint32_t planes) const {
     const int image = store / Layout::ROW_STORES * Layout::STORE_IMAGES;
     const int chunk = store % Layout::ROW_STORES * Layout::STORE_CHUNKS;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     planes + at + (image * Layout::IMAGE + chunk) * 16),
-                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
+    store_matrices_trans(planes + at + (image * Layout::IMAGE + chunk) * 16, v);
   }
 };
 
@@ -379,13 +361,6 @@ __device__ inline void read_chunks(const uint8_t* from, uint32_t (&words)[4 * CH
   }
 }
 
-// Volatile: in its place among the products.
-__device__ inline uint32_t funnel(uint32_t first, uint32_t second) {
-  uint32_t halves;
-  asm volatile("shf.r.wrap.b32 %0, %1, %2, 16;" : "=r"(halves) : "r"(first), "r"(second));
-  return halves;
-}
-
 // A run of columns of one row of X, as it is read.
 using Run = uint32_t[X::READ_CHUNKS * 4];
 // dY's columns of both blocks of rows, as products take them: of the lower and the upper block, twice.
@@ -404,7 +379,7 @@ __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAP
   for (int odd = 0; odd < (SHIFT % 2 && TAPS > 1 ? 2 : 1); ++odd) {
     if (odd) {
 #pragma unroll
-      for (int w = SHIFT / 2; w + 1 < X_WORDS; ++w) x_odd[w] = funnel(word(w), word(w + 1));
+      for (int w = SHIFT / 2; w + 1 < X_WORDS; ++w) x_odd[w] = middle_halves(word(w), word(w + 1));
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -635,9 +610,7 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     const int x_channel = PASSES > 1 ? warp : (work.k0 + warp) / MULTIPLIER - work.c0;
     consume(g, work.end - work.begin + 1, planes, full, empty, x_channel, warp, acc);
     const Work again(g);  // instead of `work`, for which there were no registers
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    thread -= 32 * LOADERS;
+    const int thread = read_thread_index() - 32 * LOADERS;
 
     launch_dependent_grids();
     meet(CONSUMERS, PRODUCTS);  // nobody reads the planes any more

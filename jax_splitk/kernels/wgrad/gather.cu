@@ -42,6 +42,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
@@ -149,31 +150,11 @@ __device__ inline void advance(const Args& g, Tile& tile) {
 
 // ---- bf16 parts of floats ---------------------------------------------------------------------------------
 
-__device__ inline uint32_t truncated(float low, float high) {
-  uint32_t out;
-  asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-
-__device__ inline uint32_t rounded(float low, float high) {
-  uint32_t out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-
 // NaN to zero, all else as it is.
-__device__ inline uint32_t without_nan(uint32_t pair) {
-  uint32_t out;
-  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0u));
-  return out;
-}
+__device__ inline uint32_t without_nan(uint32_t pair) { return max_xorsign_abs_bf16x2(pair, 0); }
 
 // Infinities and NaN to zero, all else as it is.
-__device__ inline uint32_t finite(uint32_t pair) {
-  uint32_t out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(out) : "r"(pair), "r"(0u));
-  return without_nan(out);
-}
+__device__ inline uint32_t finite(uint32_t pair) { return without_nan(fma_bf16x2(pair, 0, pair)); }
 
 __device__ inline void subtract(float& low, float& high, uint32_t pair) {
   low -= __uint_as_float(pair << 16);
@@ -182,15 +163,15 @@ __device__ inline void subtract(float& low, float& high, uint32_t pair) {
 
 // The parts of two floats, packed.
 __device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
-  part[0] = truncated(low, high);
+  part[0] = truncate_to_bf16x2(low, high);
   if constexpr (PARTS > 1) {
     subtract(low, high, part[0]);
     if constexpr (PARTS == 3) {
-      const uint32_t middle = truncated(low, high);
+      const uint32_t middle = truncate_to_bf16x2(low, high);
       part[1] = without_nan(middle);
       subtract(low, high, middle);
     }
-    part[PARTS - 1] = without_nan(rounded(low, high));
+    part[PARTS - 1] = without_nan(to_bf16x2(low, high));
     part[FINITE] = finite(part[0]);
   }
 }
@@ -244,15 +225,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       uint32_t to;
       const Element* from = granule(g, x, tile, c0, i, to);
       const int bytes = from ? GRANULE : 0;  // the rest of the granule is filled with zeros
-      if constexpr (GRANULE == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(stage + to), "l"(from ? from : x),
-                     "r"(bytes)
-                     : "memory");
-      } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(stage + to), "l"(from ? from : x),
-                     "n"(GRANULE), "r"(bytes)
-                     : "memory");
-      }
+      copy_async<GRANULE>(stage + to, from ? from : x, bytes);
     }
   } else {
     constexpr int BATCH = 8;  // loads in flight
@@ -268,7 +241,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         if (base + j * LOADERS < GRANULES) {
-          asm volatile("st.shared.u16 [%0], %1;" ::"r"(stage + to[j]), "h"(value[j]) : "memory");
+          store_shared(stage + to[j], value[j]);
         }
       }
     }
@@ -317,9 +290,8 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int copy = 0; copy < COPIES; ++copy) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + copy * COPY_BYTES),
-                     "r"(words[copy][0]), "r"(words[copy][1]), "r"(words[copy][2]), "r"(words[copy][3])
-                     : "memory");
+        store_shared(to + copy * COPY_BYTES,
+                     make_uint4(words[copy][0], words[copy][1], words[copy][2], words[copy][3]));
       }
     }
   }
@@ -408,34 +380,17 @@ struct Two {
   uint32_t first, second;
 };
 
-template <int SIZE>
-__device__ inline uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  if constexpr (SIZE == 4) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  } else {
-    uint16_t half;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
-    value = half;
-  }
-  return value;
-}
-
 // `at`: addresses of the elements of the thread's two rows.
 __device__ inline Two load_two(const uint32_t (&at)[2], int bytes) {
-  Two two;
+  using Item = cute::conditional_t<ITEM == 4, uint32_t, uint16_t>;
   if constexpr (!PAIRED) {
-    two = {load_shared<ITEM>(at[0] + bytes), load_shared<ITEM>(at[1] + bytes)};
-    if constexpr (ITEM == 2) two.first |= two.second << 16;
+    const uint32_t first = load_shared<Item>(at[0] + bytes), second = load_shared<Item>(at[1] + bytes);
+    return {ITEM == 2 ? first | second << 16 : first, second};
   } else if constexpr (ITEM == 2) {
-    two = {load_shared<4>(at[0] + bytes), 0};
+    return {load_shared<uint32_t>(at[0] + bytes), 0};
   } else {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(two.first), "=r"(two.second)
-                 : "r"(at[0] + bytes)
-                 : "memory");
+    return load_shared<Two>(at[0] + bytes);
   }
-  return two;
 }
 
 // A's fragment for 16 pixels from `k` on. WGMMA's A fragment holds, for lane l, rows l/4 (+8) and pixels

@@ -38,6 +38,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 #include "device/tensor_map.cuh"
 
@@ -186,31 +187,11 @@ __device__ inline uint32_t swizzled(int pixel, int unit) {
   return byte + ((unit ^ (byte >> 7 & (PIXEL / 16 - 1))) << 4);
 }
 
-// Matrices by address groups of 8 lanes, transposed: a thread gets elements (2*(l%4), +1) along pixels at
-// channel l/4.
-__device__ inline void load4(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
-               : "r"(address));
-}
-
-__device__ inline void load2(uint32_t address, uint32_t& v0, uint32_t& v1) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(v0), "=r"(v1)
-               : "r"(address));
-}
-
 #if ELEMENT_BF16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+using Element = __nv_bfloat16;
 #else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+using Element = __half;
 #endif
-
-__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // Where a lane's pixel lies in shared memory, for each load of a row. Lanes come in groups of 8, a pixel of
 // an octet each. For X the groups are (octet, slot of a pair) = (0, 0), (0, 1), (1, 0), (1, 1), the order of
@@ -270,7 +251,8 @@ __device__ inline Cursor strip_cursor(const Lane& at, uint32_t stage, uint32_t z
 // Loads a row, `offset` bytes from the cursor's.
 __device__ inline void load_x(const Cursor& cursor, uint32_t offset, XFragment& a) {
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) load4(cursor.x[i] + offset, a[i][0], a[i][1], a[i][2], a[i][3]);
+  for (int i = 0; i < PAIRS; ++i)
+    load_matrices_trans(cursor.x[i] + offset, a[i][0], a[i][1], a[i][2], a[i][3]);
 }
 
 __device__ inline void load_dy(const Cursor& cursor, uint32_t offset, DyFragment& b) {
@@ -278,9 +260,9 @@ __device__ inline void load_dy(const Cursor& cursor, uint32_t offset, DyFragment
   for (int i = 0; i < OUT_PAIRS; ++i) {
     const uint32_t address = cursor.dy[i] + offset;
     if (2 * i + 1 < WARP_OUT) {
-      load4(address, b[2 * i][0], b[2 * i][1], b[2 * i + 1][0], b[2 * i + 1][1]);
+      load_matrices_trans(address, b[2 * i][0], b[2 * i][1], b[2 * i + 1][0], b[2 * i + 1][1]);
     } else {
-      load2(address, b[2 * i][0], b[2 * i][1]);
+      load_matrices_trans(address, b[2 * i][0], b[2 * i][1]);
     }
   }
 }
@@ -290,7 +272,7 @@ __device__ inline void multiply_row(const XFragment& a, const DyFragment& b,
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
 #pragma unroll
-    for (int k = 0; k < WARP_OUT; ++k) multiply(acc[i][k], a[i], b[k]);
+    for (int k = 0; k < WARP_OUT; ++k) mma_m16n8k16<Element>(acc[i][k], a[i], b[k]);
   }
 }
 
@@ -360,8 +342,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
   }
 }
 
-// Orders plain accesses to shared memory too, which CUTLASS's NamedBarrier leaves to the compiler.
-__device__ inline void sync_consumers() { asm volatile("bar.sync 1, %0;" : : "n"(WARPS * 32) : "memory"); }
+__device__ inline void sync_consumers() { sync_threads<WARPS * 32, 1>(); }
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
 
@@ -401,25 +382,14 @@ __device__ inline void stage_sums(uint32_t sums, Channels channels, const Job& j
         for (int r = 0; r < KERNEL_H; ++r) {
           const float* v = &acc[r][slot / 2][k][slot % 2 * 2];
           const int at = (r * KERNEL_W + column) * TAP_SUMS + unit * 8 % SUM_ROWS * OUT_BLOCK;
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + at * 4), "f"(v[0]), "f"(v[1])
-                       : "memory");
+          store_shared(to + at * 4, make_float2(v[0], v[1]));
         }
       }
     }
   }
 }
 
-__device__ inline Vec<float, PIECE> sums_at(uint32_t address) {
-  Vec<float, PIECE> x;
-  if constexpr (PIECE == 4) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[PIECE - 2]), "=f"(x.v[PIECE - 1])
-                 : "r"(address));
-  } else {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.v[0]), "=f"(x.v[1]) : "r"(address));
-  }
-  return x;
-}
+using Piece = Vec<float, PIECE>;
 
 // Adds the slices in their order, and writes out[KERNEL_H][KERNEL_W][GROUP_IN][K].
 template <class T>
@@ -438,10 +408,10 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
         sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
     T* to = out + size_t(first * GROUP_IN + channels.in % GROUP_IN + row) * g.out_channels + k;
     const auto store = [&] {
-      Vec<float, PIECE> sum = sums_at(from);
+      Piece sum = load_shared<Piece>(from);
 #pragma unroll
       for (int slice = 1; slice < SLICES; ++slice) {
-        const Vec<float, PIECE> x = sums_at(from + slice * SUMS_BYTES);
+        const Piece x = load_shared<Piece>(from + slice * SUMS_BYTES);
 #pragma unroll
         for (int j = 0; j < PIECE; ++j) sum.v[j] += x.v[j];
       }

@@ -32,6 +32,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "device/divisor.cuh"
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 #include "device/tensor_map.cuh"
 #include "device/wgmma_ss.cuh"
@@ -366,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, TILE_REDUCE_BLOCKS)
   const int group = blockIdx.x * columns + column, i = group / (128 * CONSUMERS);
   const Place place = place_of(g, tile_of(g, reduce.first_tile + rest), group - i * 128 * CONSUMERS);
   const float* from = partials + size_t(partial_slot(g, first + lane, rest)) * TILE_FLOATS + group * 4;
-  if (lane < parts) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  if (lane < parts) prefetch_l2(from);
   wait_on_dependent_grids();
   float4 sum = add_splits(from, size_t(TILE_FLOATS) << log_lanes, lane, parts, lanes);
   if (add_lanes(sum, lanes, columns, column)) store(g, place, out, i, {sum.x, sum.y, sum.z, sum.w});

@@ -36,6 +36,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "device/divisor.cuh"
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 #include "device/tensor_map.cuh"
 #include "device/wgmma_ss.cuh"
@@ -351,19 +352,6 @@ struct Place {
 
 // ---- epilogue: fp32 ----
 
-// A predicate, not a branch, for which the compiler computes all of the address anew.
-__device__ inline void store_if(bool inside, float* to, float x) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(x),
-               "r"(int(inside))
-               : "memory");
-}
-
-__device__ inline void store_if(bool inside, float* to, float x, float y) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
-               "f"(x), "f"(y), "r"(int(inside))
-               : "memory");
-}
-
 // Straight from the accumulators: a warp writes whole 32-byte sectors.
 __device__ inline void store_sums(const Place& place, int warpgroup, const Accumulator& acc, float* out) {
   const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16, col0 = 2 * (lane % 4);
@@ -383,8 +371,8 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const bool store = inside[half] && 8 * j < rows.count;
-          store_if(store, to + 8 * half, sums[2 * half]);
-          store_if(store, to + place.pitch + 8 * half, sums[2 * half + 1]);
+          store_global_if(store, to + 8 * half, sums[2 * half]);
+          store_global_if(store, to + place.pitch + 8 * half, sums[2 * half + 1]);
         }
         to += 8 * place.pitch;
       }
@@ -398,7 +386,8 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
       float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
-        store_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
+        const float* sums = &acc[m][j * 4 + 2 * half];
+        store_global_if(8 * j < columns, to + 8 * j, make_float2(sums[0], sums[1]));
       }
     }
 #endif
@@ -431,15 +420,12 @@ __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumula
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; j += 2) {
       const float* v = &acc[m][j * 4];
+      const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
 #if SWAP
-      const uint32_t to = chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight);
-#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+      store_matrices_trans(chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight), matrices);
 #else
-      const uint32_t to = chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd);
-#define STMATRIX "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+      store_matrices(chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd), matrices);
 #endif
-      asm volatile(STMATRIX " [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed(v)), "r"(packed(v + 2)),
-                   "r"(packed(v + 4)), "r"(packed(v + 6)));
     }
   }
 }
@@ -459,17 +445,11 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
     uint4 v[PASSES];
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v[pass].x), "=r"(v[pass].y), "=r"(v[pass].z), "=r"(v[pass].w)
-                   : "r"(from + pass * ROWS * 128));
+      v[pass] = load_shared<uint4>(from + pass * ROWS * 128);
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      asm volatile(
-          "{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
-              to + pass * ROWS * place.pitch),
-          "r"(v[pass].x), "r"(v[pass].y), "r"(v[pass].z), "r"(v[pass].w), "r"(row0 + pass * ROWS), "r"(end)
-          : "memory");
+      store_global_if(row0 + pass * ROWS < end, to + pass * ROWS * place.pitch, v[pass]);
     }
   }
 }
@@ -483,14 +463,6 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
 // other row, meet in a write, nor where lanes read along a row. All accesses are volatile: they stay on their
 // side of the barriers.
 __device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
-
-__device__ inline void write(uint32_t address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x));
-}
-
-__device__ inline void write(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y));
-}
 
 __device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc) {
   const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16 + lane / 4, col0 = 2 * (lane % 4);
@@ -507,26 +479,18 @@ __device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc
         const uint32_t column = tile + (c * CHUNKS + (k / 4 ^ swizzle(c))) * 16 + k % 4 * 4;
 #pragma unroll
         for (int j = 0; j < TILE_N / 8; ++j)
-          write(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
+          store_shared(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
       }
 #else
       const uint32_t row = tile + (m0 + 8 * half) * CHUNKS * 16 + col0 * 4;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
         const float* pair = &acc[m][j * 4 + 2 * half];
-        write(row + j / 4 * 128 + (j % 4 * 2 ^ swizzle(row0)) * 16, pair[0], pair[1]);
+        store_shared(row + j / 4 * 128 + (j % 4 * 2 ^ swizzle(row0)) * 16, make_float2(pair[0], pair[1]));
       }
 #endif
     }
   }
-}
-
-__device__ inline float4 read_own(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address));
-  return v;
 }
 
 __device__ inline void add(float4& sum, uint32_t address, int block) {
@@ -557,7 +521,7 @@ __device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int
       const int at = mine ? i + b * step : i;
       const int row = at / CHUNKS, chunk = at % CHUNKS, k = place.column + chunk * 4;
       address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
-      sum[b] = read_own(address[b]);
+      sum[b] = load_shared<float4>(address[b]);
       const Rows rows = place.slots[row / SLOT];
       const bool inside = mine && row % SLOT < rows.count && k < place.columns;
       to[b] = inside ? out + rows.offset + row % SLOT * place.pitch + k : nullptr;

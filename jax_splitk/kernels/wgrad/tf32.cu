@@ -42,6 +42,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "device/ptx.cuh"
 #include "device/split_k.cuh"
 #include "device/tensor_map.cuh"
 #include "device/wgmma.cuh"
@@ -196,15 +197,6 @@ struct Four {
   uint32_t v[4];
 };
 
-__device__ inline Four load_four(uint32_t address) {
-  Four x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
 // Eight lanes share four pixels of 32 channels: each transposes a block of four channels.
 __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int lane) {
   constexpr int BLOCKS_OF_32 = STEPS * 2 * DY_BOXES;
@@ -218,15 +210,13 @@ __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int la
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = first + j * apart;
-      pixel[j] = load_four(from + at * PIXEL_BYTES + (a ^ at % 8) * 16);
+      pixel[j] = load_shared<Four>(from + at * PIXEL_BYTES + (a ^ at % 8) * 16);
     }
     const uint32_t to = dy + chunk * CHUNK_BYTES + (box * 8 + a) * 16;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + c * (CHUNK_BYTES / 4)),
-                   "r"(tf32(pixel[0].v[c])), "r"(tf32(pixel[1].v[c])), "r"(tf32(pixel[2].v[c])),
-                   "r"(tf32(pixel[3].v[c]))
-                   : "memory");
+      store_shared(to + c * (CHUNK_BYTES / 4), make_uint4(tf32(pixel[0].v[c]), tf32(pixel[1].v[c]),
+                                                          tf32(pixel[2].v[c]), tf32(pixel[3].v[c])));
     }
   }
 }
@@ -331,10 +321,9 @@ __device__ __forceinline__ void gather(uint32_t x, const Places& places, [[maybe
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Place place = place_of(x, places, STEP, half);
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(a[2 * half]), "=r"(a[2 * half + 1])
-                 : "r"(place.at)
-                 : "memory");
+    const uint2 channels = load_shared<uint2>(place.at);
+    a[2 * half] = channels.x;
+    a[2 * half + 1] = channels.y;
 #if RAGGED
     // dY is zero there, but X need not be finite.
     if (place.q >= inside) a[2 * half] = a[2 * half + 1] = 0;
