@@ -3,21 +3,22 @@
 Adding one takes its module, its device source and a line in `FAMILIES`; see `Family`.
 """
 
-from typing import Any
-
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
-AnyFamily = Family[Any, Any]  # of the problem type of its operation
+class _Shim:  # TEMP
+    def __init__(self, m):
+        self.__dict__.update({k: v for k, v in m.__dict__.items() if not k.startswith("__")})
+        self.refusal, self.plan = m.supports, m.make_plan
+        self.unmeasured_refusal = lambda problem: m.preferred(problem, None)
 
-FAMILIES: dict[str, tuple[AnyFamily, ...]] = {
-    "conv_wgrad": tuple(
-        getattr(module, "FAMILY", module) for module in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)
-    ),
-    "quantized_matmul": tuple(getattr(module, "FAMILY", module) for module in (stream, fp8, tiled, quantized_host)),
+
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "conv_wgrad": tuple(getattr(m, "FAMILY", None) or _Shim(m) for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "quantized_matmul": tuple(getattr(m, "FAMILY", None) or _Shim(m) for m in (stream, fp8, tiled, quantized_host)),
 }
 
 

@@ -57,9 +57,9 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
         """Why `config` cannot compute a problem that the family serves."""
 
-    def unmeasured_refusal(self, problem: _Problem, target: Target) -> str | None:
+    def unmeasured_refusal(self, problem: _Problem) -> str | None:
         """Why XLA is preferred where nothing was measured; None where the family is."""
-        del problem, target
+        del problem
         return None
 
     @abc.abstractmethod

@@ -83,13 +83,12 @@ class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
             return f"row_block={config.row_block} is outside 1..{_MAX_ROW_BLOCK}."
         return None
 
-    def unmeasured_refusal(self, problem: QuantizedMatmulProblem, target: Target) -> str | None:
+    def unmeasured_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         """Where XLA:CPU is faster.
 
         Measured on 2 cores over weights of 1e3 to 4e6 elements: XLA decodes the whole weight in memory at about a tenth
         of our speed, which its wider vectors make good where many rows share that work.
         """
-        del target
         if problem.rows > 128:
             return f"rows={problem.rows} are faster on XLA:CPU, whose product has wider vectors; preferred up to 128"
         if problem.flops < 512:

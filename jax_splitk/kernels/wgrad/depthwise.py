@@ -318,7 +318,7 @@ class Depthwise(SplitFamily[Config]):
         return (
             refusals.lhs_dilation(problem)
             or refusals.input_pixels(problem)
-            or refusals.output_pixels(problem)
+            or (None if problem.reduction_size else "0 output pixels; accepted: at least 1")
             or refusals.weights(problem)
             or _extent_refusal(problem)
         )

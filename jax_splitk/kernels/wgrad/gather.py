@@ -323,9 +323,8 @@ class Gather(SplitFamily[Config]):
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, k_tiles(problem, config), "tiles of pixels")
 
-    def unmeasured_refusal(self, problem: ConvWgradProblem, target: Target) -> str | None:
+    def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """But for few channels, true float32, and float32 without strides, where it was measured to be faster."""
-        del target
         float32 = problem.dtype == "float32"
         dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
         if problem.in_channels <= FEW_CHANNELS or dense or (float32 and "highest" in problem.precision):

@@ -148,7 +148,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
             return f"block={config.block} is not a multiple of {_MIN_BLOCK} in {_MIN_BLOCK}..{_MAX_BLOCK}."
         return None
 
-    def unmeasured_refusal(self, problem: ConvWgradProblem, target: Target) -> str | None:
+    def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """Where XLA is faster on most such problems.
 
         Measured on 2 cores over a grid of channels (3 to 640), sizes (4 to 56) and batches, as XLA's time over ours:
@@ -156,7 +156,6 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         5x5 filters of 16 to 64 channels 0.4 to 2.8, of more 0.4 to 1.3 (one image up to 2.8): the latter are XLA's, and
         those of 64 in float32.
         """
-        del target
         m, _, rows = problem.gemm_shape
         wide = _wide_refusal(problem)
         if wide is None and rows * m * problem.out_channels < 256:
