@@ -9,6 +9,7 @@ from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
+
 class _Shim:  # TEMP
     def __init__(self, m):
         self.__dict__.update({k: v for k, v in m.__dict__.items() if not k.startswith("__")})
@@ -17,7 +18,9 @@ class _Shim:  # TEMP
 
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": tuple(getattr(m, "FAMILY", None) or _Shim(m) for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "conv_wgrad": tuple(
+        getattr(m, "FAMILY", None) or _Shim(m) for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)
+    ),
     "quantized_matmul": tuple(getattr(m, "FAMILY", None) or _Shim(m) for m in (stream, fp8, tiled, quantized_host)),
 }
 

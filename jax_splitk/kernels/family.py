@@ -98,6 +98,11 @@ class CudaFamily(Family[_Problem, _Config]):
     def target_refusal(self, target: Target | None) -> str | None:
         return hopper_refusal(target)
 
+    def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
+        """Thread blocks that share a multiprocessor (CTAS_PER_SM in device code)."""
+        del problem, config
+        return 1
+
     @abc.abstractmethod
     def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:
         """What the device code is specialised to."""

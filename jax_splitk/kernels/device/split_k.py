@@ -131,12 +131,26 @@ def reduce_launch(problem: ConvWgradProblem, splits: int) -> plan.Launch:
         programmatic=True,
     )
 
+
 # TEMP
-def splits_limit(*a, **k): return splits_refusal(*a, **k)
+def splits_limit(*a, **k):
+    return splits_refusal(*a, **k)
+
+
 def type_limit(p, d):
     from jax_splitk.kernels.wgrad import refusals
+
     return refusals.dtypes(p, d)
+
+
 def launches(problem, splits, *, grid, threads, params, shared_bytes, cluster=(1, 1, 1)):
     split = splits > 1
-    main = plan.Launch("wgrad_partial" if split else "wgrad_direct", grid, (threads, 1, 1), (*params, plan.Pointer(3 if split else 2)), shared_bytes, cluster)
+    main = plan.Launch(
+        "wgrad_partial" if split else "wgrad_direct",
+        grid,
+        (threads, 1, 1),
+        (*params, plan.Pointer(3 if split else 2)),
+        shared_bytes,
+        cluster,
+    )
     return (main, reduce_launch(problem, splits)) if split else (main,)

@@ -11,6 +11,7 @@ import itertools
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
@@ -54,6 +55,26 @@ class Config:
     stages: int
     cluster: int
     clusters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel.
+
+    Attributes:
+      rows, k: of x.
+      feature_tiles, k_tiles: of the packed weight.
+      groups: of a feature tile's scales.
+      stages: that the whole k takes.
+    """
+
+    rows: int
+    k: int
+    features: int
+    feature_tiles: int
+    k_tiles: int
+    groups: int
+    stages: int
 
 
 def threads(config: Config) -> int:
@@ -176,8 +197,8 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
 
 
 def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    return plan.Int32Struct((p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups, k_stages(p, config)))
+    packed = (p.feature_tiles, p.k_tiles, p.groups)
+    return Args(p.rows, p.k, p.features, *packed, k_stages(p, config)).param()
 
 
 class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
@@ -186,6 +207,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     name = "quantized_stream"
     ABI = 1
     file = "quantized/stream.cu"
+    structs = (Args,)
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:

@@ -139,7 +139,7 @@ def is_ragged(v: Volume, config: Config) -> bool:
     return v.batch % config.images + v.out[1] % config.tile_p + v.out[2] % config.tile_q > 0
 
 
-def ctas_per_sm(v: Volume, config: Config) -> int:
+def blocks_per_sm(v: Volume, config: Config) -> int:
     """2 where shared memory and registers allow it."""
     return _ctas_per_sm(v, config, chain(v, config))
 
@@ -252,7 +252,7 @@ def clocks(v: Volume, config: Config) -> dict[str, float]:
         "tensor": steps * blocks * v.products * config.tile_n / 2,
         "shared": shared,
         "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
-        "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / ctas_per_sm(v, config),
+        "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / blocks_per_sm(v, config),
         "l2": (x_items + config.pixels * config.tile_n) * v.item / _L2_BYTES_PER_CLOCK,
     }
 
@@ -343,8 +343,8 @@ class Gather(SplitFamily[Config]):
     def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
         return math.prod(tile_counts(problem, config))
 
-    def ctas_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
-        return ctas_per_sm(volume(problem), config)
+    def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
+        return blocks_per_sm(volume(problem), config)
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs of a single split, the most promising first."""
@@ -356,13 +356,14 @@ class Gather(SplitFamily[Config]):
                     if self.config_refusal(problem, config) is None:
                         # The most stages, and the most that let two thread blocks share an SM.
                         found[config] = None
-                        if ctas_per_sm(v, config) == 2 or ctas_per_sm(v, dataclasses.replace(config, stages=2)) == 1:
+                        shallow = dataclasses.replace(config, stages=2)
+                        if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
         rows = {c: layout(v, c).gemm_rows(v, c.slice) for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
 
         def seconds(config: Config) -> float:
-            slots = target.cores * ctas_per_sm(v, config)
+            slots = target.cores * blocks_per_sm(v, config)
             splits = max(self.least_splits(problem, config), slots // self.thread_blocks(problem, config))
             return self.estimate(problem, self.with_splits(problem, config, splits), target)
 
@@ -387,7 +388,7 @@ class Gather(SplitFamily[Config]):
 
         What tiles reach beyond the problem counts as work; device memory bounds the whole from below.
         """
-        together = ctas_per_sm(volume(problem), config)
+        together = blocks_per_sm(volume(problem), config)
         blocks = self.thread_blocks(problem, config) * config.splits
         units = sorted(clocks(volume(problem), config).values())
         step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
@@ -410,7 +411,7 @@ class Gather(SplitFamily[Config]):
             "BLOCKS": config.blocks,
             "TILE_N": config.tile_n,
             "STAGES": config.stages,
-            "CTAS_PER_SM": ctas_per_sm(v, config),
+            "CTAS_PER_SM": blocks_per_sm(v, config),
             "TILE_IMAGES": config.images,
             "TILE_P": config.tile_p,
             "TILE_Q": config.tile_q,

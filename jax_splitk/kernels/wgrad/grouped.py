@@ -410,7 +410,7 @@ class Grouped(SplitFamily[Config]):
             return -(-bundles // (config.in_block // bundle_in))
         return bundles * (bundle_in // config.in_block) * (bundle_out // config.out_block)
 
-    def ctas_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
+    def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         """By shared memory and registers; 0 where none fits."""
         by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(problem, config) + RESERVED_BYTES))
         return max((n for n in range(1, by_memory + 1) if _fits_registers(problem, config, n)), default=0)
@@ -485,7 +485,7 @@ class Grouped(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         each = -(-tiles(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
-        together = min(self.ctas_per_sm(problem, config), sharing)
+        together = min(self.blocks_per_sm(problem, config), sharing)
         shared_by_all, alone = tile_clocks(problem, config)
         clocks = sorted([*shared_by_all.values(), alone / together])
         busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
@@ -524,7 +524,7 @@ class Grouped(SplitFamily[Config]):
             "WARP_IN": j.in_units,
             "WARP_OUT": j.out_units,
             "WARP_COLUMNS": j.columns,
-            "CTAS_PER_SM": self.ctas_per_sm(problem, config),
+            "CTAS_PER_SM": self.blocks_per_sm(problem, config),
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:

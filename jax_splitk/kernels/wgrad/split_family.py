@@ -45,11 +45,6 @@ class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Thread blocks of a split."""
 
-    def ctas_per_sm(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Thread blocks that share an SM."""
-        del problem, config
-        return 1
-
     def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
         return split_k.least_splits(
@@ -62,11 +57,11 @@ class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
 
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
         """Splits that fill the machine once."""
-        return target.cores * self.ctas_per_sm(problem, config) / self.thread_blocks(problem, config)
+        return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
 
     def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> Iterator[_Config]:
         """The config with the fewest splits, and with those that fill 1 to 4 waves, as far as they are legal."""
-        slots, blocks = target.cores * self.ctas_per_sm(problem, config), self.thread_blocks(problem, config)
+        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
         least = self.least_splits(problem, config)
         wanted = (least, *(max(least, slots * waves // blocks) for waves in (1, 2, 3, 4)))
         found = {self.with_splits(problem, config, splits) for splits in wanted}

@@ -549,7 +549,7 @@ def test_variants_are_good_machine_code() -> None:
         assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
         v, threads = gather.volume(p), 128 * (1 + config.consumers)
         for name in ("wgrad_partial", "wgrad_direct"):
-            kernel, report, together = found[name], reports[name], gather.ctas_per_sm(v, config)
+            kernel, report, together = found[name], reports[name], gather.blocks_per_sm(v, config)
             assert (report.stack_bytes, report.spill_bytes) == (0, 0), what
             registers = -(-report.registers // 8) * 8
             assert registers * threads * together <= REGISTERS_PER_SM, what

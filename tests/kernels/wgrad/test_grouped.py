@@ -320,7 +320,7 @@ def test_candidates_are_legal_unique_and_few(case: Case) -> None:
         for config in configs:
             assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
             assert config.splits >= FAMILY.least_splits(p, config)
-            assert FAMILY.ctas_per_sm(p, config) >= 1
+            assert FAMILY.blocks_per_sm(p, config) >= 1
         for config in configs[:3]:
             for near in FAMILY.neighbours(p, config, DEFAULT_CUDA):
                 FAMILY.refusal(p, near, DEFAULT_CUDA)  # need not be legal, but must have an answer
@@ -385,7 +385,7 @@ def test_variants_are_good_machine_code() -> None:
         assert not cubin.warnings(compiled.log, source.file), (p, config)
         reports, found = cubin.reports(compiled.log), cubin.kernels(compiled.image)
         assert set(found) == {*MAIN_KERNELS, "reduce_splits"}
-        together = FAMILY.ctas_per_sm(p, config)
+        together = FAMILY.blocks_per_sm(p, config)
         warps = -(-together * grouped.threads(p, config) // 128)
         for kernel in MAIN_KERNELS:
             assert (reports[kernel].stack_bytes, reports[kernel].spill_bytes) == (0, 0), (p, config)
