@@ -284,7 +284,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 // ------------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
-static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
+static_assert(X_TILE * DY_TILE * 2 <= STAGES * STAGE_BYTES, "the ring holds the 16-bit tile");
 #if TAIL
 constexpr int CHUNKS = DY_TILE / 4;  // float4 of a row
 #endif
