@@ -309,7 +309,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("GROUP", dequantize.group_code(problem)),
             ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
             ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
-            ("OUT_TYPE", TYPE_CODES[problem.out_dtype]),
+            ("OUT", TYPE_CODES[problem.out_dtype]),
             ("TILE_N", config.tile_n),
             ("WARPGROUPS", config.warpgroups),
             ("TILES", config.tiles),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Generic, Self, TypeVar
 
-from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct, declarations
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
@@ -439,7 +439,7 @@ class TileFamily(abc.ABC, Generic[C]):
             "WHOLE": int(problem.k_tiles % 2 == 0),
         }
         defines |= self.loop_defines(problem, config)
-        return compiler.Source(self.source_file, tuple(defines.items()), declarations(ReduceArgs, Args, *self.structs))
+        return compiler.Source(self.source_file, tuple(defines.items()), declarations(Args, *self.structs))
 
     def make_plan(self, problem: QuantizedMatmulProblem, config: C) -> plan.DevicePlan:
         """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
