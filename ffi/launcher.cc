@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "plan.h"
+#include "text.h"
 
 namespace ffi = xla::ffi;
 
@@ -39,7 +40,7 @@ class Libraries {
     if (found != libraries_.end()) return found->second;
     // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
     if (cubin.substr(0, 4) != "\177ELF") {
-      return Invalid("the code attribute (" + std::to_string(cubin.size()) + " bytes) is not an ELF file");
+      return Invalid(Text("the code attribute (", cubin.size(), " bytes) is not an ELF file"));
     }
     CUlibrary library = nullptr;
     if (CUresult r =
@@ -188,17 +189,19 @@ ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args,
 
   std::vector<void*> buffers;
   std::vector<size_t> sizes;
+  auto add = [&](ffi::AnyBuffer buffer) {
+    buffers.push_back(buffer.untyped_data());
+    sizes.push_back(buffer.size_bytes());
+  };
   for (size_t i = 0; i < args.size(); ++i) {
     auto arg = args.get<ffi::AnyBuffer>(i);
     if (!arg) return arg.error();
-    buffers.push_back(arg->untyped_data());
-    sizes.push_back(arg->size_bytes());
+    add(*arg);
   }
   for (size_t i = 0; i < rets.size(); ++i) {
     auto ret = rets.get<ffi::AnyBuffer>(i);
     if (!ret) return ret.error();
-    buffers.push_back((*ret)->untyped_data());
-    sizes.push_back((*ret)->size_bytes());
+    add(**ret);
   }
   std::string message;
   if (!CheckBuffers(state->plan, buffers, sizes, &message)) {
