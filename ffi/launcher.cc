@@ -189,19 +189,17 @@ ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args,
 
   std::vector<void*> buffers;
   std::vector<size_t> sizes;
-  auto add = [&](ffi::AnyBuffer buffer) {
-    buffers.push_back(buffer.untyped_data());
-    sizes.push_back(buffer.size_bytes());
-  };
   for (size_t i = 0; i < args.size(); ++i) {
     auto arg = args.get<ffi::AnyBuffer>(i);
     if (!arg) return arg.error();
-    add(*arg);
+    buffers.push_back(arg->untyped_data());
+    sizes.push_back(arg->size_bytes());
   }
   for (size_t i = 0; i < rets.size(); ++i) {
     auto ret = rets.get<ffi::AnyBuffer>(i);
     if (!ret) return ret.error();
-    add(**ret);
+    buffers.push_back((*ret)->untyped_data());
+    sizes.push_back((*ret)->size_bytes());
   }
   std::string message;
   if (!CheckBuffers(state->plan, buffers, sizes, &message)) {
