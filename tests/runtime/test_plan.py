@@ -54,8 +54,7 @@ def test_every_candidates_plan_is_accepted(case: cases.Case) -> None:
     assert configs
     for config in configs:
         device_plan = im2col.make_plan(problem, config)
-        one_launch = config.splits == 1 or config.reduction == "cluster"
-        assert check(device_plan) == (4, 2, 1 if one_launch else 2), config
+        assert check(device_plan) == (4, 2, 1 if config.splits == 1 else 2), config
 
 
 def test_random_problems_plans_are_accepted() -> None:
@@ -332,24 +331,6 @@ def test_launch_of_a_known_single_problem() -> None:
         (main,) = device_plan.launches
         assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_direct", (tiles, 1, 1), 0)
         assert main.params[-1] == plan.Pointer(2)
-
-
-def test_launches_with_clusters() -> None:
-    problem = case_named("c320k320")  # 45 slots of 64 rows, 320 columns
-    for config, kernel, grid, cluster in [
-        (Config(128, 128, 6, False, 1, cluster=2), "wgrad_direct", (24 * 3, 1, 1), (2, 1, 1)),
-        (Config(192, 128, 4, False, 1, cluster=2), "wgrad_direct", (15 * 4, 1, 1), (2, 1, 1)),
-    ]:
-        device_plan = im2col.make_plan(problem, config)
-        (main,) = device_plan.launches
-        assert (main.kernel, main.grid, main.cluster) == (kernel, grid, cluster)
-        check(device_plan)
-    problem = case_named("plain")
-    device_plan = im2col.make_plan(problem, Config(128, 64, 4, False, 5, "cluster"))
-    (main,) = device_plan.launches
-    assert (main.kernel, main.grid, main.cluster) == ("wgrad_direct", (5, 5, 1), (1, 5, 1))
-    assert (main.params[-1], device_plan.workspace_bytes) == (plan.Pointer(2), 0)
-    check(device_plan)
 
 
 def test_reduction_covers_every_element_once() -> None:

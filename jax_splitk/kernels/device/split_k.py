@@ -131,7 +131,6 @@ def launches(
     threads: int,
     params: tuple[plan.Param, ...],
     shared_bytes: int,
-    cluster: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[plan.Launch, ...]:
     """The kernel that writes dW itself, or the one that writes so many splits' partial sums and their reduction.
 
@@ -144,7 +143,6 @@ def launches(
         block=(threads, 1, 1),
         params=(*params, plan.Pointer(3 if split else 2)),
         shared_bytes=shared_bytes,
-        cluster=cluster,
     )
     return (main, reduce_launch(problem, splits)) if split else (main,)
 

@@ -47,21 +47,17 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "device/output.cuh"
+#include "device/ring.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/dequantize_e4m3.cuh"
-#include "device/ring.cuh"
-#include "device/split_k.cuh"
+#include "structs.cuh"
 #define E4M3_PRODUCTS 1
 #define COLUMNS CHUNK
 #include "device/wgmma_rs.cuh"
 // These need what is above.
 #include "quantized/ranges.cuh"
 #include "quantized/scales.cuh"
-
-// Must match `_args` in quantized_fp8.py.
-struct Args : Schedule {
-  int once;  // every word is read by one thread block only
-};
 
 constexpr bool IN_CLUSTERS = SPLITS > 1;
 static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
@@ -100,7 +96,7 @@ static_assert(TILE_N % CHUNK == 0 && SHARE % 8 == 0, "whole chunks, and whole 8 
 static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
 static_assert((CONSUMERS == 2 || CONSUMERS == 4) && WARPGROUPS <= 4, "registers are known for these");
 
-#include "device/cluster_sums.cuh"
+#include "quantized/cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -115,13 +111,13 @@ __device__ inline Piece piece_of(const Args& g, int index, int worker = int(bloc
     const int rank = int(cute::block_rank_in_cluster()), begin = rank * RANGE;
     return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
   } else {
-    if (index < g.waves) return {worker + index * clusters(), 0, g.k_blocks, -1};
-    const int rest = g.tiles_m * g.tiles_n - g.waves * clusters();
-    const int first = worker * g.range, last = min(first + g.range, rest * g.k_blocks);
-    const int tile = first / g.k_blocks + index - g.waves, from = tile * g.k_blocks;
+    if (index < g.whole_tiles) return {worker + index * clusters(), 0, g.k_blocks, -1};
+    const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * clusters();
+    const int first = worker * g.range_blocks, last = min(first + g.range_blocks, rest * g.k_blocks);
+    const int tile = first / g.k_blocks + index - g.whole_tiles, from = tile * g.k_blocks;
     const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
     const bool whole = begin == 0 && end == g.k_blocks;
-    return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.waves)};
+    return {g.whole_tiles * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.whole_tiles)};
   }
 }
 
@@ -216,12 +212,11 @@ struct RawPair {
 __device__ inline RawPair load_pair(uint32_t address) {
   RawPair raw;
   if constexpr (SCALE_TYPE == FLOAT) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(raw.bits[0]), "=r"(raw.bits[SCALE_TYPE == FLOAT])
-                 : "r"(address)
-                 : "memory");
+    const uint2 bits = load_shared<uint2>(address);
+    raw.bits[0] = bits.x;
+    raw.bits[SCALE_TYPE == FLOAT] = bits.y;
   } else {
-    raw.bits[0] = load_shared(address);
+    raw.bits[0] = load_shared<uint32_t>(address);
   }
   return raw;
 }
@@ -318,7 +313,7 @@ struct Words {
       const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
 #pragma unroll
       for (int lane = 0; lane < 2; ++lane) {
-        const uint4 v = load_words(from + at + lane * 16);
+        const uint4 v = load_shared<uint4>(from + at + lane * 16);
         w[lane][4 * i] = v.x;
         w[lane][4 * i + 1] = v.y;
         w[lane][4 * i + 2] = v.z;
@@ -341,7 +336,7 @@ struct Words {
       for (int i = 0; i < 4; ++i) a[i] = __byte_perm(w[0][first + i], w[1][first + i], in.pick);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i]));  // here, not where it is used
+    for (int i = 0; i < 4; ++i) pin(a[i]);
   }
 };
 
@@ -448,8 +443,8 @@ __device__ inline float4* slot_of(float* partials, int slot, int rank, int warpg
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-              const uint8_t* scales, Output* out, float* partials) {
+    quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
+                  const uint8_t* words, const uint8_t* scales, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
   constexpr int BARRIERS = 2 * STAGES + 2;  // full, empty, room, arrived
   __shared__ uint64_t barriers[BARRIERS];
@@ -508,8 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Sums acc;
     consume(in, (piece.end - piece.begin + PARTS - 1 - first) / PARTS, acc);
     // Computed again, not kept in registers meanwhile: where this is.
-    int thread, block;
-    asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+    const int thread = read_thread_index(), block = read_block_index();
     const int lane = thread % 32, warp = thread / 32 - 4, rank = block % CLUSTER;
     const int part = warp / 4 / CONSUMERS, warpgroup = warp / 4 - part * CONSUMERS;
     const uint32_t staging = ring_address + STAGING_AT + warp * STAGING_BYTES;
@@ -561,14 +555,14 @@ extern "C" __global__ void __launch_bounds__(128)
   const int rest = part / CONSUMERS, warpgroup = part - rest * CONSUMERS;
   const int tile = rest / CLUSTER, rank = rest - tile * CLUSTER;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
-  const int first = first_unit / g.range, last = last_unit / g.range;
+  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
   wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
     // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
-    const int slot = 2 * range + (range * g.range < first_unit);
+    const int slot = 2 * range + (range * g.range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, rank, warpgroup) + chunk * 2 * SLOT_CHUNK + threadIdx.x;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }

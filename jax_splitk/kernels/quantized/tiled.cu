@@ -42,19 +42,15 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "quantized/dequantize.cuh"
+#include "device/output.cuh"
 #include "device/ring.cuh"
-#include "device/split_k.cuh"
 #include "device/wgmma_rs.cuh"
+#include "quantized/dequantize.cuh"
+#include "structs.cuh"
 
 constexpr int CLUSTER = 1;  // that have neighbouring tiles
 #include "quantized/ranges.cuh"
 #include "quantized/scales.cuh"
-
-// Must match `_args` in quantized_tiled.py.
-struct Args : Schedule {
-  int once;  // every word is read by one thread block only
-};
 
 constexpr bool IN_CLUSTERS = SPLITS > 1;
 static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
@@ -92,7 +88,7 @@ constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
 
 static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
 
-#include "device/cluster_sums.cuh"
+#include "quantized/cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -106,9 +102,9 @@ struct Work {
       unit = rank * RANGE;
       end = unit + blocks_of(rank);
     } else {
-      const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
-      unit = int(blockIdx.x) * g.range;
-      end = min(unit + g.range, rest * g.k_blocks);
+      const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * int(gridDim.x);
+      unit = int(blockIdx.x) * g.range_blocks;
+      end = min(unit + g.range_blocks, rest * g.k_blocks);
     }
   }
 
@@ -119,16 +115,16 @@ struct Work {
       unit = end;
       return true;
     } else {
-      if (wave < g.waves) {
+      if (wave < g.whole_tiles) {
         piece = {int(blockIdx.x) + wave++ * int(gridDim.x), 0, g.k_blocks, -1};
         return true;
       }
       if (unit >= end) return false;
       const int tile = unit / g.k_blocks, begin = unit - tile * g.k_blocks,
                 stop = min(g.k_blocks, begin + end - unit);
-      const int first = int(blockIdx.x) * g.range;
+      const int first = int(blockIdx.x) * g.range_blocks;
       const bool whole = begin == 0 && stop == g.k_blocks;
-      piece = {g.waves * int(gridDim.x) + tile, begin, stop,
+      piece = {g.whole_tiles * int(gridDim.x) + tile, begin, stop,
                whole ? -1 : 2 * int(blockIdx.x) + (unit != first)};
       unit += stop - begin;
       return true;
@@ -213,7 +209,7 @@ using Words = uint32_t[4][WORDS];
 __device__ inline void load_tile(uint32_t address, Words& words) {
 #pragma unroll
   for (int load = 0; load < WORDS; ++load) {
-    const uint4 w = load_words(address + load * 512);
+    const uint4 w = load_shared<uint4>(address + load * 512);
     const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
@@ -282,7 +278,7 @@ __device__ inline void multiply(uint32_t (*a)[4], uint32_t b, Accumulator& acc,
 __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
   const uint32_t scale[2] = {__byte_perm(pair, 0, 0x1010), __byte_perm(pair, 0, 0x3232)};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(a[i]), "r"(scale[i % 2]));
+  for (int i = 0; i < 4; ++i) a[i] = mul_bf16x2(a[i], scale[i % 2]);
 }
 
 // One fused multiply-add decodes and scales integers: the exact product, rounded once, as by decoding (which
@@ -302,9 +298,7 @@ __device__ inline Folded fold(uint32_t pair) {
   // The second row's codes of 4 bits stand 4 bits higher.
   constexpr uint32_t factors = FORMAT == INT8 ? twice(0x7f00) : 0x7d007f00u;
   constexpr uint32_t biases = twice(FORMAT == UINT4 ? 0x8000 : FORMAT == INT4 ? 0xbe00 : 0xc000);
-  uint32_t f, m;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(f) : "r"(pair), "r"(factors));
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(pair), "r"(biases));
+  const uint32_t f = mul_bf16x2(pair, factors), m = mul_bf16x2(pair, biases);
   return {{__byte_perm(f, 0, 0x1010), __byte_perm(f, 0, 0x3232)},
           {__byte_perm(m, 0, 0x1010), __byte_perm(m, 0, 0x3232)}};
 }
@@ -337,7 +331,8 @@ struct Block {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) load_tile(in.tile(tile), words[tile]);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) pairs[i] = load_shared(in.extra() + (in.pairs + i * ROW) * SCALE_ITEM);
+    for (int i = 0; i < PAIRS; ++i)
+      pairs[i] = load_shared<uint32_t>(in.extra() + (in.pairs + i * ROW) * SCALE_ITEM);
   }
 };
 
@@ -411,7 +406,7 @@ __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator
 #pragma unroll
   for (int j = 0; j < TILE_N / 8; ++j) {
     float2 s = make_float2(0.f, 0.f);
-    if constexpr (ZERO_TYPE != NONE) s = load_floats(p.sums + j * 8 * 4);
+    if constexpr (ZERO_TYPE != NONE) s = load_shared<float2>(p.sums + j * 8 * 4);
     sum[4 * j] = fmaf(p.scale.x, less_zero(acc[4 * j], p.zero.x, s.x), sum[4 * j]);
     sum[4 * j + 1] = fmaf(p.scale.x, less_zero(acc[4 * j + 1], p.zero.x, s.y), sum[4 * j + 1]);
     sum[4 * j + 2] = fmaf(p.scale.y, less_zero(acc[4 * j + 2], p.zero.y, s.x), sum[4 * j + 2]);
@@ -491,8 +486,9 @@ __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-                const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
+    quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
+                    const uint8_t* words, const uint8_t* scale, const uint8_t* zero, const float* sums,
+                    Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
   // full, empty, one for a consumer without a stage to release, room, arrived
   constexpr int BARRIERS = 2 * STAGES + 3;
@@ -592,14 +588,14 @@ extern "C" __global__ void __launch_bounds__(128)
   const int rest = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - rest * STORE_CHUNKS;
   const int tile = rest / CONSUMERS, warpgroup = rest - tile * CONSUMERS;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
-  const int first = first_unit / g.range, last = last_unit / g.range;
+  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
   wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
     // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
-    const int slot = 2 * range + (range * g.range < first_unit);
+    const int slot = 2 * range + (range * g.range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, warpgroup) + chunk * 2 * SLOT_CHUNK;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }
@@ -608,12 +604,6 @@ extern "C" __global__ void __launch_bounds__(128)
   store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
         at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
 }
-
-// Must match `_prepare_args` in quantized_tiled.py.
-struct PrepareArgs {
-  int rows, k, padded_rows, k_blocks;
-  int pitch;  // elements of a row of the copy; 0: no copy
-};
 
 #if X_E4M3
 #include <cuda_fp8.h>
@@ -657,5 +647,5 @@ extern "C" __global__ void __launch_bounds__(128)
       sums[size_t(block * SUM_ROWS + lane / (PERIOD / 4)) * g.padded_rows + row] = sum;
     }
   }
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what was stored here
+  fence_async_global();  // TMA reads what was stored here
 }

@@ -2,9 +2,9 @@
 
 The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
 block computes one tile of one split. A split is a range of pixels, or takes turns with the others at blocks of them
-(see `takes_turns`). With more than one split the fp32 partial sums meet in one of two ways, both in a fixed order, so
-that the result is deterministic, bit for bit: in the workspace, where a second kernel, launched with programmatic
-dependent launch, adds them; or in the shared memory of a cluster, whose thread blocks are a tile's splits.
+(see `takes_turns`). With more than one split the fp32 partial sums meet in the workspace, where a second kernel,
+launched with programmatic dependent launch, adds them in a fixed order, so that the result is deterministic, bit for
+bit.
 
 The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
 padding) are folded into the dimension before them: see `folded`.
@@ -35,18 +35,13 @@ SLOT = 64  # channels of a TMA box
 BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
-MAX_STAGES = 8  # more gain nothing, or cost 5% (measured)
+MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 # Blocks of pixels of a float32 result's split: see split_k.least_splits. The error is 2.8e-5 relative over 380 of them
 # (measured).
 MAX_FLOAT32_CHAIN = 128
-MAX_CLUSTER = 16  # thread blocks; beyond 8 it is not portable to other GPUs of the architecture
 MAX_GRID_Z = 65535
-# Larger clusters leave multiprocessors empty, and longer ones wait for each other: both lost by half (measured).
-MAX_CLUSTER_CANDIDATE = 8
-MAX_CLUSTER_K_TILES = 64
 MAX_TAIL_SPLITS = 8
 TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
-REDUCTIONS = ("workspace", "cluster")
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
@@ -65,10 +60,6 @@ TILES = (
     (256, 128),
 )
 
-# Tiles of pairs of thread blocks that share loads: large enough for the tensor cores to be the limit once loads are
-# cheaper. Pairs were 2 to 15% slower on every shape of the suite, so `neighbours` tries them and `candidates` does not.
-PAIRED_TILES = ((64, 256), (128, 128), (128, 192), (128, 256), (192, 128), (192, 192), (256, 128))
-
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 _IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
 
@@ -84,9 +75,6 @@ class Config:
       stages: depth of the shared-memory ring, in blocks of 64 pixels.
       swap: False puts (filter tap, input channel) on the tile's M side and output channels on N; True the reverse.
       splits: parts into which the reduction over N*P*Q is cut; none may be empty.
-      reduction: where the splits' sums meet: "workspace", or "cluster" (one launch, no workspace; 2 to 16 splits). A
-        single split is spelled "workspace", though it needs none.
-      cluster: 2 if thread blocks of neighbouring tiles form pairs that load what both need once; else 1.
       whole_tiles: the first so many tiles are not split: whole waves of them, so that the splits of the others fill
         the last one.
     """
@@ -96,13 +84,7 @@ class Config:
     stages: int
     swap: bool
     splits: int
-    reduction: str = "workspace"
-    cluster: int = 1
     whole_tiles: int = 0
-
-    @property
-    def in_cluster(self) -> bool:
-        return self.reduction == "cluster"
 
     @property
     def stage_bytes(self) -> int:
@@ -128,11 +110,6 @@ def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
     stage_bytes = (tile_m + tile_n) // SLOT * BOX_BYTES
     room = (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes
     return min(MAX_STAGES, room)
-
-
-def min_stages(tile_m: int, tile_n: int) -> int:
-    """The shallowest ring: two stages, and room for the fp32 tile that takes the ring's place in the end."""
-    return max(2, -(-tile_m * tile_n * 4 // ((tile_m + tile_n) // SLOT * BOX_BYTES)))
 
 
 def k_tiles(problem: ConvWgradProblem) -> int:
@@ -168,31 +145,16 @@ def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
     return -(-m // config.tile_m), -(-n // config.tile_n)
 
 
-def _pair_along_m(config: Config) -> bool:
-    """Whether a pair's tiles are neighbours along M, and share the N side; PAIR_ALONG_M of the device code."""
-    return config.tile_n >= config.tile_m
-
-
-def _columns_and_blocks(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(tiles or pairs of tiles along N, thread blocks) of one split of a feature group."""
-    tiles_m, tiles_n = tile_counts(problem, config)
-    if config.cluster == 1:
-        return tiles_n, tiles_m * tiles_n
-    if _pair_along_m(config):
-        return tiles_n, -(-tiles_m // 2) * 2 * tiles_n
-    return -(-tiles_n // 2), tiles_m * -(-tiles_n // 2) * 2
-
-
 def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
     """Tiles that are split."""
     return math.prod(tile_counts(problem, config)) - config.whole_tiles
 
 
 def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none for a single split and for a reduction in clusters."""
+    """fp32 partial sums, one set for each split; none for a single split."""
     if config.whole_tiles:
         return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
-    return split_k.workspace_bytes(problem, 1 if config.in_cluster else config.splits)
+    return split_k.workspace_bytes(problem, config.splits)
 
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
@@ -253,34 +215,23 @@ def _tma_limit(p: ConvWgradProblem) -> str | None:
 def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
     if (config.tile_m, config.tile_n) not in TILES:
         return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-    least = min_stages(config.tile_m, config.tile_n)
     most = max_stages(config.tile_m, config.tile_n)
-    if not least <= config.stages <= most:
-        return f"stages {config.stages}; accepted with this tile: {least} to {most}"
+    if not MIN_STAGES <= config.stages <= most:
+        return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
     if not isinstance(config.swap, bool):
         return f"swap {config.swap!r}; accepted: True or False"
     splits = split_k.splits_limit(config.splits, k_tiles(problem), "blocks of pixels")
     if splits is not None:
         return splits
-    if config.reduction not in REDUCTIONS:
-        return f"reduction {config.reduction!r}; accepted: {', '.join(map(repr, REDUCTIONS))}"
-    if config.in_cluster and not 2 <= config.splits <= MAX_CLUSTER:
-        return f"splits {config.splits} with reduction 'cluster'; accepted: 2 to {MAX_CLUSTER}"
-    if config.cluster not in (1, 2):
-        return f"cluster {config.cluster}; accepted: 1 or 2"
-    if config.cluster == 2 and config.in_cluster:
-        return "cluster 2 with reduction 'cluster'; accepted: 1"
     if config.whole_tiles:
         tiles = math.prod(tile_counts(problem, config))
-        if config.splits == 1 or config.in_cluster or config.cluster == 2 or problem.feature_group_count != 1:
-            return f"whole_tiles {config.whole_tiles}; accepted but for several splits in the workspace, one group: 0"
+        if config.splits == 1 or problem.feature_group_count != 1:
+            return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
         if not 0 < config.whole_tiles < tiles:
             return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
         if tiles - config.whole_tiles > split_k.MAX_GRID_Y:
             least = tiles - split_k.MAX_GRID_Y
             return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
-    if config.cluster == 2 and tile_counts(problem, config)[0 if _pair_along_m(config) else 1] == 1:
-        return f"cluster 2 with one tile along {'M' if _pair_along_m(config) else 'N'}; accepted: 1"
     return None
 
 
@@ -316,46 +267,28 @@ def folded(p: ConvWgradProblem) -> ConvWgradProblem:
 
 
 def variants() -> Iterator[Config]:
-    """Every config that the tuner may try, up to its splits and their reduction: what has to compile."""
+    """Every config that the tuner may try, up to its splits: what has to compile."""
     for tile_m, tile_n in TILES:
         depths = {max_stages(tile_m, tile_n)}
         if tile_m == 64 and tile_n <= 192:
             depths.add(max_stages(tile_m, tile_n, ctas_per_sm=2))
         for stages in sorted(depths):
-            if stages >= min_stages(tile_m, tile_n):
-                yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
-    for tile in PAIRED_TILES:
-        yield from (Config(*tile, max_stages(*tile), swap, splits=1, cluster=2) for swap in (False, True))
-
-
-def _with_splits(config: Config, splits: int, reduction: str) -> Config:
-    if splits == 1:
-        return dataclasses.replace(config, splits=1, reduction="workspace")
-    return dataclasses.replace(config, splits=splits, reduction=reduction)
+            yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
 
 
 def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
     """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
-    counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
-    cluster."""
+    counts by the model, among those that fill 1 to 8 whole waves of the machine."""
     least = least_splits(problem)
-    clusters = {
-        whole_splits(problem, s)
-        for s in range(2, MAX_CLUSTER_CANDIDATE + 1)
-        if k_tiles(problem) <= s * MAX_CLUSTER_K_TILES
-    }
     found: dict[Config, None] = {}
     for variant in variants():
-        if variant.cluster > 1:
-            continue
-        blocks = _columns_and_blocks(problem, variant)[1] * problem.feature_group_count
+        blocks = math.prod(tile_counts(problem, variant)) * problem.feature_group_count
         slots = target.cores * variant.ctas_per_sm
         waves = {whole_splits(problem, s) for s in (least, *(slots * waves // blocks for waves in range(1, 9)))}
-        for wanted, reduction, count in ((waves, "workspace", 4), (clusters, "cluster", 2)):
-            configs = [_with_splits(variant, s, reduction) for s in sorted(wanted) if s >= least]
-            legal = [c for c in configs if _config_limit(problem, c) is None]
-            best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
-            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
+        configs = [dataclasses.replace(variant, splits=s) for s in sorted(waves) if s >= least]
+        legal = [c for c in configs if _config_limit(problem, c) is None]
+        best = sorted(legal, key=lambda config: estimate(problem, config, target))[:4]
+        found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
         if blocks > slots and least == 1:
             tails = [
                 dataclasses.replace(variant, splits=whole_splits(problem, s), whole_tiles=blocks // slots * slots)
@@ -367,21 +300,17 @@ def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
 
 
 def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """The other orientation, reduction and pairing, a shallower ring, and split counts nearby, in between waves, twice
-    and half as many."""
-    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count
+    """The other orientation, a shallower ring, and split counts nearby, in between waves, twice and half as many."""
+    blocks = math.prod(tile_counts(problem, config)) * problem.feature_group_count
     wave = target.cores * config.ctas_per_sm / blocks
     blocks_each = -(-k_tiles(problem) // config.splits)
     wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
     # One block of pixels more or less in each split.
     wanted |= {-(-k_tiles(problem) // each) for each in (blocks_each - 1, blocks_each + 1) if each}
     splits = {whole_splits(problem, s) for s in wanted if s >= least_splits(problem)}
-    found = [_with_splits(config, s, config.reduction) for s in sorted(splits - {config.splits})]
+    found = [dataclasses.replace(config, splits=s) for s in sorted(splits - {config.splits})]
     found.append(dataclasses.replace(config, swap=not config.swap))
-    found.append(dataclasses.replace(config, cluster=3 - config.cluster))
-    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
-    if config.splits > 1:
-        found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
+    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > MIN_STAGES)
     return found
 
 
@@ -401,20 +330,6 @@ _PARTIAL_BYTES = 6.5e12  # partial sums stay in L2 for the most part
 _WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
 _LAUNCH_SECONDS = 3.0e-6
 _REDUCE_SECONDS = 0.8e-6
-_CLUSTER_SECONDS = 3.5e-6  # a larger launch, and two barriers
-_CLUSTER_BYTES_PER_SM = 58e9  # distributed shared memory
-_PAIR_STEP = 1.1  # what waiting for each other costs a pair, relative: it won on no suite shape
-# Streaming multiprocessors that share a graphics processing cluster, which a thread-block cluster cannot leave.
-_GPC_CORES = (18, 18, 18, 18, 16, 16, 14, 14)
-
-
-def _resident_blocks(config: Config, target: Target) -> int:
-    """Thread blocks that the GPU holds at a time: clusters leave some multiprocessors empty."""
-    size = config.splits if config.in_cluster else config.cluster
-    if size == 1:
-        return target.cores * config.ctas_per_sm
-    clusters = sum(cores * config.ctas_per_sm // size for cores in _GPC_CORES)
-    return max(size, clusters * size * target.cores // sum(_GPC_CORES))
 
 
 def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -422,42 +337,31 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 
     The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
     """
-    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count * config.splits
     mma = 2 * config.tile_m * config.tile_n * BLOCK_K / _MMA_FLOPS_PER_SM
     if config.consumers == 1:
         mma /= _ONE_WARPGROUP
     elif config.tile_n == 64:
         mma /= _NARROW
-    load_bytes = config.stage_bytes
-    if config.cluster == 2:
-        load_bytes -= max(config.tile_m, config.tile_n) // SLOT * BOX_BYTES // 2
-    load = load_bytes / _L2_BYTES_PER_SM
+    load = config.stage_bytes / _L2_BYTES_PER_SM
     step = max(mma, load) + _SHADOW * min(mma, load)
-    if config.cluster == 2:
-        step *= _PAIR_STEP
     # Thread blocks that share an SM share its rates, but hide each other's ramp.
-    resident = _resident_blocks(config, target)
-    if config.whole_tiles:
-        blocks = rest_tiles(problem, config) * config.splits
-    steps = -(-blocks * config.ctas_per_sm // resident) * -(-k_tiles(problem) // config.splits)
-    waves = -(-blocks // resident)
-    if config.whole_tiles:
-        steps += -(-config.whole_tiles * config.ctas_per_sm // resident) * k_tiles(problem)
-        waves += -(-config.whole_tiles // resident)
+    blocks = rest_tiles(problem, config) * problem.feature_group_count * config.splits
+    resident = target.cores * config.ctas_per_sm
+    steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
+    steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
+    waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
     seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
     crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
     if config.consumers == 1 and config.swap:
         crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
     seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
-    if config.in_cluster:
-        seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
-    elif config.splits > 1:
+    if config.splits > 1:
         seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
     return seconds
 
 
 def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, tile and the way sums meet, hardly on sizes."""
+    """The device code's specialisation: it depends on dtypes and tile, hardly on sizes."""
     return compiler.Source(
         "wgrad/im2col.cu",
         (
@@ -469,10 +373,8 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
             ("SWAP", int(config.swap)),
             ("X_TILED", int(is_matrix_product(problem))),
             ("CTAS_PER_SM", config.ctas_per_sm),
-            ("CLUSTER", config.cluster),
             ("RANK3", int(folded(problem).rank == 3)),
             ("TAIL", int(config.whole_tiles > 0)),
-            ("CLUSTER_SUMS", int(config.in_cluster)),
             ("DISCARD", int(takes_turns(problem, config) and split_k.discards(problem, config.splits))),
         ),
         declarations(split_k.ReduceArgs, Args, TailArgs),
@@ -489,7 +391,7 @@ class Args(Struct):
       slots: blocks of 64 channels of a tap.
       kernel_h, kernel_w: R and S.
       out_d, out_h, out_w: O, P and Q.
-      columns: tiles along N; pairs of them where pairs go along N.
+      columns: tiles along N.
       k_tiles, k_tiles_per_split: blocks of BLOCK_K pixels; under TURNS the fewest of a split.
       step, step_n, step_o, step_p, step_q: pixels from a split's block to its next, and that as a mixed-radix number.
       x_once, dy_once: under TURNS, whether a single tile reads any of the operand.
@@ -573,7 +475,7 @@ def _args(problem: ConvWgradProblem, config: Config) -> Args:
         dilation_d=dilations[0],
         dilation_h=dilations[1],
         dilation_w=dilations[2],
-        columns=Divisor.of(_columns_and_blocks(problem, config)[0]),
+        columns=Divisor.of(tiles_n),
         k_tiles=blocks,
         k_tiles_per_split=blocks // config.splits if turns else -(-blocks // config.splits),
         step=step,
@@ -620,12 +522,11 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
         return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
     launches = split_k.launches(
         problem,
-        1 if config.in_cluster else config.splits,
-        grid=(_columns_and_blocks(problem, config)[1], config.splits, problem.feature_group_count),
+        config.splits,
+        grid=(math.prod(tile_counts(problem, config)), config.splits, problem.feature_group_count),
         threads=128 * (config.consumers + 1),
         params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
         shared_bytes=config.shared_bytes,
-        cluster=(config.cluster, config.splits if config.in_cluster else 1, 1),
     )
     return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
 

@@ -28,7 +28,7 @@ CHANNELS = (24, 40)
 SM90_CONFIGS = (
     im2col.Config(64, 64, 8, False, 1),
     im2col.Config(64, 128, 4, True, 3),
-    im2col.Config(192, 64, 5, False, 2, "cluster"),
+    im2col.Config(192, 64, 5, False, 2),
 )
 
 

@@ -34,10 +34,7 @@ SIXTEEN_BITS = [
 def device_code():
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
-    sources = set()
-    for variant in im2col.variants():
-        cluster = dataclasses.replace(variant, splits=2, reduction="cluster")
-        sources |= {im2col.source(image.problem("float32"), c) for c in (variant, cluster)[: 3 - variant.cluster]}
+    sources = {im2col.source(image.problem("float32"), variant) for variant in im2col.variants()}
     for variant in im2col.variants():
         sources |= {im2col.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
     sources |= {im2col.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
@@ -93,10 +90,9 @@ SPATIAL = (
 SPATIAL_CONFIGS = (
     im2col.Config(64, 64, 8, False, 1),
     im2col.Config(128, 128, 5, True, 3),
-    im2col.Config(192, 64, 5, False, 5, "cluster"),
-    im2col.Config(64, 128, 4, True, 2, "cluster"),
-    im2col.Config(64, 256, 5, False, 2, cluster=2),
-    im2col.Config(256, 128, 4, True, 1, cluster=2),
+    im2col.Config(192, 64, 5, False, 5),
+    im2col.Config(64, 256, 5, False, 2),
+    im2col.Config(256, 128, 4, True, 1),
 )
 
 # Matrix products, whose splits take turns: the last block is of 11, 9, 62 and 2 pixels, and splits differ by a block.
@@ -111,14 +107,13 @@ TURNS_CONFIGS = (
     im2col.Config(64, 64, 8, False, 3),
     im2col.Config(64, 64, 6, False, 4),
     im2col.Config(128, 64, 8, False, 8),
-    im2col.Config(64, 128, 8, True, 3, "cluster"),
     im2col.Config(256, 64, 5, True, 5),
-    im2col.Config(64, 256, 5, False, 2, cluster=2),
+    im2col.Config(64, 256, 5, False, 2),
 )
 
 
 def turns(problem):
-    configs = [with_splits(problem, given, given.splits, given.reduction) for given in TURNS_CONFIGS]
+    configs = [with_splits(problem, given, given.splits) for given in TURNS_CONFIGS]
     return [config for config in configs if im2col.supports(problem, config) is None]
 
 
@@ -165,31 +160,24 @@ def test_suite_is_as_accurate_as_xla(case):
     assert mine <= 2 * theirs, (mine, theirs)
 
 
-def with_splits(problem, variant, splits, reduction="workspace"):
-    splits = im2col.whole_splits(problem, splits)
-    return dataclasses.replace(variant, splits=splits, reduction=reduction if splits > 1 else "workspace")
+def with_splits(problem, variant, splits):
+    return dataclasses.replace(variant, splits=im2col.whole_splits(problem, splits))
 
 
 def whole_and_split(problem, variant):
-    """A single split, two of a cluster, two in the workspace, and a whole tile before tiles that are split."""
-    split, cluster = (with_splits(problem, variant, 2, reduction) for reduction in ("workspace", "cluster"))
-    found = (variant, cluster, split, dataclasses.replace(split, whole_tiles=1))
+    """A single split, two of them, and a whole tile before tiles that are split."""
+    split = with_splits(problem, variant, 2)
+    found = (variant, split, dataclasses.replace(split, whole_tiles=1))
     return [config for config in found if im2col.supports(problem, config) is None]
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
-@pytest.mark.parametrize(("splits", "reduction"), [(1, "workspace"), (3, "workspace"), (2, "cluster"), (16, "cluster")])
-def test_every_variant_is_exact(variant, splits, reduction):
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_every_variant_is_exact(variant, splits):
     long = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
-    tried = 0
     for shape in (ODD_CHANNELS, next(c for c in cases.SMALL_CASES if c.in_channels == 72), long):
         problem = shape.problem("float32")
-        config = with_splits(problem, variant, splits, reduction)
-        if im2col.supports(problem, config) is not None:
-            continue
-        tried += 1
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=splits)
-    assert tried or (variant.cluster == 2 and reduction == "cluster")
+        gpu_wgrad.check_exact(im2col, problem, [with_splits(problem, variant, splits)], seed=splits)
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
@@ -201,17 +189,9 @@ def test_every_variant_is_exact_in_16_bits(variant):
         gpu_wgrad.check_exact(im2col, problem, legal)
 
 
-@pytest.mark.parametrize("splits", range(2, 17))
-def test_clusters_of_every_size_are_exact(splits):
-    problem = spatial(1, (64 * 240,), (1,), (72, 136), out_dtype="bfloat16")
-    config = with_splits(problem, im2col.Config(64, 64, 6, bool(splits % 2), 1), splits, "cluster")
-    assert config.splits == splits
-    gpu_wgrad.check_exact(im2col, problem, [config], seed=splits, limit=1)
-
-
 @pytest.mark.parametrize("problem", SPATIAL, ids=str)
 def test_ranks_and_groups_are_exact(problem):
-    configs = [with_splits(problem, given, given.splits, given.reduction) for given in SPATIAL_CONFIGS]
+    configs = [with_splits(problem, given, given.splits) for given in SPATIAL_CONFIGS]
     legal = [config for config in configs if im2col.supports(problem, config) is None]
     assert len(legal) >= 3
     gpu_wgrad.check_exact(im2col, problem, legal)
@@ -242,7 +222,7 @@ def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS, ids=str)
 def test_nan_and_infinity_stay_with_their_channels(config):
     problem = ODD_CHANNELS.problem("float32")
-    config = with_splits(problem, config, config.splits, config.reduction)
+    config = with_splits(problem, config, config.splits)
     assert im2col.supports(problem, config) is None
     lhs, g = integers(ODD_CHANNELS)
     expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
@@ -285,9 +265,9 @@ def test_bitwise_the_same_over_100_runs(case):
 
 
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS[2:], ids=str)
-def test_clusters_give_bitwise_the_same(config):
+def test_gives_bitwise_the_same(config):
     problem = ODD_CHANNELS.problem("float32")
-    config = with_splits(problem, config, config.splits, config.reduction)
+    config = with_splits(problem, config, config.splits)
     gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col, problem, config), *normals(ODD_CHANNELS, seed=2))
 
 
@@ -295,8 +275,7 @@ def test_clusters_give_bitwise_the_same(config):
     "config",
     [
         im2col.Config(128, 64, 8, True, 7),
-        im2col.Config(64, 128, 4, True, 7, "cluster"),
-        im2col.Config(128, 128, 7, False, 7, cluster=2),
+        im2col.Config(128, 128, 7, False, 1),
     ],
     ids=str,
 )

@@ -311,39 +311,16 @@ def test_config_limits() -> None:
         ({"splits": 0}, "splits 0; accepted for 5 blocks of pixels: 1 to 5"),
         ({"splits": 6}, "splits 6; accepted for 5 blocks of pixels: 1 to 5"),
         ({"splits": 4}, "splits 4 leaves some of 5 blocks of pixels' splits empty; use 3"),
-        ({"reduction": "atomic"}, "reduction 'atomic'; accepted: 'workspace', 'cluster'"),
-        ({"reduction": "cluster", "splits": 1}, "splits 1 with reduction 'cluster'; accepted: 2 to 16"),
-        ({"cluster": 0}, "cluster 0; accepted: 1 or 2"),
-        ({"cluster": 4}, "cluster 4; accepted: 1 or 2"),
-        ({"cluster": 2, "reduction": "cluster"}, "cluster 2 with reduction 'cluster'; accepted: 1"),
-        ({"cluster": 2, "swap": True}, "cluster 2 with one tile along M; accepted: 1"),
-        ({"cluster": 2, "tile_m": 192, "stages": 5}, "cluster 2 with one tile along N; accepted: 1"),
     ]:
         assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
-    for change in (
-        *({"stages": 2}, {"stages": 7}, {"swap": True}, {"splits": 1}, {"splits": 2}, {"splits": 3}),
-        *({"reduction": "cluster"}, {"reduction": "cluster", "splits": 2}, {"cluster": 2}, {"cluster": 2, "splits": 1}),
-        {"cluster": 2, "tile_m": 192, "stages": 5, "swap": True},
-    ):
+    for change in (*({"stages": 2}, {"stages": 7}, {"swap": True}, {"splits": 1}, {"splits": 2}, {"splits": 3}),):
         assert supports(p, dataclasses.replace(good, **change)) is None, change
 
 
-def test_cluster_holds_up_to_16_splits() -> None:
-    p = matrix(64 * 100)
-    config = Config(64, 64, 4, False, 15, "cluster")
-    assert im2col.whole_splits(p, 17) == 17
-    assert supports(p, dataclasses.replace(config, splits=15)) is None
-    assert (
-        supports(p, dataclasses.replace(config, splits=17)) == "splits 17 with reduction 'cluster'; accepted: 2 to 16"
-    )
-    assert supports(matrix(64 * 16), dataclasses.replace(config, splits=16)) is None
-
-
 @pytest.mark.parametrize("tile", im2col.TILES, ids=str)
-def test_ring_holds_the_fp32_tile(tile: tuple[int, int]) -> None:
-    tile_m, tile_n = tile
-    fewest = max(2, math.ceil(tile_m * tile_n * 4 / ((tile_m + tile_n) * 64 * 2)))
-    deepest = im2col.max_stages(*tile)
+def test_ring_holds_the_16_bit_tile(tile: tuple[int, int]) -> None:
+    fewest, deepest = im2col.MIN_STAGES, im2col.max_stages(*tile)
+    assert tile[0] * tile[1] * 2 <= fewest * Config(*tile, fewest, False, 1).stage_bytes
     assert fewest <= deepest
     for stages in range(1, 10):
         reason = supports(problem(), Config(*tile, stages, False, 1))
@@ -445,9 +422,8 @@ def test_tail_limits() -> None:
     for changes in ({"whole_tiles": tiles}, {"whole_tiles": -1}):
         reason = supports(p, dataclasses.replace(config, **changes)) or ""
         assert f"whole_tiles {changes['whole_tiles']}; accepted for {tiles} tiles: 0 to {tiles - 1}" == reason
-    for changes in ({"splits": 1}, {"reduction": "cluster"}, {"cluster": 2}):
-        reason = supports(p, dataclasses.replace(config, **changes)) or ""
-        assert reason == "whole_tiles 20; accepted but for several splits in the workspace, one group: 0"
+    reason = supports(p, dataclasses.replace(config, splits=1))
+    assert reason == "whole_tiles 20; accepted but for several splits of one group: 0"
 
 
 def test_tail_fits_the_grid() -> None:
@@ -457,29 +433,6 @@ def test_tail_fits_the_grid() -> None:
     assert supports(p, config) is None
     reason = supports(p, dataclasses.replace(config, whole_tiles=256))
     assert reason == "whole_tiles 256; accepted for 65792 tiles: 0, or at least 257"
-
-
-def test_pairs_cover_the_tiles() -> None:
-    """As wgrad/im2col.cu numbers them: a pair of thread blocks is two neighbours along the side they do not share."""
-    with seeded(6) as rng:
-        for _ in range(300):
-            p = random_case(rng).problem()
-            tile = im2col.PAIRED_TILES[rng.integers(len(im2col.PAIRED_TILES))]
-            config = Config(*tile, 4, bool(rng.integers(2)), 1, cluster=2)
-            if supports(p, config) is not None:
-                continue
-            tiles_m, tiles_n = im2col.tile_counts(p, config)
-            launch = im2col.make_plan(p, config).launches[0]
-            assert (launch.cluster, launch.grid[1:]) == ((2, 1, 1), (1, 1))
-            columns, along_m = device_args(p, config)["columns"], tile[1] >= tile[0]
-            found = []
-            for block in range(launch.grid[0]):
-                (row, column), rank = divmod(block // 2, columns), block % 2
-                found.append((2 * row + rank, column) if along_m else (row, 2 * column + rank))
-            assert len(set(found)) == len(found)
-            # At most one more than there are along that side: the rest of an odd count's last pair.
-            limits = (tiles_m + tiles_m % 2, tiles_n) if along_m else (tiles_m, tiles_n + tiles_n % 2)
-            assert set(found) == {(m, n) for m in range(limits[0]) for n in range(limits[1])}
 
 
 # `struct Args` of the device code.
@@ -620,7 +573,7 @@ def test_args_and_map_of_three_dimensions_and_groups() -> None:
         (9, 20, 31), (2, 5, 3), batch=3, in_channels=128, out_channels=384, window_strides=(1, 2, 3),
         padding=((1, 0), (4, 1), (7, 2)), rhs_dilation=(3, 2, 6), feature_group_count=2,
     )  # fmt: skip
-    config = Config(64, 192, 4, True, 2, "cluster")
+    config = Config(64, 192, 4, True, 2)
     out_d, out_h, out_w = p.output_spatial
     blocks = math.ceil(3 * out_d * out_h * out_w / 64)
     assert device_args(p, config) == {
@@ -635,6 +588,6 @@ def test_args_and_map_of_three_dimensions_and_groups() -> None:
     x_map = device_plan.maps[0]
     assert (x_map.dims, x_map.element_strides) == ((128, 31, 20, 9, 3), (1, 3, 2, 1, 1))
     assert (x_map.lower, x_map.upper) == ((-7, -4, -1), (2 - 12, 1 - 8, 0 - 3))
-    (launch,) = device_plan.launches
-    assert (launch.kernel, launch.grid, launch.cluster) == ("wgrad_direct", (30, 2, 2), (1, 2, 1))
+    launch, _ = device_plan.launches
+    assert (launch.kernel, launch.grid) == ("wgrad_partial", (30, 2, 2))
     assert dict(device_plan.source.defines)["RANK3"] == 1

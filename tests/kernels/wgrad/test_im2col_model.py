@@ -23,15 +23,13 @@ LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(c
 def test_candidates_are_legal_unique_and_of_known_code(case: cases.Case) -> None:
     p = case.problem()
     configs = im2col.candidates(p, DEFAULT_CUDA)
-    variants = [v for v in im2col.variants() if v.cluster == 1 and supports(p, v) is None]
+    variants = [v for v in im2col.variants() if supports(p, v) is None]
     assert 300 >= len(set(configs)) == len(configs) >= len(variants)
     for config in configs:
         assert supports(p, config, DEFAULT_CUDA) is None, config
-    plain = {dataclasses.replace(c, splits=1, reduction="workspace", whole_tiles=0) for c in configs}
+    plain = {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs}
     assert {dataclasses.replace(c, stages=min(c.stages, im2col.MAX_STAGES)) for c in plain} == set(variants)
     assert {config.splits for config in configs} >= {1}
-    if 1 < im2col.k_tiles(p) <= 2 * im2col.MAX_CLUSTER_K_TILES:
-        assert {config.reduction for config in configs} == {"workspace", "cluster"}
     if im2col.k_tiles(p) >= 8 * DEFAULT_CUDA.cores:
         assert len({config.splits for config in configs}) > 5
 
@@ -59,7 +57,6 @@ def test_workspace_is_one_float_for_each_result_and_split() -> None:
     for splits in (2, 3, 5):
         config = Config(64, 64, 4, False, splits)
         assert im2col.workspace_bytes(p, config) == splits * 3 * 3 * 64 * 64 * 4
-        assert im2col.workspace_bytes(p, dataclasses.replace(config, reduction="cluster")) == 0
     assert im2col.workspace_bytes(p, Config(64, 64, 4, False, 1)) == 0
 
 
@@ -135,8 +132,7 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
     p = next(case for case in cases.WGRAD_CASES if case.name == "c256k256_r3_14x14_b256").problem()
     for config in (
         Config(128, 128, 7, False, 7),
-        Config(128, 128, 7, False, 7, "cluster"),
-        Config(128, 256, 4, True, 2, cluster=2),
+        Config(128, 256, 4, True, 2),
         Config(64, 64, 6, True, 1),
     ):
         near = im2col.neighbours(p, config, DEFAULT_CUDA)
@@ -147,10 +143,8 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
             tuple(f.name for f in dataclasses.fields(c) if getattr(c, f.name) != getattr(config, f.name)) for c in legal
         }
         assert changed >= {("swap",), ("stages",)} - ({("stages",)} if config.stages == 4 else set())
-        if config.splits > 2:
-            assert {("splits",), ("reduction",)} <= changed
-        else:
-            assert changed & {("splits",), ("cluster",), ("splits", "reduction")}
+        assert changed <= {("swap",), ("stages",), ("splits",)}
+        assert ("splits",) in changed
 
 
 def test_rings_have_at_most_8_stages() -> None:
@@ -164,18 +158,6 @@ def test_rings_have_at_most_8_stages() -> None:
         if case.groups == 1 and case.dtype == "bfloat16" and supports(case.problem()) is None:
             found = im2col.candidates(case.problem(), DEFAULT_CUDA)
             assert max(config.stages for config in found) == 8
-
-
-def test_estimate_counts_clusters_that_fit() -> None:
-    """16 thread blocks of a cluster share a graphics processing cluster: an H200 holds six at a time, not eight."""
-    p = matrix(64 * 16 * 20, 64 * 8, 64)
-    seconds = [
-        im2col.estimate(
-            dataclasses.replace(p, in_channels=64 * n), Config(64, 64, 8, False, 16, "cluster"), DEFAULT_CUDA
-        )
-        for n in (6, 7)
-    ]
-    assert seconds[1] > 1.3 * seconds[0]
 
 
 def test_every_output_problem_agrees_with_its_geometry() -> None:
