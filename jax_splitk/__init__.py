@@ -14,8 +14,8 @@ from jax_splitk.quantized import prepack as prepack
 from jax_splitk.quantized import quantize as quantize
 from jax_splitk.quantized import unpack as unpack
 from jax_splitk.runtime import registration as registration
+from jax_splitk.tuning.decide import FrozenCacheMiss as FrozenCacheMiss
 from jax_splitk.tuning.options import options as options
 from jax_splitk.tuning.result import TuningResult as TuningResult
-from jax_splitk.tuning.store import FrozenCacheMiss as FrozenCacheMiss
 
 registration.register()
