@@ -1,18 +1,11 @@
 """`python -m jax_splitk COMMAND`."""
 
 import argparse
-import json
 import os
 import sys
 
-from jax_splitk.cli import cache, doctor, explain, tune
-from jax_splitk.cli.usage import UsageError
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    report = doctor.examine()
-    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
-    return 1 if report.problems else 0
+from jax_splitk.cli import cache, decide, doctor
+from jax_splitk.cli.output import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,13 +17,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # What follows -- is for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m jax_splitk", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jax_splitk")
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("doctor", help="what is installed, which GPU, which implementations can run")
-    check.add_argument("--json", action="store_true", help="machine-readable output")
-    check.set_defaults(run=_doctor, parser=check)
-    for command in (tune, explain, cache):
-        command.add_parser(commands)
+    for add in (decide.add_parsers, cache.add_parser, doctor.add_parser):
+        add(commands)
     arguments = parser.parse_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser

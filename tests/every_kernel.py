@@ -4,7 +4,6 @@ to: for what costs too much on others."""
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax import numpy as jnp
 from benchmarks.cases import Case as Convolution
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.problems.problem import Problem
@@ -235,37 +235,30 @@ def _stream() -> Iterator[Run]:
         yield Run(stream, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
 
 
-def _cut(family: Any, case: products.Case, config: Any, blocks: int) -> Run:
-    """A product whose tiles are cut into ranges, for so many thread blocks or fewer."""
-    whole = products.whole_blocks(family, case.problem, dataclasses.replace(config, blocks=blocks))
-    return Run(family, case.problem, whole, case)
-
-
 def _fp8() -> Iterator[Run]:
     plain, wide = products.Case(20, 384, 136, x_dtype=E4M3), products.Case(70, 320, 300, "uint4", 64, x_dtype=E4M3)
     exact = products.Case(130, 256, 140, E4M3, 128, None, "float32", E4M3)
     channel = products.Case(9, 336, 130, "float4_e2m1fn", 336, None, HALF, E4M3, HALF)
-    for case, config, blocks in (
-        (plain, fp8.Config(32, 32, 2, 1, 0, 0), 2),
-        (plain, fp8.Config(32, 32, 2, 1, 0, 0), 5),
-        (dataclasses.replace(plain, rows=150), fp8.Config(32, 32, 2, 1, 0, 0), 4),
-        (wide, fp8.Config(64, 64, 2, 2, 0, 0, 256), 6),
-        (exact, fp8.Config(192, 64, 2, 2, 0, 0), 2),
-        (channel, fp8.Config(64, 32, 2, 1, 0, 0), 3),
+    for case, config in (
+        (plain, fp8.Config(128, 32, 2, 2)),
+        (plain, fp8.Config(128, 32, 2, 5)),
+        (dataclasses.replace(plain, rows=150), fp8.Config(128, 32, 2, 4)),
+        (wide, fp8.Config(256, 64, 2, 6, multicast=2, chunk=64)),
+        (exact, fp8.Config(128, 192, 2, 2, multicast=2, chunk=64)),
+        (channel, fp8.Config(128, 64, 2, 3)),
     ):
-        yield _cut(fp8, case, config, blocks)
-    # Ranges of a tile that are a cluster: the ring is filled again, sums land across its end, and two parts.
+        yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config), case)
+    # Ranges of a tile that are a cluster: the pipeline is filled again, sums land across its end, two k_warpgroups.
     deep = products.Case(40, 1088, 136, x_dtype=E4M3)
     for case, config in (
-        (dataclasses.replace(plain, k=768), fp8.Config(32, 32, 3, 1, 4, 0, splits=2)),
-        (deep, fp8.Config(64, 64, 3, 1, 4, 0, splits=2, parts=2)),
-        (dataclasses.replace(plain, k=1024, features=203), fp8.Config(32, 32, 3, 1, 6, 0, splits=3, parts=2)),
+        (dataclasses.replace(plain, k=768), fp8.Config(128, 32, 3, 4, splits=2)),
+        (deep, fp8.Config(128, 64, 3, 4, splits=2, k_warpgroups=2, chunk=64)),
+        (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 3, 6, splits=3, k_warpgroups=2)),
     ):
-        assert fp8.supports(case.problem, config) is None
-        yield Run(fp8, case.problem, config, case)
+        yield Run(fp8.FAMILY, case.problem, config, case)
 
 
-def _wgmma() -> Iterator[Run]:
+def _tiled() -> Iterator[Run]:
     plain = products.Case(17, 384, 136)
     zero = products.Case(20, 256, 100, "uint4", 64, "bfloat16", HALF, HALF, HALF)
     channel = products.Case(33, 300, 72, "int8", 300)
@@ -280,19 +273,19 @@ def _wgmma() -> Iterator[Run]:
         (products.Case(9, 256, 70, "nf4", 128), 64, 16, "weight", 2),
         (products.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
     ):
-        yield _cut(tiled, case, tiled.Config(tile_m, tile_n, 2, scaling, 0, 0), blocks)
+        config = tiled.Config(tile_m, tile_n, 2, blocks, scaling=scaling)
+        yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
     deep = dataclasses.replace(plain, k=768)
-    for case, config in (
-        (plain, tiled.Config(128, 32, 2, "weight", 0, 0, 3)),
-        (deep, tiled.Config(64, 64, 8, "weight", 0, 0, 2, parts=2)),
-        (deep, tiled.Config(128, 32, 4, "weight", 0, 0, 3, parts=2)),
+    for case, tile, splits in (
+        (plain, tiled.Config(128, 32, 2, 0, scaling="weight"), 3),
+        (deep, tiled.Config(64, 64, 8, 0, k_warpgroups=2, scaling="weight"), 2),
+        (deep, tiled.Config(128, 32, 4, 0, k_warpgroups=2, scaling="weight"), 3),
     ):
-        tiles = math.prod(tiled.tile_counts(case.problem, config))
-        yield Run(tiled, case.problem, dataclasses.replace(config, blocks=config.cluster * tiles), case)
+        yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 
 
 RUNS = list(
-    itertools.chain(_sm90(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _wgmma())
+    itertools.chain(_sm90(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _tiled())
 )
 
 

@@ -5,13 +5,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.kernels.quantized import ranges
+from jax_splitk.kernels.quantized import tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.runtime import execute, plan
@@ -160,11 +160,13 @@ def problems(
     return found
 
 
-def whole_blocks(family: Any, p: QuantizedMatmulProblem, config: Any) -> Any:
-    """`config` of quantized_fp8 or quantized_tiled with the nearest number of thread blocks not above its own that
-    leaves none without work."""
-    given = family.schedule(p, config)
-    return dataclasses.replace(config, blocks=given.whole().workers * (config.blocks // given.workers))
+_Config = TypeVar("_Config", bound=tiles.Config)
+
+
+def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
+    """The config with the nearest number of thread blocks not above its own that leaves none without work."""
+    workers = tiles.schedule(p, config).without_idle().workers
+    return dataclasses.replace(config, blocks=workers * config.multicast)
 
 
 # ---- checks without a GPU ------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def check_only_hopper(family: Any, p: QuantizedMatmulProblem) -> None:
 
 
 def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
-    """They are legal, in order, and of the variants that are compiled."""
+    """They are legal and in order."""
     found = family.candidates(p, DEFAULT_CUDA)
     assert found
     assert len(set(found)) == len(found) <= 40
@@ -190,8 +192,6 @@ def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
     assert 1e-6 < seconds[0] < 1
     for config in family.neighbours(p, found[0], DEFAULT_CUDA):
         assert config != found[0]
-    compiled = {family.source(p, variant) for variant in family.variants(p)}
-    assert {family.source(p, config) for config in found} <= compiled
 
 
 def check_buffers(p: QuantizedMatmulProblem, made: plan.DevicePlan) -> None:
@@ -205,13 +205,16 @@ Piece = tuple[int, int, int, int]  # a tile, its first k block, end, slot
 
 
 def check_schedule(
-    family: Any, p: QuantizedMatmulProblem, config: Any, pieces: Callable[[plan.Int32Struct, int, int], list[Piece]]
+    family: tiles.TileFamily[Any],
+    p: QuantizedMatmulProblem,
+    config: tiles.Config,
+    pieces: Callable[[plan.Int32Struct, int, int], list[Piece]],
 ) -> None:
     """Every k block of every tile is computed once, and the second kernel adds what was cut.
 
     `pieces(args, worker, workers)` is what the device code makes of its arguments.
     """
-    given = family.schedule(p, config)
+    given = tiles.schedule(p, config)
     launches = {launch.kernel: launch for launch in family.make_plan(p, config).launches}
     main = launches[family.name]
     (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
@@ -224,20 +227,20 @@ def check_schedule(
             if slot >= 0:
                 slots.setdefault(tile, []).append(slot)
     assert (done == 1).all(), config
-    assert bool(slots) == ("reduce_ranges" in launches) == family.is_cut(p, config)
-    size = config.cluster * getattr(config, "splits", 1)
+    assert bool(slots) == ("reduce_ranges" in launches) == tiles.is_cut(p, config)
+    size = config.multicast * config.splits
     assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
     assert main.grid[0] % size == 0
     flat = list(itertools.chain(*slots.values()))
     assert len(set(flat)) == len(flat)
-    tile_floats = config.blocks // given.workers * config.tile_m * config.tile_n
-    assert all((slot + 1) * tile_floats * 4 <= family.workspace_bytes(p, config) for slot in flat)
+    slot_bytes = config.multicast * tiles.tile_bytes(config)
+    assert all((slot + 1) * slot_bytes <= family.workspace_bytes(p, config) for slot in flat)
     if not slots:
         return
     # What the second kernel adds, in the order of the ranges.
-    before = config.waves * given.workers
+    before = config.whole_tiles * given.workers
     parts = launches["reduce_ranges"].grid[0] // (given.tiles - before)
-    assert parts * ranges.REDUCE_COLUMNS * ranges.SLOT == tile_floats
+    assert parts * tiles.CHUNK_BYTES == slot_bytes
     for tile in range(given.tiles - before):
         first_unit = tile * given.k_blocks
         first, last = first_unit // length, (first_unit + given.k_blocks - 1) // length

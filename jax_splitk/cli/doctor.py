@@ -1,6 +1,6 @@
 """What this installation can do: versions, the GPU, the settings, and each implementation with what it lacks."""
 
-import dataclasses
+import argparse
 import importlib.metadata
 import os
 import pathlib
@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from jax_splitk import _ffi
+from jax_splitk.cli import output
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import agreement, select, store, tuner
 
-PACKAGES = (
+_PACKAGES = (
     "jax_splitk",
     "jax",
     "jaxlib",
@@ -28,42 +29,58 @@ PACKAGES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Findings of `examine`; `str()` of it is for people.
+def add_parser(commands: Any) -> None:
+    about = "what is installed, which GPU, which implementations can run"
+    parser = commands.add_parser("doctor", help=about, description=about)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
+    parser.set_defaults(run=_command, parser=parser)
 
-    Attributes:
-      versions: by package; None where it is not installed.
-      backend: JAX's default one; None where it cannot start.
-      settings: the environment variables that `jax_splitk` reads, with the values in force.
-      implementations: by name, why it cannot run; None where it can.
-      problems: what has to be mended before anything runs as it is set up to.
+
+def _command(arguments: argparse.Namespace) -> int:
+    report = examine()
+    output.emit(report, text(report), arguments.json)
+    return 1 if report["problems"] else 0
+
+
+def examine() -> dict[str, Any]:
+    """Looks at this process's installation; runs nothing on a device.
+
+    None stands for the version of a package that is not installed, a backend that cannot start, and an implementation
+    that can run; the others' values say why they cannot. "settings" are the variables that jax_splitk reads, with the
+    values in force, "problems" what has to be mended.
     """
+    missing = compiler.unavailable()
+    backend, devices, without = _backend()
+    settings, problems = _settings(backend)
+    return {
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "backend": backend,
+        "devices": devices,
+        "compiler": missing or "NVRTC {}.{} for {}".format(*compiler.find_nvrtc().version, compiler.ARCH),
+        "cache_dir": str(disk.cache_dir()),
+        "settings": settings,
+        "implementations": {"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
+        "problems": [*([without] if without else ()), *problems],
+    }
 
-    python: str
-    versions: dict[str, str | None]
-    backend: str | None
-    devices: tuple[str, ...]
-    compiler: str
-    cache_dir: str
-    settings: dict[str, str]
-    implementations: dict[str, str | None]
-    problems: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        lines = [f"python {self.python}"]
-        lines += [f"{name} {version or 'not installed'}" for name, version in self.versions.items()]
-        lines.append(f"backend {self.backend or 'none'}: {', '.join(self.devices)}")
-        lines.append(f"device code compiler: {self.compiler}")
-        lines.append(f"cache {self.cache_dir}")
-        lines += [f"{name}={value}" for name, value in self.settings.items()]
-        for name, reason in self.implementations.items():
-            lines.append(f"implementation {name}: {'can run' if reason is None else reason}")
-        lines += [f"problem: {problem}" for problem in self.problems]
-        return "\n".join(lines)
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    implementations = report["implementations"].items()
+    return "\n".join(
+        [
+            f"python {report['python']}",
+            *(f"{name} {version or 'not installed'}" for name, version in report["versions"].items()),
+            f"backend {report['backend'] or 'none'}: {', '.join(report['devices'])}",
+            f"device code compiler: {report['compiler']}",
+            f"cache {report['cache_dir']}",
+            *(f"{name}={value}" for name, value in report["settings"].items()),
+            *(f"implementation {name}: {reason or 'can run'}" for name, reason in implementations),
+            *(f"problem: {problem}" for problem in report["problems"]),
+        ]
+    )
 
 
 def _version(package: str) -> str | None:
@@ -73,15 +90,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _backend() -> tuple[str | None, tuple[str, ...], str | None]:
+def _backend() -> tuple[str | None, list[str], str | None]:
     """(the default backend, its devices, why there is none)."""
     try:
-        return jax.default_backend(), tuple(device.device_kind for device in jax.local_devices()), None
+        return jax.default_backend(), [device.device_kind for device in jax.local_devices()], None
     except Exception as error:  # JAX raises several kinds, AssertionError among them, some without a message
         said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
         chosen = os.environ.get("JAX_PLATFORMS")
         where = f" with JAX_PLATFORMS={chosen}" if chosen else ""
-        return None, (), f"jax starts no backend{where} ({said})"
+        return None, [], f"jax starts no backend{where} ({said})"
 
 
 def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
@@ -130,26 +147,3 @@ def _cutlass_reason(backend: str | None) -> str | None:
     if not target.is_hopper:
         return f"needs compute capability 9.0 (Hopper); {target.device_kind} has {target.compute_capability}"
     return None
-
-
-def examine() -> Report:
-    """Looks at this process's installation; runs nothing on a device."""
-    reason = compiler.unavailable()
-    if reason is None:
-        major, minor = compiler.find_nvrtc().version
-        found = f"NVRTC {major}.{minor} for {compiler.ARCH}"
-    else:
-        found = reason
-    backend, devices, without = _backend()
-    settings, problems = _settings(backend)
-    return Report(
-        python=platform.python_version(),
-        versions={package: _version(package) for package in PACKAGES},
-        backend=backend,
-        devices=devices,
-        compiler=found,
-        cache_dir=str(disk.cache_dir()),
-        settings=settings,
-        implementations={"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
-        problems=(*([without] if without else ()), *problems),
-    )

@@ -1,16 +1,43 @@
-"""What commands print: tables for people or JSON on stdout, and everything else on stderr."""
+"""What commands print and refuse: tables for people or JSON on stdout, everything else on stderr."""
 
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax_splitk.runtime import disk
 
-def emit(value: Any, text: str, *, as_json: bool) -> None:
+# No column of a table is narrowed to less than this.
+_LEAST_WIDTH = 16
+
+
+class UsageError(ValueError):
+    """A wrong argument or setting; `main` prints the message with the command's usage and exits with 2."""
+
+
+@contextlib.contextmanager
+def usage() -> Iterator[None]:
+    """The block checks arguments or settings: its ValueError is a `UsageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def require_writable() -> None:
+    """For commands that change the user's cache."""
+    with usage():
+        mode = disk.mode()
+    if mode != "update":
+        raise UsageError(f"JAX_SPLITK_CACHE_MODE={mode!r}; accepted by this command, which writes: 'update'")
+
+
+def emit(value: Any, text: str, as_json: bool) -> None:
     """Prints `value` as JSON, or `text`."""
-    print(json.dumps(value, indent=2) if as_json else text)
+    print(json.dumps(value, indent=2, default=str) if as_json else printable(text))
 
 
 def note(text: str) -> None:
@@ -23,14 +50,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        printable("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-        for line in lines
-    )
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence[str] = ()) -> str:
+    """Aligned columns. On a terminal those named by `narrow` are shortened, in this order, until a line fits."""
+    lines = [[printable(cell) for cell in line] for line in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        excess = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
+        for i in map(list(header).index, narrow):
+            cut = max(0, min(excess, widths[i] - _LEAST_WIDTH))
+            widths[i], excess = widths[i] - cut, excess - cut
+    return "\n".join("  ".join(map(_cell, line, widths)).rstrip() for line in lines)
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def number(value: float | None, form: str = ".1f") -> str:

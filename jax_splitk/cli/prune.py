@@ -1,108 +1,90 @@
-"""Which files of a cache to delete: only what was asked for."""
+"""`cache prune`: deletes what was asked for, and lists it."""
 
-import datetime
+import argparse
 import pathlib
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from jax_splitk.cli.stored import UNDATED, Stored, Unusable, date, read_all
-from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import key as keys
+from jax_splitk.cli import output, stored
+from jax_splitk.runtime import compiler, disk, settings
+from jax_splitk.tuning import store
 
 # A write takes milliseconds: a temporary file this old was left by a process that died.
-ABANDONED_SECONDS = 3600
-PLATFORMS = ("cpu", "cuda")
+_ABANDONED_DAYS = 1 / 24
 
 
-def local_environments() -> set[str]:
-    """Digests of the environments in which this machine, with this version, looks entries up."""
-    return {
-        environment.digest()
-        for op in OPERATIONS
-        for platform in PLATFORMS
-        for environment in keys.environments(op, target_for(platform))
-    }
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")
+    parser.add_argument("--older-than", metavar="DAYS", help="only files that were written longer ago")
+    parser.add_argument("--damaged", action="store_true", help="also damaged files, and what dead processes left")
+    parser.add_argument("--dry-run", action="store_true", help="list, but do not delete")
+    parser.set_defaults(run=_command)
 
 
-def selected(
-    folder: pathlib.Path, *, environment: str | None, older_than_days: float | None, damaged: bool
-) -> list[tuple[pathlib.Path, str]]:
-    """(file, why) of what to delete.
-
-    Args:
-      environment: "other" for entries that this machine does not use, and machine code of other kernels, compilers or
-        headers than this installation's; "all" for all; None for no such condition.
-      older_than_days: a condition on the entry's own date; what has none is not old. For machine code on the file's.
-        Both conditions must be met.
-      damaged: also files that no version can use, and what dead writers left.
-    """
-    stored, unusable = read_all(folder)
-    chosen: list[tuple[pathlib.Path, str]] = []
-    if environment is not None or older_than_days is not None:
-        local = local_environments() if environment == "other" else set()
-        for item in [*stored, *(u for u in unusable if u.foreign)]:
-            elsewhere = item.path.parent.name not in local
-            if environment is not None and not elsewhere:
-                continue
-            age = _age_days(item)
-            if older_than_days is not None and (age is None or age <= older_than_days):
-                continue
-            reasons = {"other": "another environment's", "all": "an entry"}
-            why = [reasons[environment]] if environment else []
-            why += [f"{age:.1f} days old"] if older_than_days is not None else []
-            chosen.append((item.path, ", ".join(why)))
-    if damaged:
-        chosen += [(item.path, item.reason) for item in unusable if not item.foreign]
-        for path in sorted([*(folder / "tuning").glob("*/.tmp-*"), *(folder / "cubin").glob(".tmp-*")]):
-            if (_file_age_seconds(path) or 0.0) > ABANDONED_SECONDS:
-                chosen.append((path, "left by a process that died while writing"))
-    return chosen + _machine_code(folder, environment, older_than_days, damaged)
+def _command(arguments: argparse.Namespace) -> int:
+    if not arguments.dry_run:
+        output.require_writable()
+    environment, older_than, damaged = arguments.environment, arguments.older_than, arguments.damaged
+    if environment is None and older_than is None and not damaged:
+        raise output.UsageError("nothing to prune was named; accepted: --environment, --older-than, --damaged")
+    with output.usage():
+        days = None if older_than is None else settings.positive("--older-than", older_than, "days")
+    deleted, failed = [], []
+    for file in _files(disk.cache_dir()):
+        if file.damage is not None:
+            chosen = damaged
+        else:
+            chosen = environment is not None or days is not None
+            chosen = chosen and (environment != "other" or file.is_others)
+            chosen = chosen and (days is None or _days(file.path) > days)
+        if not chosen:
+            continue
+        try:
+            if not arguments.dry_run:
+                file.path.unlink(missing_ok=True)
+            deleted.append({"path": file.path, "why": file.damage or file.what})
+        except OSError as error:
+            failed.append({"path": file.path, "why": str(error)})
+    verb = "would delete" if arguments.dry_run else "deleted"
+    lines = [f"{verb} {item['path']}: {item['why']}" for item in deleted]
+    value = {"dry_run": arguments.dry_run, "deleted": deleted, "failed": failed}
+    output.emit(value, "\n".join([*lines, f"{verb} {len(deleted)} files"]), arguments.json)
+    for item in failed:
+        output.note(f"cannot delete {item['path']}: {item['why']}")
+    return 1 if failed else 0
 
 
-def _machine_code(
-    folder: pathlib.Path, environment: str | None, older_than_days: float | None, damaged: bool
-) -> list[tuple[pathlib.Path, str]]:
-    """`selected` of the compiled kernels, which name no machine: they are another environment's if their source text,
-    compiler or headers are not those of now. Without a compiler here that cannot be told of any."""
-    chosen: list[tuple[pathlib.Path, str]] = []
-    current = _current_origins() if environment == "other" else None
+class _File(NamedTuple):
+    """A file of a cache: what it is, whether only other machines or versions use it, and why nobody can."""
+
+    path: pathlib.Path
+    what: str
+    is_others: bool
+    damage: str | None = None
+
+
+def _files(folder: pathlib.Path) -> Iterator[_File]:
+    local = stored.local_environments()
+    for path in store.files(folder):
+        is_others = path.parent.name not in local
+        item = None if is_others else stored.read(path, folder)
+        yield _File(path, "an entry", is_others, item.reason if isinstance(item, stored.Unusable) else None)
+    # Machine code names no machine: it is another installation's if its source text, compiler or headers are not those
+    # of now. Without a compiler here that cannot be told of any.
+    compiles = compiler.unavailable() is None
+    current = {compiler.origin(file) for file in compiler.source_files()} if compiles else set()
     for path, origin in compiler.stored(folder):
-        if origin is None:
-            if damaged:
-                chosen.append((path, "damaged, or another version's machine code"))
-            continue
-        if environment is None and older_than_days is None:
-            continue
-        if environment == "other" and (current is None or origin in current):
-            continue
-        age = (_file_age_seconds(path) or 0.0) / 86400
-        if older_than_days is not None and age <= older_than_days:
-            continue
-        reasons = {"other": "no current kernel's machine code", "all": "machine code"}
-        why = [reasons[environment]] if environment else []
-        why += [f"{age:.1f} days old"] if older_than_days is not None else []
-        chosen.append((path, ", ".join(why)))
-    return chosen
+        damage = "damaged, or another version's machine code" if origin is None else None
+        yield _File(path, "machine code", compiles and origin not in current, damage)
+    for path in sorted([*(folder / "tuning").glob("*/.tmp-*"), *(folder / "cubin").glob(".tmp-*")]):
+        if _days(path) > _ABANDONED_DAYS:
+            yield _File(path, "a temporary file", False, "left by a process that died while writing")
 
 
-def _current_origins() -> set[str] | None:
-    if compiler.unavailable() is not None:
-        return None
-    return {compiler.origin(file) for file in compiler.source_files()}
-
-
-def _age_days(item: Stored | Unusable) -> float | None:
-    if isinstance(item, Unusable):
-        return None
-    when = date(item.entry)
-    if when == UNDATED:
-        return None
-    return (datetime.datetime.now(datetime.UTC) - when) / datetime.timedelta(days=1)
-
-
-def _file_age_seconds(path: pathlib.Path) -> float | None:
+def _days(path: pathlib.Path) -> float:
+    """How long ago a file was written; 0 for one that is gone."""
     try:
-        return time.time() - path.stat().st_mtime
+        return (time.time() - path.stat().st_mtime) / 86400
     except OSError:
-        return None
+        return 0.0

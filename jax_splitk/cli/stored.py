@@ -1,23 +1,29 @@
-"""Entries as they lie in cache folders: read with every check, described, and the files that cannot be used."""
+"""Entries of cache folders and of a `TuningResult`'s files: read with every check, and described."""
 
 import dataclasses
 import datetime
 import json
+import os
 import pathlib
 from typing import Any
 
-from jax_splitk.cli.output import note, number
-from jax_splitk.cli.problems import as_dict
+from jax_splitk.cli import work
+from jax_splitk.cli.output import UsageError, number
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Candidate, Entry
 from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.result import TuningResult
 
-HEADER = ("digest", "device", "problem", "choice", "us", "XLA us", "speedup", "regret", "date")
-UNDATED = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+HEADER = ("digest", "us", "XLA us", "ratio", "problem", "choice")
+NARROW = ("choice", "problem")
+_UNREADABLE = "it cannot be read"
+# What reading a damaged file raises.
+_DAMAGE = (ValueError, TypeError, ArithmeticError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,119 +37,102 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Unusable:
-    """A file that is never used. `foreign`: another version of jax_splitk may well use it."""
+    """A file that is never used here. `foreign`: it lies where only other machines or versions look."""
 
     path: pathlib.Path
     reason: str
     foreign: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"file": str(self.path), "reason": self.reason, "foreign": self.foreign}
 
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+def local_environments() -> set[str]:
+    """The folders of a cache in which this machine, with this version, looks entries up."""
+    targets = [target_for(platform) for platform in ("cpu", "cuda")]
+    return {e.digest() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:
     """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
     data = disk.read(path)
     if data is None:
-        return Unusable(path, "it cannot be read")
+        return Unusable(path, _UNREADABLE)
     try:
         fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        return Unusable(path, f"not JSON: {error}")
-    if not isinstance(fields, dict):
-        return Unusable(path, f"a {type(fields).__name__}; accepted: an object")
-    schema = fields.get("schema")
-    if schema != keys.SCHEMA:
-        return Unusable(path, f"schema {schema!r}; accepted: {keys.SCHEMA}", foreign=type(schema) is int)
-    op = fields["key"].get("op") if isinstance(fields.get("key"), dict) else None
-    if isinstance(op, str) and op not in OPERATIONS:
-        return Unusable(path, f"op={op!r}; accepted: {', '.join(map(repr, OPERATIONS))}", foreign=True)
-    foreign = False
-    try:
-        key = keys.key_from_dict(fields.get("key"))
-        foreign = key.environment.abi != keys.environment(key.problem, key.target).abi
+        key = keys.key_from_dict(fields.get("key") if isinstance(fields, dict) else None)
         entry = entries.loads(data, key)
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        return Unusable(path, str(error), foreign)
+    except _DAMAGE as error:
+        return Unusable(path, str(error))
     if folder is not None and path != folder / key.file:
         return Unusable(path, f"it is not where it would be looked for, {folder / key.file}")
     return Stored(path, key, entry)
 
 
-def read_all(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
     """Every entry file of a cache folder."""
+    local = local_environments()
     found = [read(path, folder) for path in store.files(folder)]
-    return [f for f in found if isinstance(f, Stored)], [f for f in found if isinstance(f, Unusable)]
+    unusable = [f for f in found if isinstance(f, Unusable)]
+    return (
+        [f for f in found if isinstance(f, Stored)],
+        [dataclasses.replace(f, foreign=f.path.parent.name not in local) for f in unusable],
+    )
 
 
-def read_folders(folders: list[pathlib.Path]) -> tuple[list[Stored], list[Unusable]]:
-    """Every entry file of several cache folders."""
-    usable: list[Stored] = []
-    unusable: list[Unusable] = []
-    for folder in folders:
-        good, bad = read_all(folder)
-        usable += good
-        unusable += bad
-    return usable, unusable
+def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    """Every entry of a file with a TuningResult's text, which is used as a whole or not at all."""
+    data = disk.read(path)
+    if data is None:
+        return [], [Unusable(path, _UNREADABLE)]
+    try:
+        return [Stored(path, key, entry) for key, entry in TuningResult.loads(data)], []
+    except _DAMAGE as error:
+        return [], [Unusable(path, str(error))]
 
 
-def report(unusable: list[Unusable]) -> int:
-    """Says on stderr which files were skipped; the exit code."""
-    for item in unusable:
-        note(f"skipped {item}")
-    return 1 if unusable else 0
+def read_source(argument: str, text: str) -> tuple[list[Stored], list[Unusable]]:
+    """Every entry of a cache folder or of a TuningResult's file, which must be there."""
+    path = pathlib.Path(text)
+    if os.path.isdir(path / "tuning"):
+        return read_folder(path)
+    if os.path.isfile(path):
+        return read_file(path)
+    raise UsageError(f"{argument}={text!r}; accepted: a cache folder, which contains tuning/, or a TuningResult's file")
 
 
 def date(entry: Entry) -> datetime.datetime:
-    """When the entry was made; `UNDATED` where it does not say."""
+    """When the entry was made; long ago where it does not say."""
+    undated = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     text = entry.metadata.get("date")
     try:
-        when = datetime.datetime.fromisoformat(text) if isinstance(text, str) else UNDATED
+        when = datetime.datetime.fromisoformat(text) if isinstance(text, str) else undated
         # An offset may lead out of the calendar.
         return when.replace(tzinfo=datetime.UTC) if when.tzinfo is None else when.astimezone(datetime.UTC)
     except (ValueError, OverflowError):
-        return UNDATED
+        return undated
 
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
     """(us of the choice, us of XLA, how many times faster the choice is)."""
-    ours, xla = entry.us(entry.choice), entry.us(Candidate(XLA))
-    return ours, xla, xla / ours if ours and xla else None
+    us, xla_us = entry.us(entry.choice), entry.us(Candidate(XLA))
+    return us, xla_us, xla_us / us if us and xla_us else None
 
 
 def describe(key: Key, entry: Entry) -> dict[str, Any]:
-    """The decision as plain data."""
-    ours, xla, speedup = times(entry)
-    when = date(entry)
+    """The decision as plain data, without its measurements."""
+    us, xla_us, ratio = times(entry)
     return {
         "digest": key.digest[:40],
-        "environment": key.as_dict()["environment"],
-        "problem": as_dict(key.problem),
+        "problem": work.as_dict(key.problem),
+        "environment": dataclasses.asdict(key.environment),
         "workspace_limit_bytes": entry.workspace_limit_bytes,
         "choice": entry.choice.as_dict(),
-        "us": ours,
-        "xla_us": xla,
-        "speedup": speedup,
-        "regret": entry.regret,
-        "date": None if when == UNDATED else when.isoformat(timespec="seconds"),
+        "predicted": None if entry.predicted is None else entry.predicted.as_dict(),
+        **{"us": us, "xla_us": xla_us, "ratio": ratio, "regret": entry.regret},
+        "metadata": entry.metadata,
     }
 
 
 def row(key: Key, entry: Entry) -> list[str]:
-    """The decision as the cells of a table with `HEADER`."""
-    ours, xla, speedup = times(entry)
-    when = date(entry)
-    return [
-        key.digest[:10],
-        key.environment.device_kind,
-        str(key.problem),
-        str(entry.choice),
-        number(ours),
-        number(xla),
-        number(speedup, ".2f"),
-        number(entry.regret, ".1%"),
-        "-" if when == UNDATED else when.isoformat(sep=" ", timespec="minutes")[:16],
-    ]
+    """The decision as the cells of a table with `HEADER`; the problem without its operation, which the choice tells."""
+    us, xla_us, ratio = times(entry)
+    problem = str(key.problem).removeprefix(f"{key.problem.op} ").replace("bfloat", "bf").replace("float", "f")
+    return [key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), problem, str(entry.choice)]

@@ -13,7 +13,7 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_wgrad": (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host),
-    "quantized_matmul": (stream, fp8, tiled, quantized_host),
+    "quantized_matmul": (stream, fp8.FAMILY, tiled.FAMILY, quantized_host),
 }
 
 

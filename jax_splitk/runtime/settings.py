@@ -15,11 +15,15 @@ def word(name: str, accepted: Sequence[str], default: str) -> str:
 
 def seconds(name: str, default: float) -> float:
     """The variable's value as a number of seconds; ValueError unless it is above 0."""
-    text = os.environ.get(name) or str(default)
+    return positive(name, os.environ.get(name) or str(default), "seconds")
+
+
+def positive(name: str, text: str, unit: str) -> float:
+    """The number that `text` is; ValueError unless it is above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ValueError(f"{name}={text!r}; accepted: a number of seconds above 0")
+        raise ValueError(f"{name}={text!r}; accepted: a number of {unit} above 0")
     return value

@@ -58,11 +58,6 @@
 #include "quantized/ranges.cuh"
 #include "quantized/scales.cuh"
 
-// Must match `_args` in quantized_fp8.py.
-struct Args : Schedule {
-  int once;  // every word is read by one thread block only
-};
-
 constexpr bool IN_CLUSTERS = SPLITS > 1;
 static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
 static_assert(CLUSTER == 1 || !IN_CLUSTERS, "a cluster shares x or a tile");
@@ -115,13 +110,13 @@ __device__ inline Piece piece_of(const Args& g, int index, int worker = int(bloc
     const int rank = int(cute::block_rank_in_cluster()), begin = rank * RANGE;
     return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
   } else {
-    if (index < g.waves) return {worker + index * clusters(), 0, g.k_blocks, -1};
-    const int rest = g.tiles_m * g.tiles_n - g.waves * clusters();
-    const int first = worker * g.range, last = min(first + g.range, rest * g.k_blocks);
-    const int tile = first / g.k_blocks + index - g.waves, from = tile * g.k_blocks;
+    if (index < g.whole_tiles) return {worker + index * clusters(), 0, g.k_blocks, -1};
+    const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * clusters();
+    const int first = worker * g.range_blocks, last = min(first + g.range_blocks, rest * g.k_blocks);
+    const int tile = first / g.k_blocks + index - g.whole_tiles, from = tile * g.k_blocks;
     const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
     const bool whole = begin == 0 && end == g.k_blocks;
-    return {g.waves * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.waves)};
+    return {g.whole_tiles * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.whole_tiles)};
   }
 }
 
@@ -561,14 +556,14 @@ extern "C" __global__ void __launch_bounds__(128)
   const int rest = part / CONSUMERS, warpgroup = part - rest * CONSUMERS;
   const int tile = rest / CLUSTER, rank = rest - tile * CLUSTER;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
-  const int first = first_unit / g.range, last = last_unit / g.range;
+  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
   wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
     // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
-    const int slot = 2 * range + (range * g.range < first_unit);
+    const int slot = 2 * range + (range * g.range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, rank, warpgroup) + chunk * 2 * SLOT_CHUNK + threadIdx.x;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }

@@ -1,24 +1,14 @@
 // How the output's tiles are shared out, and how they reach memory. Included after split_k.cuh and ring.cuh.
 //
 // Tiles are numbered in bands (see `place_of`). A worker, which is a thread block, or a cluster of CLUSTER of
-// them that have a tile of their own each, computes `waves` whole tiles, as many apart as there are workers;
-// the k blocks of all tiles after these, laid end to end, are cut into ranges of `range` blocks, one for each
+// them that have a tile of their own each, computes `whole_tiles` tiles, as many apart as there are workers;
+// the k blocks of all tiles after these, laid end to end, are cut into ranges of `range_blocks` blocks, one for each
 // worker. A tile that more than one range reaches meets in the workspace: each range writes its fp32 sums as
 // a slot, in the accumulators' order, and reduce_ranges adds the slots of a tile in the order of their
 // ranges.
 //
 // Macros: OUT (split_k.cuh), CONSUMERS (warpgroups of 64 features each), TILE_N, CLUSTER, N_TILES (tiles
 // along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8).
-
-// The first of a kernel's arguments; must match `args` in ranges.py.
-struct Schedule {
-  int rows, features;
-  int feature_tiles, k_tiles;  // of the packed weight
-  int groups;                  // of a feature tile's scales
-  int k_blocks;                // of 128 k
-  int tiles_m, tiles_n;        // of the output, a worker's
-  int waves, range;
-};
 
 constexpr int SLOT = 64;  // features of a warpgroup
 constexpr int BLOCK_K = 128;
@@ -36,7 +26,7 @@ struct Place {
 };
 
 // Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
-__device__ inline Place place_of(const Schedule& g, int tile, int rank = 0) {
+__device__ inline Place place_of(const Args& g, int tile, int rank = 0) {
   if constexpr (N_TILES > 0) {  // without divisions, which the first loads wait for
     static_assert(N_TILES <= BAND);
     constexpr int ALONG_N = N_TILES > 0 ? N_TILES : 1;  // the compiler looks here in any case
@@ -62,7 +52,7 @@ __device__ inline uint32_t packed(float low, float high) {
 
 // Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
 // l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
-__device__ inline void store(const Schedule& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
+__device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
                              const float (&v)[8], int lane) {
   if constexpr (OUT != 0 && EIGHTS) {
     // Through shared memory, transposed: 16 bytes of a row of the output for each lane.

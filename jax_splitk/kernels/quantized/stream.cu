@@ -43,17 +43,7 @@
 #include "quantized/dequantize_e4m3.cuh"
 #include "device/ring.cuh"
 #include "device/wgmma_rs.cuh"
-
-// Must match `_args` in quantized_stream.py.
-struct Args {
-  int rows;      // n
-  int k;         // elements of a row of X
-  int features;  // m
-  int feature_tiles;
-  int k_tiles;  // of 64
-  int groups;   // of a row tile's scales
-  int stages;   // of the whole k
-};
+#include "structs.cuh"
 
 template <int TYPE>
 struct TypeOf;

@@ -11,6 +11,7 @@ import itertools
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.device.structs import Struct, declarations
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -58,6 +59,26 @@ class Config:
     stages: int
     cluster: int
     clusters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel.
+
+    Attributes:
+      rows, k: of x.
+      feature_tiles, k_tiles: of the packed weight.
+      groups: of a feature tile's scales.
+      stages: that the whole k takes.
+    """
+
+    rows: int
+    k: int
+    features: int
+    feature_tiles: int
+    k_tiles: int
+    groups: int
+    stages: int
 
 
 def threads(config: Config) -> int:
@@ -295,6 +316,7 @@ def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
             ("STAGES", config.stages),
             ("CLUSTER", config.cluster),
         ),
+        declarations(Args),
     )
 
 
@@ -320,8 +342,8 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
 
 
 def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    return plan.Int32Struct((p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups, k_stages(p, config)))
+    packed = (p.feature_tiles, p.k_tiles, p.groups)
+    return Args(p.rows, p.k, p.features, *packed, k_stages(p, config)).param()
 
 
 def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:

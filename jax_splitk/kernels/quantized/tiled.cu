@@ -51,11 +51,6 @@ constexpr int CLUSTER = 1;  // that have neighbouring tiles
 #include "quantized/ranges.cuh"
 #include "quantized/scales.cuh"
 
-// Must match `_args` in quantized_tiled.py.
-struct Args : Schedule {
-  int once;  // every word is read by one thread block only
-};
-
 constexpr bool IN_CLUSTERS = SPLITS > 1;
 static_assert(PARTS == 1 || (PARTS == 2 && IN_CLUSTERS), "two parts give their sums to a cluster");
 
@@ -106,9 +101,9 @@ struct Work {
       unit = rank * RANGE;
       end = unit + blocks_of(rank);
     } else {
-      const int rest = g.tiles_m * g.tiles_n - g.waves * int(gridDim.x);
-      unit = int(blockIdx.x) * g.range;
-      end = min(unit + g.range, rest * g.k_blocks);
+      const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * int(gridDim.x);
+      unit = int(blockIdx.x) * g.range_blocks;
+      end = min(unit + g.range_blocks, rest * g.k_blocks);
     }
   }
 
@@ -119,16 +114,16 @@ struct Work {
       unit = end;
       return true;
     } else {
-      if (wave < g.waves) {
+      if (wave < g.whole_tiles) {
         piece = {int(blockIdx.x) + wave++ * int(gridDim.x), 0, g.k_blocks, -1};
         return true;
       }
       if (unit >= end) return false;
       const int tile = unit / g.k_blocks, begin = unit - tile * g.k_blocks,
                 stop = min(g.k_blocks, begin + end - unit);
-      const int first = int(blockIdx.x) * g.range;
+      const int first = int(blockIdx.x) * g.range_blocks;
       const bool whole = begin == 0 && stop == g.k_blocks;
-      piece = {g.waves * int(gridDim.x) + tile, begin, stop,
+      piece = {g.whole_tiles * int(gridDim.x) + tile, begin, stop,
                whole ? -1 : 2 * int(blockIdx.x) + (unit != first)};
       unit += stop - begin;
       return true;
@@ -592,14 +587,14 @@ extern "C" __global__ void __launch_bounds__(128)
   const int rest = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - rest * STORE_CHUNKS;
   const int tile = rest / CONSUMERS, warpgroup = rest - tile * CONSUMERS;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
-  const int first = first_unit / g.range, last = last_unit / g.range;
+  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
   wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
     // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
-    const int slot = 2 * range + (range * g.range < first_unit);
+    const int slot = 2 * range + (range * g.range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, warpgroup) + chunk * 2 * SLOT_CHUNK;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }
@@ -608,12 +603,6 @@ extern "C" __global__ void __launch_bounds__(128)
   store(g, out, cute::cast_smem_ptr_to_uint(staging[warp]), (at.m * CONSUMERS + warpgroup) * SLOT + warp * 16,
         at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
 }
-
-// Must match `_prepare_args` in quantized_tiled.py.
-struct PrepareArgs {
-  int rows, k, padded_rows, k_blocks;
-  int pitch;  // elements of a row of the copy; 0: no copy
-};
 
 #if X_E4M3
 #include <cuda_fp8.h>

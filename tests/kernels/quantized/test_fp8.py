@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.kernels.quantized import fp8, ranges
-from jax_splitk.kernels.quantized.fp8 import Config, supports
+from jax_splitk.kernels.quantized import fp8, tiles
+from jax_splitk.kernels.quantized.fp8 import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import compiler, plan
@@ -26,7 +26,8 @@ def product(rows: int = 256, k: int = 1024, features: int = 1024, **changes: Any
     return products.valid_problem(rows, k, features, **{"x_dtype": "float8_e4m3fn", **changes})
 
 
-PLAIN = Config(128, 64, 4, 2, 16, 1)  # 4 tiles of a cluster along features by 2 along rows, of 8 k blocks
+# 4 tiles of a cluster along features by 2 along rows, of 8 k blocks.
+PLAIN = Config(128, 128, 4, 16, 1, multicast=2, chunk=64)
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"qtype": "uint4", "out_dtype": "float16", "scale_dtype": "float16"},
@@ -65,24 +66,23 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert supports(bad) == reason
+    assert FAMILY.supports(good) is None
+    assert FAMILY.supports(bad) == reason
 
 
-def in_splits(splits: int, parts: int = 1, tile_n: int = 64, tile_m: int = 128, stages: int = 8) -> Config:
+def in_splits(splits: int, k_warpgroups: int = 1, tile_n: int = 64, tile_m: int = 128, stages: int = 8) -> Config:
     """For 3584 features and up to `tile_n` rows."""
-    blocks = 3584 // tile_m * splits
-    chunk = 64 if tile_n % 64 == 0 else 32
-    return Config(tile_n, chunk, stages, 1, blocks, 0, tile_m, splits, parts)
+    blocks, chunk = 3584 // tile_m * splits, 64 if tile_n % 64 == 0 else 32
+    return Config(tile_m, tile_n, stages, blocks, splits=splits, k_warpgroups=k_warpgroups, chunk=chunk)
 
 
-SPLIT: dict[str, Any] = {"tile_n": 64, "cluster": 1, "blocks": 64, "waves": 0, "splits": 2}  # 32 tiles
-PARTED = {**SPLIT, "parts": 2}
+SPLIT: dict[str, Any] = {"tile_n": 64, "multicast": 1, "blocks": 64, "whole_tiles": 0, "splits": 2}  # 32 tiles
+SHARED = {**SPLIT, "k_warpgroups": 2}
 CONFIG_EDGES = [
     ({}, {"tile_n": 160}, "tile_n 160; accepted: 32, 64, 96, 128, 192, 256"),
     ({"chunk": 32}, {"chunk": 16}, "chunk 16; accepted: 32, 64, 128"),
     ({"tile_n": 96, "chunk": 32}, {"tile_n": 96}, "chunk 64 of tile_n 96; accepted: a divisor"),
-    ({"cluster": 1, "blocks": 16}, {"cluster": 4}, "cluster 4; accepted: 1, 2"),
+    ({"multicast": 1, "blocks": 16}, {"multicast": 4}, "multicast 4; accepted: 1, 2"),
     ({}, {"tile_m": 192}, "tile_m 192; accepted: 128, 256"),
     (
         {"tile_n": 64, "tile_m": 256},
@@ -96,19 +96,23 @@ CONFIG_EDGES = [
         "stages 6; accepted with this tile: 2 to 5",
     ),
     (
-        {"blocks": 128, "waves": 0},
-        {"blocks": 130, "waves": 0},
-        "blocks 130; accepted for 8 tiles of 8 k blocks: multiples of 2 up to 128",
+        {"blocks": 128, "whole_tiles": 0},
+        {"blocks": 130, "whole_tiles": 0},
+        "blocks 130; accepted for 8 tiles of 8 k blocks: 2 to 128",
     ),
     (
-        {"blocks": 2, "waves": 0},
-        {"blocks": 3, "waves": 0},
-        "blocks 3; accepted for 8 tiles of 8 k blocks: multiples of 2 up to 128",
+        {"blocks": 2, "whole_tiles": 0},
+        {"blocks": 3, "whole_tiles": 0},
+        "blocks 3 with multicast 2; accepted: multiples of it",
     ),
-    ({"blocks": 8, "waves": 2}, {"blocks": 8, "waves": 3}, "waves 3 of 4 clusters; accepted for 8 tiles: 0 to 2"),
     (
-        {"blocks": 64, "waves": 0},
-        {"blocks": 66, "waves": 0},
+        {"blocks": 8, "whole_tiles": 2},
+        {"blocks": 8, "whole_tiles": 3},
+        "whole_tiles 3 of 4 workers; accepted for 8 tiles: 0 to 2",
+    ),
+    (
+        {"blocks": 64, "whole_tiles": 0},
+        {"blocks": 66, "whole_tiles": 0},
         "blocks 66 leaves some without any of 64 k blocks; use 64",
     ),
     (SPLIT, {**SPLIT, "splits": 9, "blocks": 288}, "splits 9; accepted: 1 to 8"),
@@ -119,8 +123,8 @@ CONFIG_EDGES = [
         {**SPLIT, "splits": 5, "blocks": 160},
         "splits 5 leaves some of 8 k blocks' ranges empty; use 4",
     ),
-    (SPLIT, {**SPLIT, "blocks": 32}, "blocks 32 and 0 waves with clusters of 2; accepted: 64 and 0 waves"),
-    (SPLIT, {**SPLIT, "cluster": 2}, "splits 2 with cluster 2; accepted: 1"),
+    (SPLIT, {**SPLIT, "blocks": 32}, "blocks 32 and whole_tiles 0 with splits 2; accepted: 64 and 0"),
+    (SPLIT, {**SPLIT, "multicast": 2}, "splits 2 with multicast 2; accepted: 1"),
     (
         {**SPLIT, "tile_n": 128, "blocks": 32},
         {**SPLIT, "tile_n": 192, "blocks": 32},
@@ -131,34 +135,34 @@ CONFIG_EDGES = [
         {**SPLIT, "tile_n": 64, "tile_m": 256, "blocks": 32, "stages": 2},
         "stages 2; accepted with this tile: 3 to 8",
     ),
-    (PARTED, {**PARTED, "parts": 3}, "parts 3; accepted: 1, 2"),
-    (PARTED, {**PARTED, "splits": 1, "blocks": 32}, "parts 2 without splits; accepted: 1"),
-    (PARTED, {**PARTED, "tile_m": 256}, "parts 2 of tile 256x64; accepted: 128 by 32, 64"),
-    (PARTED, {**PARTED, "tile_n": 128}, "parts 2 of tile 128x128; accepted: 128 by 32, 64"),
+    (SHARED, {**SHARED, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
+    (SHARED, {**SHARED, "splits": 1, "blocks": 32}, "k_warpgroups 2 without splits; accepted: 1"),
+    (SHARED, {**SHARED, "tile_m": 256}, "k_warpgroups 2 of tile 256x64; accepted: 128 by 32, 64"),
+    (SHARED, {**SHARED, "tile_n": 128}, "k_warpgroups 2 of tile 128x128; accepted: 128 by 32, 64"),
     (
-        {**PARTED, "splits": 4, "blocks": 128},
-        {**PARTED, "splits": 8, "blocks": 256},
-        "parts 2 of ranges down to 1 k blocks; accepted: 1",
+        {**SHARED, "splits": 4, "blocks": 128},
+        {**SHARED, "splits": 8, "blocks": 256},
+        "k_warpgroups 2 of ranges down to 1 k blocks; accepted: 1",
     ),
-    ({**PARTED, "stages": 3}, {**PARTED, "stages": 2}, "stages 2; accepted with this tile: 3 to 8"),
+    ({**SHARED, "stages": 3}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 3 to 8"),
 ]
 
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 def test_wide_chunks_need_registers() -> None:
     config = dataclasses.replace(PLAIN, tile_n=256, chunk=128, blocks=8)
-    assert supports(product(group_size=128), config) is None
+    assert FAMILY.supports(product(group_size=128), config) is None
     for p in (product(group_size=128, qtype="float8_e4m3fn"), product(group_size=128, scale_dtype="float32")):
-        assert supports(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
+        assert FAMILY.supports(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
 
 
 def test_only_hopper() -> None:
-    products.check_only_hopper(fp8, product())
+    products.check_only_hopper(FAMILY, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -166,37 +170,37 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_ordered(p: QuantizedMatmulProblem) -> None:
-    products.check_candidates(fp8, p)
+    products.check_candidates(FAMILY, p)
 
 
 def test_the_model_prefers_full_machines() -> None:
     """448 tiles of 128x256 fill 3.4 rounds of 132 multiprocessors: the last ones are cut."""
     p = product(4096, 8192, 3584)
-    assert fp8.is_cut(p, fp8.candidates(p, DEFAULT_CUDA)[0])
+    assert tiles.is_cut(p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
 
 
 def test_few_rows_cut_k() -> None:
     """28 or 14 tiles along 3584 features: k is cut, and taller tiles, which read less of x, are tried, too."""
     p = product(64, 8192, 3584)
-    found = fp8.candidates(p, DEFAULT_CUDA)
-    assert (found[0].tile_m, found[0].splits, found[0].parts) == (128, 4, 2)
+    found = FAMILY.candidates(p, DEFAULT_CUDA)
+    assert (found[0].tile_m, found[0].splits, found[0].k_warpgroups) == (128, 4, 2)
     assert {config.tile_m for config in found} == {128, 256}
-    assert {config.parts for config in found if config.splits > 1} == {1, 2}
-    near = fp8.neighbours(p, found[0], DEFAULT_CUDA)
-    assert {config.parts for config in near if config.splits > 1} == {1, 2}
-    assert any(fp8.is_cut(p, config) for config in near)
+    assert {config.k_warpgroups for config in found if config.splits > 1} == {1, 2}
+    near = FAMILY.neighbours(p, found[0], DEFAULT_CUDA)
+    assert {config.k_warpgroups for config in near if config.splits > 1} == {1, 2}
+    assert any(tiles.is_cut(p, config) for config in near)
 
 
 @pytest.mark.parametrize(("config", "us"), [(in_splits(4, 1), 10.97), (in_splits(4, 2), 10.34)], ids=str)
 def test_the_model_of_splits_is_close_to_measured_times(config: Config, us: float) -> None:
     """64 rows, 3584 features and 8192 k of int4 on an H200."""
     p = product(64, 8192, 3584)
-    assert supports(p, config) is None
-    assert fp8.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.03)
+    assert FAMILY.supports(p, config) is None
+    assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.03)
 
 
 def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
-    wide, narrow = Config(256, 64, 4, 1, 1, 0), Config(64, 64, 4, 1, 1, 0)
+    wide, narrow = Config(128, 256, 4, 1, chunk=64), Config(128, 64, 4, 1, chunk=64)
     for group, expected in ((32, 32), (64, 64), (128, 128), (1024, 128)):
         assert fp8.period(product(group_size=group), wide) == expected
         assert fp8.period(product(group_size=group), narrow) == min(expected, 64)
@@ -204,7 +208,7 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
     assert fp8.period(product(group_size=128, out_dtype="float16"), wide) == 64
     assert fp8.sums(product(), wide) == 2
     assert fp8.sums(product(group_size=128), wide) == 1
-    times = [fp8.estimate(product(group_size=group), wide, DEFAULT_CUDA) for group in (64, 128)]
+    times = [FAMILY.estimate(product(group_size=group), wide, DEFAULT_CUDA) for group in (64, 128)]
     assert times[1] < times[0]
 
 
@@ -214,18 +218,18 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
 def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     """Whole tiles, ranges, and both."""
     found = []
-    for cluster, tile_m in itertools.product((1, 2), fp8.TILES_M):
-        tile = Config(64, 64, 2, cluster, cluster, 0, tile_m)
-        tiles = math.prod(fp8.tile_counts(p, tile))
-        units = tiles * ranges.k_blocks(p)
-        wanted = {(tiles, 1), (1, tiles), (1, 0), (min(7, units), 0), (units, 0), (max(1, tiles // 2 - 1), 2)}
-        for workers, waves in sorted(wanted):
-            config = dataclasses.replace(tile, blocks=workers * cluster, waves=waves)
-            found.append(products.whole_blocks(fp8, p, config))
-        if cluster == 1:
+    for multicast, tile_m in itertools.product((1, 2), fp8.TILES_M):
+        tile = Config(tile_m, 64, 2, 0, multicast=multicast, chunk=64)
+        count = math.prod(tiles.tile_counts(p, tile))
+        units = count * tiles.k_blocks(p)
+        wanted = {(count, 1), (1, count), (1, 0), (min(7, units), 0), (units, 0), (max(1, count // 2 - 1), 2)}
+        for workers, whole in sorted(wanted):
+            config = dataclasses.replace(tile, blocks=workers * multicast, whole_tiles=whole)
+            found.append(products.without_idle(p, config))
+        if multicast == 1:
             each = dataclasses.replace(tile, stages=4)
-            found += [dataclasses.replace(each, blocks=tiles * splits, splits=splits) for splits in (2, 3, 4, 8)]
-    return [config for config in found if supports(p, config) is None]
+            found += [tiles.split_tiles(p, each, splits) for splits in (2, 3, 4, 8)]
+    return [config for config in found if FAMILY.supports(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, cluster: int, clusters: int) -> list[products.Piece]:
@@ -255,12 +259,12 @@ def pieces(splits: int, args: plan.Int32Struct, cluster: int, clusters: int) -> 
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
     assert schedules(p)
     for config in schedules(p):
-        products.check_schedule(fp8, p, config, functools.partial(pieces, config.splits))
+        products.check_schedule(FAMILY, p, config, functools.partial(pieces, config.splits))
 
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = fp8.make_plan(p, PLAIN)
+    made = FAMILY.make_plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [256 * 1024, 1024 * 512, 16 * 1024 * 2, 256 * 1024 * 2, 0]
     x_map = made.maps[0]
     assert isinstance(x_map, plan.TiledMap)
@@ -268,16 +272,16 @@ def test_plan_of_a_plain_problem() -> None:
     assert (x_map.dims, x_map.strides, x_map.box) == ((512, 256), (1024,), (64, 64))
     (main,) = made.launches
     assert (main.kernel, main.grid, main.block, main.programmatic) == ("quantized_fp8", (16, 1, 1), (384, 1, 1), False)
-    assert main.shared_bytes < fp8.shared_bytes(p, PLAIN) <= fp8.SHARED_BYTES
+    assert main.shared_bytes < FAMILY.shared_bytes(p, PLAIN) <= tiles.SHARED_BYTES
     made.words()
 
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
-    for config in fp8.candidates(p, DEFAULT_CUDA)[::6]:
-        made = fp8.make_plan(p, config)
+    for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
+        made = FAMILY.make_plan(p, config)
         products.check_buffers(p, made)
-        assert made.buffers[-1].bytes == fp8.workspace_bytes(p, config)
+        assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
         # TMA's limits: strides of 16 bytes, boxes within 256; whole groups of 8 rows of the swizzle.
         x_map = made.maps[0]
         assert isinstance(x_map, plan.TiledMap)
@@ -285,7 +289,7 @@ def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None
         assert max(x_map.box) <= 256
         assert x_map.box[1] % 8 == 0
         for launch in made.launches:
-            assert launch.shared_bytes <= fp8.SHARED_BYTES
+            assert launch.shared_bytes <= tiles.SHARED_BYTES
 
 
 # ---- the order of k ------------------------------------------------------------------------------------------------
@@ -315,48 +319,53 @@ def test_two_lanes_words_hold_a_lanes_fragment(qtype: str) -> None:
 
 # ---- machine code --------------------------------------------------------------------------------------------------
 
+
+def whole(tile_n: int, chunk: int, stages: int, multicast: int = 1, tile_m: int = 128) -> Config:
+    return Config(tile_m, tile_n, stages, multicast, multicast=multicast, chunk=chunk)
+
+
 COMPILED = [
-    (product(), Config(256, 64, 5, 2, 1, 0)),
-    (product(), Config(256, 64, 5, 1, 1, 0)),
-    (product(), Config(256, 32, 5, 2, 1, 0)),
-    (product(qtype="float4_e2m1fn", scale_dtype="float32"), Config(192, 64, 6, 2, 1, 0)),
-    (product(qtype="uint4", group_size=128, out_dtype="float16", scale_dtype="float16"), Config(128, 64, 8, 2, 1, 0)),
-    (product(group_size=1024), Config(96, 32, 8, 1, 1, 0)),
-    (product(group_size=32), Config(256, 64, 5, 2, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=32, scale_dtype="float32"), Config(256, 64, 4, 2, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=64), Config(256, 64, 4, 1, 1, 0)),
+    (product(), whole(256, 64, 5, 2)),
+    (product(), whole(256, 64, 5)),
+    (product(), whole(256, 32, 5, 2)),
+    (product(qtype="float4_e2m1fn", scale_dtype="float32"), whole(192, 64, 6, 2)),
+    (product(qtype="uint4", group_size=128, out_dtype="float16", scale_dtype="float16"), whole(128, 64, 8, 2)),
+    (product(group_size=1024), whole(96, 32, 8)),
+    (product(group_size=32), whole(256, 64, 5, 2)),
+    (product(qtype="float8_e4m3fn", group_size=32, scale_dtype="float32"), whole(256, 64, 4, 2)),
+    (product(qtype="float8_e4m3fn", group_size=64), whole(256, 64, 4)),
     # Sums of 128 k, with one or two sets of partial sums.
-    (product(group_size=128), Config(256, 64, 5, 1, 1, 0)),
-    (product(group_size=128), Config(256, 128, 5, 2, 1, 0)),
-    (product(group_size=128), Config(256, 32, 5, 2, 1, 0)),
-    (product(group_size=128, scale_dtype="float32"), Config(192, 64, 6, 2, 1, 0)),
-    (product(group_size=1024), Config(128, 64, 8, 1, 1, 0)),
-    (product(group_size=1024, qtype="uint4"), Config(256, 64, 5, 2, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=1024), Config(256, 64, 4, 1, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=128), Config(256, 32, 4, 1, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=1024), Config(192, 64, 5, 1, 1, 0)),
-    (product(qtype="float8_e4m3fn", group_size=128), Config(128, 64, 6, 1, 1, 0)),
-    (product(group_size=128, scale_dtype="float16"), Config(256, 128, 5, 1, 1, 0)),
-    (product(group_size=128, qtype="float4_e2m1fn"), Config(256, 128, 5, 2, 1, 0)),
+    (product(group_size=128), whole(256, 64, 5)),
+    (product(group_size=128), whole(256, 128, 5, 2)),
+    (product(group_size=128), whole(256, 32, 5, 2)),
+    (product(group_size=128, scale_dtype="float32"), whole(192, 64, 6, 2)),
+    (product(group_size=1024), whole(128, 64, 8)),
+    (product(group_size=1024, qtype="uint4"), whole(256, 64, 5, 2)),
+    (product(qtype="float8_e4m3fn", group_size=1024), whole(256, 64, 4)),
+    (product(qtype="float8_e4m3fn", group_size=128), whole(256, 32, 4)),
+    (product(qtype="float8_e4m3fn", group_size=1024), whole(192, 64, 5)),
+    (product(qtype="float8_e4m3fn", group_size=128), whole(128, 64, 6)),
+    (product(group_size=128, scale_dtype="float16"), whole(256, 128, 5)),
+    (product(group_size=128, qtype="float4_e2m1fn"), whole(256, 128, 5, 2)),
     # Wide chunks.
-    (product(), Config(256, 128, 5, 1, 1, 0)),
-    (product(), Config(128, 128, 8, 2, 1, 0)),
-    (product(qtype="float8_e4m3fn"), Config(256, 128, 4, 1, 1, 0)),
-    (product(qtype="float8_e4m3fn"), Config(128, 128, 6, 1, 1, 0)),
-    (product(group_size=32, scale_dtype="float32"), Config(256, 128, 5, 1, 1, 0)),
-    (product(group_size=1024), Config(128, 128, 8, 1, 1, 0)),
+    (product(), whole(256, 128, 5)),
+    (product(), whole(128, 128, 8, 2)),
+    (product(qtype="float8_e4m3fn"), whole(256, 128, 4)),
+    (product(qtype="float8_e4m3fn"), whole(128, 128, 6)),
+    (product(group_size=32, scale_dtype="float32"), whole(256, 128, 5)),
+    (product(group_size=1024), whole(128, 128, 8)),
     # Few rows.
-    (product(), Config(64, 64, 8, 1, 1, 0)),
-    (product(), Config(64, 32, 8, 2, 1, 0)),
-    (product(), Config(32, 32, 8, 1, 1, 0)),
-    (product(), Config(64, 64, 8, 1, 1, 0, 256)),
-    (product(scale_dtype="float32", group_size=32), Config(64, 64, 7, 1, 1, 0, 256)),
-    (product(), Config(64, 32, 8, 2, 1, 0, 256)),
-    (product(), Config(32, 32, 8, 1, 1, 0, 256)),
-    (product(qtype="float8_e4m3fn", group_size=1024), Config(64, 64, 5, 1, 1, 0, 256)),
-    (product(qtype="float8_e4m3fn", scale_dtype="float32"), Config(64, 64, 5, 2, 1, 0, 256)),
-    (product(qtype="float8_e4m3fn", group_size=32), Config(32, 32, 5, 1, 1, 0, 256)),
-    # Ranges of a tile as clusters, and parts.
+    (product(), whole(64, 64, 8)),
+    (product(), whole(64, 32, 8, 2)),
+    (product(), whole(32, 32, 8)),
+    (product(), whole(64, 64, 8, 1, 256)),
+    (product(scale_dtype="float32", group_size=32), whole(64, 64, 7, 1, 256)),
+    (product(), whole(64, 32, 8, 2, 256)),
+    (product(), whole(32, 32, 8, 1, 256)),
+    (product(qtype="float8_e4m3fn", group_size=1024), whole(64, 64, 5, 1, 256)),
+    (product(qtype="float8_e4m3fn", scale_dtype="float32"), whole(64, 64, 5, 2, 256)),
+    (product(qtype="float8_e4m3fn", group_size=32), whole(32, 32, 5, 1, 256)),
+    # Ranges of a tile as clusters, and two k_warpgroups.
     *((product(64, 1024, 3584), in_splits(*each)) for each in ((4,), (4, 2), (8, 1, 64, 256), (2, 1, 96))),
     (product(32, 1024, 3584), in_splits(3, 2, 32)),
     (product(128, 1024, 3584, group_size=128), dataclasses.replace(in_splits(2, 1, 128), chunk=128)),
@@ -370,18 +379,17 @@ COMPILED = [
 def machine_code() -> dict[compiler.Source, compiler.Compiled]:
     """All of them, compiled in parallel."""
     assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [fp8.source(p, tile) for p, tile in COMPILED]
+    sources = [FAMILY.source(p, config) for p, config in COMPILED]
     return dict(zip(sources, compiler.compile_sources(sources), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p", "tile"), COMPILED, ids=str)
+@pytest.mark.parametrize(("p", "config"), COMPILED, ids=str)
 def test_variant_is_good_machine_code(
-    p: QuantizedMatmulProblem, tile: Config, machine_code: dict[compiler.Source, compiler.Compiled]
+    p: QuantizedMatmulProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
 ) -> None:
-    config = tile if tile.splits > 1 else dataclasses.replace(tile, blocks=tile.cluster)
-    assert supports(p, config) is None
-    made = fp8.make_plan(p, config)
+    assert FAMILY.supports(p, config) is None
+    made = FAMILY.make_plan(p, config)
     compiled = machine_code[made.source]
     assert not cubin.warnings(compiled.log, made.source.file)
     assert not compiled.serialized_wgmma, compiled.log
@@ -395,4 +403,4 @@ def test_variant_is_good_machine_code(
     assert report.registers * threads <= REGISTERS_PER_SM
     up, down = sorted(kernel.immediates(cubin.USETMAXREG), reverse=True)
     assert (threads - 128) * up + 128 * down <= report.registers * threads
-    assert made.launches[0].shared_bytes + kernel.shared_bytes <= fp8.SHARED_BYTES + 1024
+    assert made.launches[0].shared_bytes + kernel.shared_bytes <= tiles.SHARED_BYTES + 1024

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.kernels.quantized import fp8, ranges
-from jax_splitk.kernels.quantized.fp8 import Config
+from jax_splitk.kernels.quantized import fp8, tiles
+from jax_splitk.kernels.quantized.fp8 import FAMILY, Config
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import target_for
@@ -27,43 +27,42 @@ from tests.products import (
     integers,
     product,
     rounded,
-    whole_blocks,
+    without_idle,
 )
 
 pytestmark = pytest.mark.gpu
 
 
 def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.ndarray:
-    return product(fp8, case, config, packed)(x)
+    return product(FAMILY, case, config, packed)(x)
 
 
 def in_splits(case: Case) -> list[Config]:
-    """Small rings, where ranges of a tile are a cluster: of 2, 3 and 8, the last one with as few k blocks as can be."""
+    """Short pipelines, where ranges of a tile are a cluster: of 2, 3 and 8, the last one with as few k blocks as can
+    be."""
     p, found = case.problem, []
-    for tile_n, tile_m, parts, stages in ((64, 128, 1, 3), (64, 128, 2, 3), (32, 128, 2, 4), (32, 256, 1, 4)):
-        config = Config(tile_n, min(64, tile_n), stages, 1, 1, 0, tile_m, parts=parts)
-        tiles = math.prod(fp8.tile_counts(p, config))
-        found += [dataclasses.replace(config, blocks=tiles * splits, splits=splits) for splits in (2, 3, 8)]
-    return [config for config in found if fp8.supports(p, config) is None]
+    for tile_n, tile_m, k_warpgroups, stages in ((64, 128, 1, 3), (64, 128, 2, 3), (32, 128, 2, 4), (32, 256, 1, 4)):
+        config = Config(tile_m, tile_n, stages, 0, k_warpgroups=k_warpgroups, chunk=tile_n)
+        found += [tiles.split_tiles(p, config, splits) for splits in (2, 3, 8)]
+    return [config for config in found if FAMILY.supports(p, config) is None]
 
 
 def plain(case: Case) -> list[Config]:
-    """Small tiles with and without clusters, their k blocks in a few ranges, and each in its own."""
+    """Small tiles with and without multicast, their k blocks in a few ranges, and each in its own."""
     p, found = case.problem, []
-    for tile_n, cluster, tile_m in ((64, 1, 128), (64, 2, 128), (64, 1, 256), (32, 2, 256)):
-        config = Config(tile_n, min(64, tile_n), 2, cluster, cluster, 0, tile_m)
-        units = math.prod(fp8.tile_counts(p, config)) * ranges.k_blocks(p)
+    for tile_n, multicast, tile_m in ((64, 1, 128), (64, 2, 128), (64, 1, 256), (32, 2, 256)):
+        config = Config(tile_m, tile_n, 2, 0, multicast=multicast, chunk=tile_n)
+        units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
         for workers in sorted({min(7, units), units}):
-            found.append(whole_blocks(fp8, p, dataclasses.replace(config, blocks=workers * cluster)))
+            found.append(without_idle(p, dataclasses.replace(config, blocks=workers * multicast)))
     return list(dict.fromkeys([*found, *in_splits(case)[:1]]))
 
 
 def configs(case: Case, count: int) -> list[Config]:
     """Plain ones, and `count` candidates of different tiles."""
-    kinds: dict[tuple[int, ...], Config] = {}
-    for config in fp8.candidates(case.problem, target_for("cuda")):
-        kind = (config.tile_n, config.chunk, config.cluster, config.tile_m, config.splits, config.parts)
-        kinds.setdefault(kind, config)
+    kinds: dict[Config, Config] = {}
+    for config in FAMILY.candidates(case.problem, target_for("cuda")):
+        kinds.setdefault(dataclasses.replace(config, blocks=0, whole_tiles=0, stages=0), config)
     return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
 
 
@@ -89,11 +88,11 @@ CASES = [
 DECODED = [
     Case(384, 384, 200, qtype, group_size, None, scale_dtype, E4M3, out_dtype)
     for qtype, (group_size, scale_dtype) in itertools.product(fp8.QTYPES, formats.GROUPS)
-    for out_dtype in fp8.OUT_DTYPES
+    for out_dtype in FAMILY.out_dtypes
 ]
 FLOAT16 = [
     Case(256, 256, 64, qtype, 64, None, "float16", E4M3, out_dtype)
-    for qtype, out_dtype in itertools.product(fp8.QTYPES, fp8.OUT_DTYPES)
+    for qtype, out_dtype in itertools.product(fp8.QTYPES, FAMILY.out_dtypes)
 ]
 NAN_WEIGHTS = [CASES[5], CASES[7], Case(31, 384, 130, E4M3, 128, x_dtype=E4M3)]
 
@@ -112,21 +111,21 @@ def device_code() -> set[compiler.Source]:
     wanted += [(case, config) for case in (*FLOAT16, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
     wanted += [(case, config) for case in DECODED for config in plain(case)]
     wanted += [(case, config) for case in IN_SPLITS for config in in_splits(case)]
-    return {fp8.source(case.problem, config) for case, config in wanted}
+    return {FAMILY.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_on_integers(case: Case) -> None:
-    check_exact(fp8, case, configs(case, 4), largest(case))
+    check_exact(FAMILY, case, configs(case, 4), largest(case))
 
 
 @pytest.mark.parametrize("case", IN_SPLITS, ids=str)
 def test_ranges_that_are_clusters_are_exact_and_deterministic(case: Case) -> None:
     found = in_splits(case)
-    assert {config.parts for config in found} == {1, 2}
+    assert {config.k_warpgroups for config in found} == {1, 2}
     assert {config.splits for config in found} >= {2, 3}
-    check_exact(fp8, case, found, largest(case))
-    check_repeats(fp8, case, found[:3])
+    check_exact(FAMILY, case, found, largest(case))
+    check_repeats(FAMILY, case, found[:3])
 
 
 @pytest.mark.parametrize(
@@ -134,13 +133,13 @@ def test_ranges_that_are_clusters_are_exact_and_deterministic(case: Case) -> Non
 )
 def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     case = Case(rows, k, features, x_dtype=E4M3)
-    found = fp8.candidates(case.problem, target_for("cuda"))[:6]
-    check_exact(fp8, case, found, 1, 2, np.float32)
+    found = FAMILY.candidates(case.problem, target_for("cuda"))[:6]
+    check_exact(FAMILY, case, found, 1, 2, np.float32)
 
 
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    check_decoding(fp8, case, plain(case))
+    check_decoding(FAMILY, case, plain(case))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -165,12 +164,12 @@ def test_extreme_scales(scale: float, scale_dtype: str, qtype: str) -> None:
 @pytest.mark.parametrize("sizes", FLOAT16_SCALES, ids=str)
 @pytest.mark.parametrize("case", FLOAT16, ids=str)
 def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
-    check_float16_scales(fp8, case, configs(case, 1)[:2], sizes)
+    check_float16_scales(FAMILY, case, configs(case, 1)[:2], sizes)
 
 
 @pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
 def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
-    check_nan_in_weight(fp8, case, configs(case, 1)[:2])
+    check_nan_in_weight(FAMILY, case, configs(case, 1)[:2])
 
 
 def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
@@ -199,12 +198,12 @@ def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    check_accuracy(fp8, case, configs(case, 3))
+    check_accuracy(FAMILY, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [Case(300, 8192, 1000, x_dtype=E4M3), CASES[5]], ids=str)
 def test_bitwise_the_same_over_100_runs(case: Case) -> None:
-    check_repeats(fp8, case, configs(case, 3))
+    check_repeats(FAMILY, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[7], CASES[10]], ids=str)

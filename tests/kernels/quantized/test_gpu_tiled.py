@@ -11,8 +11,8 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.quantized import ranges, tiled
-from jax_splitk.kernels.quantized.tiled import Config
+from jax_splitk.kernels.quantized import tiled, tiles
+from jax_splitk.kernels.quantized.tiled import FAMILY, Config
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import target_for
@@ -34,48 +34,46 @@ from tests.products import (
     integers,
     product,
     rounded,
-    whole_blocks,
+    without_idle,
 )
 
 pytestmark = pytest.mark.gpu
 
 
 def run(case: Case, config: Config, packed: PackedWeight, x: np.ndarray) -> np.ndarray:
-    return product(tiled, case, config, packed)(x)
+    return product(FAMILY, case, config, packed)(x)
 
 
 def plain(case: Case, sizes: Iterable[int] = (2, 3, 8)) -> list[Config]:
-    """A small tile with each scaling that is legal, its k blocks in a few ranges, each in its own, and in clusters of
-    these sizes where there are so many."""
+    """A small tile with each scaling that is legal, its k blocks in a few ranges, each in its own, and in splits of
+    these numbers where there are so many."""
     p, found = case.problem, []
     for scaling in tiled.scalings(p):
-        config = Config(128, 32 if p.rows <= 32 else 64, 2, scaling, 1, 0)
-        units = math.prod(tiled.tile_counts(p, config)) * ranges.k_blocks(p)
+        config = Config(128, 32 if p.rows <= 32 else 64, 2, 0, scaling=scaling)
+        units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
         for blocks in sorted({min(7, units), units}):
-            found.append(whole_blocks(tiled, p, dataclasses.replace(config, blocks=blocks)))
-        tiles = units // ranges.k_blocks(p)
-        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in sizes} - {1}:
-            found.append(dataclasses.replace(config, blocks=tiles * size, cluster=size))
-        found += in_parts(case, scaling)[:2]
+            found.append(without_idle(p, dataclasses.replace(config, blocks=blocks)))
+        found += [tiles.split_tiles(p, config, splits) for splits in whole_splits(case, sizes)]
+        found += in_k_warpgroups(case, scaling)[:2]
     return list(dict.fromkeys(found))
 
 
-def in_parts(case: Case, scaling: str) -> list[Config]:
-    """Clusters whose warpgroups share features, where the case has enough k for them; of some tiles two thread
-    blocks have a multiprocessor."""
+def whole_splits(case: Case, sizes: Iterable[int]) -> set[int]:
+    return {split_k.whole_splits(tiles.k_blocks(case.problem), wanted) for wanted in sizes} - {1}
+
+
+def in_k_warpgroups(case: Case, scaling: str) -> list[Config]:
+    """Splits whose warpgroups share features, where the case has enough k for them; of some tiles two thread blocks
+    have a multiprocessor."""
     p, found = case.problem, []
     for tile_m, tile_n, stages in ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3)):
-        config = Config(tile_m, tile_n, stages, scaling, 1, 0, parts=2)
-        tiles = math.prod(tiled.tile_counts(p, config))
-        for size in {split_k.whole_splits(ranges.k_blocks(p), wanted) for wanted in (2, 3)} - {1}:
-            other = dataclasses.replace(config, blocks=tiles * size, cluster=size)
-            if tiled.supports(p, other) is None:
-                found.append(other)
-    return found
+        config = Config(tile_m, tile_n, stages, 0, k_warpgroups=2, scaling=scaling)
+        found += [tiles.split_tiles(p, config, splits) for splits in whole_splits(case, (2, 3))]
+    return [config for config in found if FAMILY.supports(p, config) is None]
 
 
-def in_each_part(case: Case) -> list[Config]:
-    found = [config for scaling in tiled.scalings(case.problem) for config in in_parts(case, scaling)]
+def in_each_scaling(case: Case) -> list[Config]:
+    found = [config for scaling in tiled.scalings(case.problem) for config in in_k_warpgroups(case, scaling)]
     assert found
     return found
 
@@ -83,8 +81,8 @@ def in_each_part(case: Case) -> list[Config]:
 def configs(case: Case, count: int) -> list[Config]:
     """Plain ones, and `count` candidates of different tiles."""
     kinds: dict[Any, Config] = {}
-    for config in tiled.candidates(case.problem, target_for("cuda")):
-        kinds.setdefault((config.tile_m, config.tile_n, config.stages, config.parts), config)
+    for config in FAMILY.candidates(case.problem, target_for("cuda")):
+        kinds.setdefault((config.tile_m, config.tile_n, config.stages, config.k_warpgroups), config)
     return list(dict.fromkeys([*list(kinds.values())[:count], *plain(case)]))
 
 
@@ -129,13 +127,13 @@ def device_code() -> set[compiler.Source]:
     wanted = [(case, config) for case in CASES for config in configs(case, 2)]
     wanted += [(case, config) for case in (*FLOAT16_CASES, *NAN_WEIGHTS) for config in configs(case, 1)[:2]]
     wanted += [(case, config) for case in DECODED for config in plain(case, [3])]
-    wanted += [(case, config) for case in (*PARTED, *DECODED_IN_PARTS) for config in in_each_part(case)]
-    return {tiled.source(case.problem, config) for case, config in wanted}
+    wanted += [(case, config) for case in (*PARTED, *DECODED_IN_PARTS) for config in in_each_scaling(case)]
+    return {FAMILY.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_on_integers(case: Case) -> None:
-    check_exact(tiled, case, configs(case, 2), 2)
+    check_exact(FAMILY, case, configs(case, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +141,8 @@ def test_exact_on_integers(case: Case) -> None:
 )
 def test_the_suites_shapes_are_exact(rows: int, k: int, features: int) -> None:
     case = Case(rows, k, features)
-    found = tiled.candidates(case.problem, target_for("cuda"))[:6]
-    check_exact(tiled, case, found, 1, 2, np.float32)
+    found = FAMILY.candidates(case.problem, target_for("cuda"))[:6]
+    check_exact(FAMILY, case, found, 1, 2, np.float32)
 
 
 PARTED = [
@@ -164,22 +162,22 @@ DECODED_IN_PARTS = [
 
 @pytest.mark.parametrize("case", PARTED, ids=str)
 def test_warpgroups_that_share_features_are_exact(case: Case) -> None:
-    check_exact(tiled, case, in_each_part(case), 2)
+    check_exact(FAMILY, case, in_each_scaling(case), 2)
 
 
 @pytest.mark.parametrize("case", PARTED[:2], ids=str)
 def test_warpgroups_that_share_features_give_the_same_bits(case: Case) -> None:
-    check_repeats(tiled, case, in_each_part(case))
+    check_repeats(FAMILY, case, in_each_scaling(case))
 
 
 @pytest.mark.parametrize("case", DECODED_IN_PARTS, ids=str)
 def test_warpgroups_that_share_features_decode_every_weight(case: Case) -> None:
-    check_decoding(tiled, case, in_each_part(case))
+    check_decoding(FAMILY, case, in_each_scaling(case))
 
 
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_hot_activations_decode_every_weight(case: Case) -> None:
-    check_decoding(tiled, case, plain(case, [3]))
+    check_decoding(FAMILY, case, plain(case, [3]))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -202,12 +200,12 @@ def test_extreme_scales(scale: float, scale_dtype: str, out_dtype: str, qtype: s
 @pytest.mark.parametrize("sizes", FLOAT16_SCALES, ids=str)
 @pytest.mark.parametrize("case", FLOAT16_CASES, ids=str)
 def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
-    check_float16_scales(tiled, case, configs(case, 1)[:2], sizes)
+    check_float16_scales(FAMILY, case, configs(case, 1)[:2], sizes)
 
 
 @pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
 def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
-    check_nan_in_weight(tiled, case, configs(case, 1)[:2])
+    check_nan_in_weight(FAMILY, case, configs(case, 1)[:2])
 
 
 @pytest.mark.parametrize(
@@ -226,12 +224,12 @@ def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
     ids=str,
 )
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    check_accuracy(tiled, case, configs(case, 3))
+    check_accuracy(FAMILY, case, configs(case, 3))
 
 
 @pytest.mark.parametrize("case", [Case(64, 8192, 8192), Case(50, 1111, 300, "int8", 1111, "bfloat16")], ids=str)
 def test_bitwise_the_same_over_100_runs(case: Case) -> None:
-    check_repeats(tiled, case, configs(case, 2))
+    check_repeats(FAMILY, case, configs(case, 2))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

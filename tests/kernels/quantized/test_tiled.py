@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.kernels.quantized import ranges, tiled
-from jax_splitk.kernels.quantized.tiled import Config, supports
+from jax_splitk.kernels.quantized import tiled, tiles
+from jax_splitk.kernels.quantized.schedule import Schedule
+from jax_splitk.kernels.quantized.tiled import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, plan
@@ -28,7 +29,7 @@ def product(rows: int = 64, k: int = 1024, features: int = 1024, **changes: Any)
     return products.valid_problem(rows, k, features, **changes)
 
 
-PLAIN = Config(128, 64, 4, "weight", 8, 1)
+PLAIN = Config(128, 64, 4, 8, 1, scaling="weight")
 SIZES = (
     *((1, 64, 1), (20, 1, 40), (17, 8192, 3584), (64, 8192, 28672), (100, 333, 77), (256, 8192, 8192)),
     (4096, 8192, 3584),
@@ -74,7 +75,7 @@ EDGES = [
     (
         product(128, 2**20, 2**24 - 128),
         product(128, 2**20, 2**24),
-        f"{2**30} blocks of 128 features, rows and k; accepted: at most {2**30 - 1}",
+        f"{2**30} blocks of 128 features, 128 rows and 128 k; accepted: at most {2**30 - 1}",
     ),
     (
         product(2**31 // 2 - 1024, 129, 1, group_size=129),
@@ -86,15 +87,15 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert supports(bad) == reason
+    assert FAMILY.supports(good) is None
+    assert FAMILY.supports(bad) == reason
 
 
 WEIGHT_DTYPES = "accepted: bfloat16 for x, result and scale"
-PARTED: dict[str, Any] = {"tile_m": 64, "stages": 10, "blocks": 32, "waves": 0, "cluster": 2, "parts": 2}
+SHARED: dict[str, Any] = {"tile_m": 64, "stages": 10, "blocks": 32, "whole_tiles": 0, "splits": 2, "k_warpgroups": 2}
 CONFIG_EDGES = [
-    ({}, {"tile_m": 192}, "tile 192x64; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
-    ({}, {"tile_n": 48}, "tile 128x48; accepted: 64, 128, 256 by 16, 32, 64, 96, 128, 192, 256"),
+    ({}, {"tile_m": 192}, "tile_m 192; accepted: 64, 128, 256"),
+    ({}, {"tile_n": 48}, "tile_n 48; accepted: 16, 32, 64, 96, 128, 192, 256"),
     ({}, {"scaling": "row"}, "scaling 'row'; accepted: 'weight', 'sum', 'channel'"),
     ({"scaling": "sum"}, {"scaling": "channel"}, "scaling 'channel' with groups of 64; accepted: one group of k=1024"),
     (
@@ -108,66 +109,82 @@ CONFIG_EDGES = [
         "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128",
     ),
     ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
-    (PARTED, {**PARTED, "stages": 11}, "stages 11; accepted with this tile: 3 to 10"),
-    ({**PARTED, "stages": 3}, {**PARTED, "stages": 2}, "stages 2; accepted with this tile: 3 to 10"),
+    (SHARED, {**SHARED, "stages": 11}, "stages 11; accepted with this tile: 3 to 10"),
+    ({**SHARED, "stages": 3}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 3 to 10"),
     (
-        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16},
-        {**PARTED, "tile_m": 128, "stages": 8, "blocks": 16},
+        {**SHARED, "tile_m": 128, "stages": 7, "blocks": 16},
+        {**SHARED, "tile_m": 128, "stages": 8, "blocks": 16},
         "stages 8; accepted with this tile: 3 to 7",
     ),
-    (PARTED, {**PARTED, "parts": 3}, "parts 3; accepted: 1, 2"),
-    (PARTED, {**PARTED, "cluster": 1, "blocks": 16}, "parts 2 without clusters; accepted: 1"),
-    (PARTED, {**PARTED, "tile_m": 256}, "parts 2 of tile 256x64; accepted: 64, 128 by 32, 64"),
-    (PARTED, {**PARTED, "tile_n": 96}, "parts 2 of tile 64x96; accepted: 64, 128 by 32, 64"),
+    (SHARED, {**SHARED, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
+    (SHARED, {**SHARED, "splits": 1, "blocks": 16}, "k_warpgroups 2 without splits; accepted: 1"),
+    (SHARED, {**SHARED, "tile_m": 256}, "k_warpgroups 2 of tile 256x64; accepted: 64, 128 by 32, 64"),
+    (SHARED, {**SHARED, "tile_n": 96}, "k_warpgroups 2 of tile 64x96; accepted: 64, 128 by 32, 64"),
     (
-        {**PARTED, "cluster": 4, "blocks": 64},
-        {**PARTED, "cluster": 8, "blocks": 128},
-        "parts 2 of ranges down to 1 k blocks; accepted: 1",
+        {**SHARED, "splits": 4, "blocks": 64},
+        {**SHARED, "splits": 8, "blocks": 128},
+        "k_warpgroups 2 of ranges down to 1 k blocks; accepted: 1",
     ),
     (
-        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16},
-        {**PARTED, "tile_m": 128, "stages": 7, "blocks": 16, "scaling": "sum"},
-        "tile_n 64 with tile_m 128, 2 parts and scaling 'sum'; at most 16",
+        {**SHARED, "tile_m": 128, "stages": 7, "blocks": 16},
+        {**SHARED, "tile_m": 128, "stages": 7, "blocks": 16, "scaling": "sum"},
+        "tile_n 64 with tile_m 128, 2 k_warpgroups and scaling 'sum'; at most 16",
     ),
     ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
     ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),
-    ({"blocks": 64, "waves": 0}, {"blocks": 65, "waves": 0}, "blocks 65; accepted for 8 tiles of 8 k blocks: 1 to 64"),
-    ({"blocks": 1, "waves": 0}, {"blocks": 0, "waves": 0}, "blocks 0; accepted for 8 tiles of 8 k blocks: 1 to 64"),
-    ({"blocks": 4, "waves": 2}, {"blocks": 4, "waves": 3}, "waves 3 of 4 blocks; accepted for 8 tiles: 0 to 2"),
-    ({"blocks": 4, "waves": 0}, {"blocks": 4, "waves": -1}, "waves -1 of 4 blocks; accepted for 8 tiles: 0 to 2"),
     (
-        {"blocks": 32, "waves": 0},
-        {"blocks": 33, "waves": 0},
+        {"blocks": 64, "whole_tiles": 0},
+        {"blocks": 65, "whole_tiles": 0},
+        "blocks 65; accepted for 8 tiles of 8 k blocks: 1 to 64",
+    ),
+    (
+        {"blocks": 1, "whole_tiles": 0},
+        {"blocks": 0, "whole_tiles": 0},
+        "blocks 0; accepted for 8 tiles of 8 k blocks: 1 to 64",
+    ),
+    (
+        {"blocks": 4, "whole_tiles": 2},
+        {"blocks": 4, "whole_tiles": 3},
+        "whole_tiles 3 of 4 workers; accepted for 8 tiles: 0 to 2",
+    ),
+    (
+        {"blocks": 4, "whole_tiles": 0},
+        {"blocks": 4, "whole_tiles": -1},
+        "whole_tiles -1 of 4 workers; accepted for 8 tiles: 0 to 2",
+    ),
+    (
+        {"blocks": 32, "whole_tiles": 0},
+        {"blocks": 33, "whole_tiles": 0},
         "blocks 33 leaves some without any of 64 k blocks; use 32",
     ),
     (
-        {"blocks": 64, "waves": 0, "cluster": 8},
-        {"blocks": 72, "waves": 0, "cluster": 9},
-        "cluster 9; accepted: 1 to 8",
+        {"blocks": 64, "whole_tiles": 0, "splits": 8},
+        {"blocks": 72, "whole_tiles": 0, "splits": 9},
+        "splits 9; accepted: 1 to 8",
     ),
-    ({"blocks": 16, "waves": 0, "cluster": 2}, {"cluster": 0}, "cluster 0; accepted: 1 to 8"),
+    ({"blocks": 16, "whole_tiles": 0, "splits": 2}, {"splits": 0}, "splits 0; accepted: 1 to 8"),
     (
-        {"blocks": 32, "waves": 0, "cluster": 4},
-        {"blocks": 40, "waves": 0, "cluster": 5},
-        "cluster 5 leaves some of 8 k blocks' ranges empty; use 4",
-    ),
-    (
-        {"blocks": 24, "waves": 0, "cluster": 3},
-        {"blocks": 8, "waves": 1, "cluster": 3},
-        "blocks 8 and 1 waves with clusters of 3; accepted: 24 and 0 waves",
+        {"blocks": 32, "whole_tiles": 0, "splits": 4},
+        {"blocks": 40, "whole_tiles": 0, "splits": 5},
+        "splits 5 leaves some of 8 k blocks' ranges empty; use 4",
     ),
     (
-        {"tile_n": 16, "stages": 4, "blocks": 256, "waves": 0, "cluster": 8},
-        {"tile_n": 16, "stages": 2, "blocks": 256, "waves": 0, "cluster": 8},
-        "stages 2 with clusters of 8; accepted with this tile: 3 to 8",
+        {"blocks": 24, "whole_tiles": 0, "splits": 3},
+        {"blocks": 8, "whole_tiles": 1, "splits": 3},
+        "blocks 8 and whole_tiles 1 with splits 3; accepted: 24 and 0",
+    ),
+    (
+        {"tile_n": 16, "stages": 4, "blocks": 256, "whole_tiles": 0, "splits": 8},
+        {"tile_n": 16, "stages": 2, "blocks": 256, "whole_tiles": 0, "splits": 8},
+        "stages 2; accepted with this tile: 3 to 8",
     ),
 ]
 
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 @pytest.mark.parametrize(
@@ -198,19 +215,19 @@ def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: st
 )
 def test_where_scales_may_go(changes: dict[str, Any], scaling: str, reason: str | None) -> None:
     expected = None if reason is None else f"scaling {scaling!r} {reason}"
-    assert supports(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
+    assert FAMILY.supports(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
 
 
 def test_a_float32_result_and_zero_points_leave_room_for_two_sets_of_sums() -> None:
     p = product(qtype="int8", group_size=32, zero_dtype="float32", scale_dtype="float32")
-    assert supports(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
+    assert FAMILY.supports(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
     wide = dataclasses.replace(PLAIN, scaling="sum", tile_n=128)
-    assert supports(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
-    assert supports(dataclasses.replace(p, group_size=64), wide) is None
+    assert FAMILY.supports(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
+    assert FAMILY.supports(dataclasses.replace(p, group_size=64), wide) is None
 
 
 def test_only_hopper() -> None:
-    products.check_only_hopper(tiled, product())
+    products.check_only_hopper(FAMILY, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -218,32 +235,33 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_ordered(p: QuantizedMatmulProblem) -> None:
-    products.check_candidates(tiled, p)
+    products.check_candidates(FAMILY, p)
 
 
 @pytest.mark.parametrize("p", PROBLEMS[:: len(PROBLEMS) // 12], ids=str)
 def test_every_scaling_that_is_legal_has_a_config(p: QuantizedMatmulProblem) -> None:
     assert "sum" in tiled.scalings(p)
     for scaling in tiled.scalings(p):
-        config = Config(128, 32, 2, scaling, 1, 0)
-        tiles = math.prod(tiled.tile_counts(p, config))
-        assert supports(p, dataclasses.replace(config, blocks=tiles, waves=1)) is None
+        config = Config(128, 32, 2, 0, scaling=scaling)
+        assert FAMILY.supports(p, tiles.whole_tiles(p, config)) is None
 
 
 def test_the_model_prefers_full_machines() -> None:
     """64 tiles of 128 features leave half of the machine idle unless they are cut."""
     p = product(64, 8192, 8192)
-    best = tiled.candidates(p, DEFAULT_CUDA)[0]
-    assert best.cluster > 1 or tiled.is_cut(p, best)
+    best = FAMILY.candidates(p, DEFAULT_CUDA)[0]
+    assert best.splits > 1 or tiles.is_cut(p, best)
 
 
-def in_cluster(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, cluster: int, parts: int = 1) -> Config:
-    config = Config(*tile, stages, tiled.scalings(p)[0], 1, 0, cluster, parts)
-    return dataclasses.replace(config, blocks=math.prod(tiled.tile_counts(p, config)) * cluster)
+def in_splits(
+    p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, k_warpgroups: int = 1
+) -> Config:
+    config = Config(*tile, stages, 0, k_warpgroups=k_warpgroups, scaling=tiled.scalings(p)[0])
+    return tiles.split_tiles(p, config, splits)
 
 
 @pytest.mark.parametrize(
-    ("p", "tile", "stages", "cluster", "together"),
+    ("p", "tile", "stages", "splits", "together"),
     [
         (product(64, 8192, 3584), (64, 64), 10, 2, 1),
         (product(64, 8192, 3584), (128, 64), 7, 4, 1),
@@ -253,20 +271,20 @@ def in_cluster(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, cl
     ],
     ids=str,
 )
-def test_parts_are_tried_beside_none(
-    p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, cluster: int, together: int
+def test_two_k_warpgroups_are_tried_beside_one(
+    p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, together: int
 ) -> None:
-    config = in_cluster(p, tile, stages, cluster, 2)
-    assert tiled.ctas_per_sm(p, config) == together
-    found = tiled.candidates(p, DEFAULT_CUDA)
+    config = in_splits(p, tile, stages, splits, 2)
+    assert FAMILY.blocks_per_sm(p, config) == together
+    found = FAMILY.candidates(p, DEFAULT_CUDA)
     assert config in found
-    assert any((c.tile_m, c.tile_n, c.parts) == (*tile, 1) and c.cluster > 1 for c in found)
+    assert any((c.tile_m, c.tile_n, c.k_warpgroups) == (*tile, 1) and c.splits > 1 for c in found)
     threads = 128 * (2 * tile[0] // 64 + 1)
-    assert tiled.make_plan(p, config).launches[0].block == (threads, 1, 1)
+    assert FAMILY.make_plan(p, config).launches[0].block == (threads, 1, 1)
 
 
 def test_the_model_ranks_what_was_measured() -> None:
-    """On an H200, microseconds: the notes' figures within a tenth, clusters before their absence."""
+    """On an H200, microseconds: the notes' figures within a tenth, splits before their absence."""
     measured = [
         (64, 3584, (128, 64), 8, 4, 1, 11.0),
         (64, 3584, (64, 64), 5, 4, 1, 11.06),
@@ -275,45 +293,45 @@ def test_the_model_ranks_what_was_measured() -> None:
         (64, 8192, (128, 64), 7, 2, 2, 17.2),
         (32, 3584, (64, 32), 7, 4, 2, 9.01),
     ]
-    for rows, features, tile, stages, cluster, parts, us in measured:
+    for rows, features, tile, stages, splits, k_warpgroups, us in measured:
         p = product(rows, 8192, features)
-        config = in_cluster(p, tile, stages, cluster, parts)
-        assert tiled.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.1), config
+        config = in_splits(p, tile, stages, splits, k_warpgroups)
+        assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.1), config
     for features in (3584, 8192):
-        assert tiled.candidates(product(64, 8192, features), DEFAULT_CUDA)[0].parts == 2
+        assert FAMILY.candidates(product(64, 8192, features), DEFAULT_CUDA)[0].k_warpgroups == 2
 
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_every_legal_config_fits_into_shared_memory(p: QuantizedMatmulProblem) -> None:
-    for tile, stages, parts in itertools.product(((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)):
-        config = in_cluster(p, tile, stages, 2, parts)
-        if supports(p, config) is None:
-            together = tiled.ctas_per_sm(p, config)
-            assert together * (tiled.shared_bytes(p, config) + RESERVED_SHARED) <= SHARED_PER_SM
+    for tile, stages, k_warpgroups in itertools.product(((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)):
+        config = in_splits(p, tile, stages, 2, k_warpgroups)
+        if FAMILY.supports(p, config) is None:
+            together = FAMILY.blocks_per_sm(p, config)
+            assert together * (FAMILY.shared_bytes(p, config) + RESERVED_SHARED) <= SHARED_PER_SM
 
 
-def test_device_code_depends_on_the_cluster_and_on_few_tiles_along_the_rows() -> None:
-    def defines(rows: int, tile_n: int, cluster: int) -> dict[str, int | str]:
+def test_device_code_depends_on_splits_and_on_few_tiles_along_the_rows() -> None:
+    def defines(rows: int, tile_n: int, splits: int) -> dict[str, int | str]:
         p = product(rows, 1024, 1024)
-        return dict(tiled.source(p, in_cluster(p, (128, tile_n), 4, cluster)).defines)
+        return dict(FAMILY.source(p, in_splits(p, (128, tile_n), 4, splits)).defines)
 
     found = [defines(*each) for each in ((64, 64, 2), (100, 64, 3), (256, 64, 1), (257, 64, 1), (4096, 128, 1))]
     assert [(each["SPLITS"], each["N_TILES"]) for each in found] == [(2, 1), (3, 2), (1, 4), (1, 0), (1, 0)]
 
 
 @pytest.mark.parametrize(
-    ("k", "cluster", "expected"), [(1024, 1, (0, 0)), (2048, 1, (0, 0)), (1024, 4, (2, 2)), (1024, 3, (3, 2))]
+    ("k", "splits", "expected"), [(1024, 1, (0, 0)), (2048, 1, (0, 0)), (1024, 4, (2, 2)), (1024, 3, (3, 2))]
 )
-def test_device_code_knows_the_ranges_of_a_cluster_only(k: int, cluster: int, expected: tuple[int, int]) -> None:
+def test_device_code_knows_the_ranges_of_splits_only(k: int, splits: int, expected: tuple[int, int]) -> None:
     p = product(40, k, 200)
-    macros = dict(tiled.source(p, in_cluster(p, (128, 64), 4, cluster)).defines)
+    macros = dict(FAMILY.source(p, in_splits(p, (128, 64), 4, splits)).defines)
     assert (macros["RANGE"], macros["LAST_RANGE"]) == expected
 
 
 def test_device_code_leaves_out_what_the_sizes_do_not_need() -> None:
     def defines(k: int, features: int, **changes: Any) -> tuple[int | str, ...]:
         p = product(40, k, features, **changes)
-        macros = dict(tiled.source(p, in_cluster(p, (128, 64), 4, 1)).defines)
+        macros = dict(FAMILY.source(p, in_splits(p, (128, 64), 4, 1)).defines)
         return tuple(macros[name] for name in ("EIGHTS", "WHOLE", "PREPARED"))
 
     assert defines(1024, 200) == (1, 1, 0)
@@ -329,13 +347,13 @@ def test_device_code_leaves_out_what_the_sizes_do_not_need() -> None:
 
 def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     """Whole tiles, ranges, and both."""
-    tile = Config(128, 32, 2, tiled.scalings(p)[0], 1, 0)
-    tiles = math.prod(tiled.tile_counts(p, tile))
-    wanted = {(tiles, 1), (1, tiles), (1, 0), (7, 0), (tiles * ranges.k_blocks(p), 0), (max(1, tiles // 2 - 1), 2)}
-    found = [dataclasses.replace(tile, blocks=blocks, waves=waves) for blocks, waves in sorted(wanted)]
-    found = [products.whole_blocks(tiled, p, config) for config in found]
-    found += [dataclasses.replace(tile, blocks=tiles * size, cluster=size) for size in (2, 3, 4, 8)]
-    return [config for config in found if supports(p, config) is None]
+    tile = Config(128, 32, 2, 0, scaling=tiled.scalings(p)[0])
+    count = math.prod(tiles.tile_counts(p, tile))
+    wanted = {(count, 1), (1, count), (1, 0), (7, 0), (count * tiles.k_blocks(p), 0), (max(1, count // 2 - 1), 2)}
+    found = [dataclasses.replace(tile, blocks=blocks, whole_tiles=whole) for blocks, whole in sorted(wanted)]
+    found = [products.without_idle(p, config) for config in found]
+    found += [tiles.split_tiles(p, tile, splits) for splits in (2, 3, 4, 8)]
+    return [config for config in found if FAMILY.supports(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, block: int, blocks: int) -> list[products.Piece]:
@@ -360,32 +378,28 @@ def pieces(splits: int, args: plan.Int32Struct, block: int, blocks: int) -> list
 def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem) -> None:
     assert schedules(p)
     for config in schedules(p):
-        products.check_schedule(tiled, p, config, functools.partial(pieces, config.cluster))
+        products.check_schedule(FAMILY, p, config, functools.partial(pieces, config.splits))
 
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = tiled.make_plan(p, PLAIN)
+    made = FAMILY.make_plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [64 * 1024 * 2, 1024 * 512, 16 * 1024 * 2, 64 * 1024 * 2, 0]
     assert made.maps[0].dims == (1024, 64)
     assert made.maps[0].strides == (2048,)
     (main,) = made.launches
     assert (main.kernel, main.grid, main.block, main.programmatic) == ("quantized_tiled", (8, 1, 1), (384, 1, 1), False)
-    assert main.shared_bytes < tiled.shared_bytes(p, PLAIN) <= tiled.SHARED_BYTES
+    assert main.shared_bytes < FAMILY.shared_bytes(p, PLAIN) <= tiles.SHARED_BYTES
 
 
 @pytest.mark.parametrize("p", PROBLEMS[::5], ids=str)
 def test_what_a_cluster_sends_to_a_block_fits_into_the_ring(p: QuantizedMatmulProblem) -> None:
-    for tile, stages, cluster in itertools.product(
-        ((64, 16), (128, 32), (128, 64), (256, 16)), (2, 3, 4), (2, 3, 5, 8)
-    ):
-        config = Config(*tile, stages, tiled.scalings(p)[0], 1, 0, cluster)
-        blocks = math.prod(tiled.tile_counts(p, config)) * cluster
-        config = dataclasses.replace(config, blocks=blocks)
-        if supports(p, config) is None:
+    for tile, stages, splits in itertools.product(((64, 16), (128, 32), (128, 64), (256, 16)), (2, 3, 4), (2, 3, 5, 8)):
+        config = in_splits(p, tile, stages, splits)
+        if FAMILY.supports(p, config) is None:
             chunks = config.tile_m // 64 * config.tile_n // 16
-            slots = max(len(range(rank, chunks, cluster)) for rank in range(cluster))
-            assert slots * cluster * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
+            slots = max(len(range(rank, chunks, splits)) for rank in range(splits))
+            assert slots * splits * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
 
 
 @pytest.mark.parametrize(("consumers", "tile_n", "parts"), [(1, 64, 2), (1, 32, 2), (2, 32, 2), (2, 64, 2), (2, 64, 1)])
@@ -433,10 +447,9 @@ def test_parts_take_turns_in_the_ring(stages: int, parts: int) -> None:
 def test_the_sums_of_a_cluster_land_behind_the_last_stage() -> None:
     """The ring after each block's last k block: what `offer_room` and `landing` of the device code take it for."""
     for k_blocks, splits, stages in itertools.product(range(1, 40), range(2, 9), (2, 3, 7)):
-        given = ranges.Schedule(3, k_blocks, 3 * splits, 0)
-        if given.cluster_limit("cluster", splits, 1) is None:
-            macros = dict(given.defines(splits))
-            first, last = macros["RANGE"], macros["LAST_RANGE"]
+        given = Schedule(3, k_blocks, 3 * splits, 0)
+        if given.refusal(splits, 1, 1) is None:
+            first, last = given.range_blocks, given.last_range(splits)
             for rank, blocks in ((0, first), (splits - 2, first), (splits - 1, last)):
                 begin = rank * given.range_blocks
                 stage, phase = 0, 0
@@ -468,7 +481,7 @@ def test_the_smallest_ring_does_not_stop(parts: int) -> None:
             if (filled, tuple(having), len(released)) == before:
                 return released >= set(range(blocks))
 
-    least = tiled.MIN_STAGES[parts]
+    least = tiles.MIN_STAGES[parts]
     assert finished(least)
     assert not finished(least - 1)
 
@@ -476,9 +489,9 @@ def test_the_smallest_ring_does_not_stop(parts: int) -> None:
 def test_plan_with_everything() -> None:
     """x in rows that TMA cannot load, zero points, and tiles that are cut."""
     p = product(70, 333, 200, qtype="uint4", group_size=333, zero_dtype="float32", scale_dtype="float32")
-    config = Config(128, 32, 2, "sum", 4, 1)
-    assert supports(p, config) is None
-    made = tiled.make_plan(p, config)
+    config = Config(128, 32, 2, 4, 1)
+    assert FAMILY.supports(p, config) is None
+    made = FAMILY.make_plan(p, config)
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled", "reduce_ranges"]
     assert [launch.programmatic for launch in made.launches] == [False, True, True]
     x_map, workspace = made.maps[0], len(made.buffers) - 1
@@ -495,7 +508,7 @@ def test_plan_with_everything() -> None:
 def test_plan_of_an_activation_of_8_bits() -> None:
     """It is copied to fp16."""
     p = product(x_dtype="float8_e4m3fn")
-    made = tiled.make_plan(p, dataclasses.replace(PLAIN, scaling="sum"))
+    made = FAMILY.make_plan(p, dataclasses.replace(PLAIN, scaling="sum"))
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled"]
     assert [buffer.bytes for buffer in made.buffers[:1]] == [64 * 1024]
     assert made.workspace_bytes == 64 * 1024 * 2
@@ -506,17 +519,17 @@ def test_plan_of_an_activation_of_8_bits() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
-    config = tiled.candidates(p, DEFAULT_CUDA)[0]
-    made = tiled.make_plan(p, config)
+    config = FAMILY.candidates(p, DEFAULT_CUDA)[0]
+    made = FAMILY.make_plan(p, config)
     products.check_buffers(p, made)
-    assert made.buffers[-1].bytes == tiled.workspace_bytes(p, config)
+    assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
     # TMA's limits: strides of 16 bytes, boxes within 256.
     x_map = made.maps[0]
     assert isinstance(x_map, plan.TiledMap)
     assert x_map.strides[0] % 16 == 0
     assert max(x_map.box) <= 256
     for launch in made.launches:
-        assert launch.shared_bytes <= tiled.SHARED_BYTES
+        assert launch.shared_bytes <= tiles.SHARED_BYTES
 
 
 # ---- scales that are folded into the decoding ------------------------------------------------------------------------
@@ -570,7 +583,7 @@ COMPILED = [
 def machine_code() -> dict[compiler.Source, compiler.Compiled]:
     """All of them, compiled in parallel."""
     assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [tiled.source(p, Config(*tile, stages, scaling, 1, 0)) for p, tile, scaling, stages in COMPILED]
+    sources = [FAMILY.source(p, Config(*tile, stages, 1, scaling=scaling)) for p, tile, scaling, stages in COMPILED]
     return dict(zip(sources, compiler.compile_sources(sources), strict=True))
 
 
@@ -583,9 +596,9 @@ def test_variant_is_good_machine_code(
     stages: int,
     machine_code: dict[compiler.Source, compiler.Compiled],
 ) -> None:
-    config = products.whole_blocks(tiled, p, Config(*tile, stages, scaling, 5, 0))
-    assert supports(p, config) is None
-    made = tiled.make_plan(p, config)
+    config = products.without_idle(p, Config(*tile, stages, 5, scaling=scaling))
+    assert FAMILY.supports(p, config) is None
+    made = FAMILY.make_plan(p, config)
     compiled = machine_code[made.source]
     assert not cubin.warnings(compiled.log, made.source.file)
     assert not compiled.serialized_wgmma, compiled.log
@@ -597,33 +610,33 @@ def test_variant_is_good_machine_code(
         if launch.kernel != "quantized_tiled":
             assert kernel.opcodes[HGMMA] == 0
             continue
-        together, threads = tiled.ctas_per_sm(p, config), launch.block[0]
+        together, threads = FAMILY.blocks_per_sm(p, config), launch.block[0]
         assert report.registers * threads * together <= REGISTERS_PER_SM
         assert (launch.shared_bytes + RESERVED_SHARED) * together <= SHARED_PER_SM
-        assert launch.shared_bytes + kernel.shared_bytes - 1024 <= tiled.SHARED_BYTES
+        assert launch.shared_bytes + kernel.shared_bytes - 1024 <= tiles.SHARED_BYTES
         # Two tiles of 64 k, each of four products.
         assert kernel.opcodes[HGMMA] == 8
         roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))
         assert len(roles) == 2, roles
-        assert 128 * (roles[0] + config.consumers * roles[1]) <= report.registers * threads
+        assert 128 * (roles[0] + config.m_warpgroups * roles[1]) <= report.registers * threads
         assert roles[1] > config.tile_n // 2 * (2 if scaling == "sum" else 1) + 32
 
 
 SUITE = (product(64, 8192, 3584), product(32, 8192, 3584), product(256, 8192, 3584))
 ZEROS = product(64, 8192, 3584, qtype="uint4", zero_dtype="bfloat16")
 CLUSTERED = [
-    (SUITE[0], in_cluster(SUITE[0], (64, 64), 10, 2, 2)),
-    (SUITE[0], in_cluster(SUITE[0], (64, 64), 5, 4)),
-    (SUITE[0], in_cluster(SUITE[0], (128, 64), 8, 4)),
-    (SUITE[0], in_cluster(SUITE[0], (128, 64), 7, 4, 2)),
-    (SUITE[0], in_cluster(SUITE[0], (128, 64), 7, 2, 2)),  # as for 8192 features
-    (SUITE[1], in_cluster(SUITE[1], (64, 32), 7, 4, 2)),
-    (SUITE[2], in_cluster(SUITE[2], (128, 128), 5, 2)),
-    (SUITE[2], in_cluster(SUITE[2], (128, 256), 3, 2)),  # as for 8192 features
-    (ZEROS, in_cluster(ZEROS, (64, 64), 8, 2, 2)),
+    (SUITE[0], in_splits(SUITE[0], (64, 64), 10, 2, 2)),
+    (SUITE[0], in_splits(SUITE[0], (64, 64), 5, 4)),
+    (SUITE[0], in_splits(SUITE[0], (128, 64), 8, 4)),
+    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 4, 2)),
+    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 2, 2)),  # as for 8192 features
+    (SUITE[1], in_splits(SUITE[1], (64, 32), 7, 4, 2)),
+    (SUITE[2], in_splits(SUITE[2], (128, 128), 5, 2)),
+    (SUITE[2], in_splits(SUITE[2], (128, 256), 3, 2)),  # as for 8192 features
+    (ZEROS, in_splits(ZEROS, (64, 64), 8, 2, 2)),
 ]
 CLUSTERED += [
-    (p, in_cluster(p, (128, 64), tiled.max_stages(p, 128, 64, parts=2), 3, 2))
+    (p, in_splits(p, (128, 64), FAMILY.max_stages(p, Config(128, 64, 0, 0, k_warpgroups=2)), 3, 2))
     for qtype, group_size in (("int8", 32), ("int8", 8192), ("nf4", 64), ("float8_e4m3fn", 64))
     for p in (product(64, 8192, 3584, qtype=qtype, group_size=group_size),)
 ]
@@ -631,14 +644,14 @@ CLUSTERED += [
 
 @pytest.mark.slow
 def test_clusters_are_good_machine_code() -> None:
-    made = [tiled.make_plan(p, config) for p, config in CLUSTERED]
+    made = [FAMILY.make_plan(p, config) for p, config in CLUSTERED]
     sources = [plan_.source for plan_ in made]
     for (p, config), plan_, compiled in zip(CLUSTERED, made, compiler.compile_sources(sources), strict=True):
-        assert supports(p, config) is None
+        assert FAMILY.supports(p, config) is None
         assert not cubin.warnings(compiled.log, plan_.source.file)
         assert not compiled.serialized_wgmma, compiled.log
         assert compiled.spill_bytes == 0, compiled.log
-        launch, together = plan_.launches[-1], tiled.ctas_per_sm(p, config)
+        launch, together = plan_.launches[-1], FAMILY.blocks_per_sm(p, config)
         kernel, report = cubin.kernels(compiled.image)[launch.kernel], cubin.reports(compiled.log)[launch.kernel]
         assert report.stack_bytes == 0
         assert report.registers * launch.block[0] * together <= REGISTERS_PER_SM

@@ -1,0 +1,483 @@
+"""What the kernel families share whose thread blocks compute tiles of the output: quantized_fp8 and quantized_tiled.
+
+The host's side of `ranges.cuh` and `cluster_sums.cuh`: one Config, its legality, shared memory, search, cost and plan.
+A family adds what its inner loop, over a block of 128 k, needs.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Generic, Self, TypeVar
+
+from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.structs import Struct, declarations
+from jax_splitk.kernels.quantized import dequantize
+from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
+from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
+
+BLOCK_K = 128  # two tiles of the packed weight
+WARPGROUP_M = 64  # features of a warpgroup
+REDUCE_ROWS = 16  # rows of x of a thread block of reduce_ranges
+CHUNK_BYTES = WARPGROUP_M * REDUCE_ROWS * 4  # of the sums that a cluster's blocks send to each other
+INT32_MAX = 2**31 - 1
+MAX_N_TILES = 4  # tiles along the rows, known at compile time up to so many
+
+SHARED_BYTES = 227 * 1024
+ALIGNMENT_BYTES = 1024  # of the pipeline
+BARRIER_BYTES = 256  # static shared memory
+STAGING_BYTES = 16 * 48  # of a warp's 16-bit results on their way to memory
+MIN_STAGES = {1: 2, 2: 3}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
+SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
+
+# Costs that all have in common.
+HBM_BYTES = 4.0e12
+_PARTIAL_BYTES = 6.7e12  # partial sums stay in L2 for the most part
+STORE_BYTES_PER_SM = 66e9  # of fp32 sums
+_SPLIT_SECONDS = 0.1e-6  # a larger launch, and waiting for the last: of each block of a cluster but the first
+_SPLIT_BYTES_PER_SM = 55e9  # distributed shared memory
+_K_WARPGROUP_SECONDS = 0.25e-6  # adding up two warpgroups' sums
+_MULTICAST_SECONDS = 0.2e-6  # a larger launch, and two barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the tiles of a product with a quantized weight are computed.
+
+    Attributes:
+      tile_m, tile_n: output tile of a thread block, features by rows of x.
+      stages: depth of the shared-memory pipeline, in blocks of 128 k.
+      blocks: thread blocks.
+      whole_tiles: tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
+        for each thread block, whose sums meet in the workspace.
+      splits: above 1, equal ranges of the k blocks of every tile, whose thread blocks are a cluster and add their sums
+        in shared memory.
+      multicast: thread blocks of a cluster that have the same rows of x and load them together; its tiles and ranges
+        are those of the cluster.
+      k_warpgroups: warpgroups that share 64 features, and take turns with the k blocks of a range; 1, or 2 with splits.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    blocks: int
+    whole_tiles: int = 0
+    splits: int = 1
+    multicast: int = 1
+    k_warpgroups: int = 1
+
+    @property
+    def m_warpgroups(self) -> int:
+        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
+        return self.tile_m // WARPGROUP_M
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply (WARPGROUPS in the device code)."""
+        return self.m_warpgroups * self.k_warpgroups
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernels.
+
+    Attributes:
+      rows, features: of the output.
+      feature_tiles, k_tiles: of the packed weight.
+      groups: of a feature tile's scales.
+      k_blocks: of 128 k.
+      tiles_m, tiles_n: of the output, a worker's.
+      whole_tiles, range_blocks: of a worker; see `Schedule`.
+      once: whether every word is read by one thread block only.
+    """
+
+    rows: int
+    features: int
+    feature_tiles: int
+    k_tiles: int
+    groups: int
+    k_blocks: int
+    tiles_m: int
+    tiles_n: int
+    whole_tiles: int
+    range_blocks: int
+    once: int
+
+    @classmethod
+    def of(cls, p: QuantizedMatmulProblem, config: Config) -> Self:
+        given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
+        packed = (p.feature_tiles, p.k_tiles, p.groups, given.k_blocks)
+        once = int(tiles_n == 1)
+        return cls(p.rows, p.features, *packed, tiles_m, tiles_n, given.whole_tiles, given.range_blocks, once)
+
+
+def k_blocks(problem: QuantizedMatmulProblem) -> int:
+    return -(-problem.k // BLOCK_K)
+
+
+def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, int]:
+    """(a worker's tiles along the features, tiles along the rows)."""
+    return -(-problem.features // (config.tile_m * config.multicast)), -(-problem.rows // config.tile_n)
+
+
+def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
+    tiles = math.prod(tile_counts(problem, config))
+    return Schedule(tiles, k_blocks(problem), config.blocks // config.multicast, config.whole_tiles)
+
+
+def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
+    """Whether any tile has more than one range, so that partial sums meet in the workspace."""
+    return config.splits == 1 and schedule(problem, config).is_cut
+
+
+def whole_tiles(problem: QuantizedMatmulProblem, config: C) -> C:
+    """The config with a thread block for each tile."""
+    blocks = math.prod(tile_counts(problem, config)) * config.multicast
+    return dataclasses.replace(config, blocks=blocks, whole_tiles=1, splits=1)
+
+
+def split_tiles(problem: QuantizedMatmulProblem, config: C, splits: int) -> C:
+    """The config with a cluster of `splits` thread blocks for each tile."""
+    blocks = math.prod(tile_counts(problem, config)) * splits
+    return dataclasses.replace(config, blocks=blocks, whole_tiles=0, splits=splits)
+
+
+def tile_bytes(config: Config) -> int:
+    """Of a thread block's fp32 sums."""
+    return config.tile_m * config.tile_n * 4
+
+
+class TileFamily(abc.ABC, Generic[C]):
+    """A kernel family whose inner loop computes tiles. See `Family` for the methods that are not described here."""
+
+    implementation: str = "cutlass"
+    platform: str = "cuda"
+    name: str
+    ABI: int
+    source_file: str
+
+    x_dtypes: tuple[str, ...]
+    out_dtypes: tuple[str, ...]
+    tiles_m: tuple[int, ...]
+    tiles_n: tuple[int, ...]
+    structs: tuple[type[Struct], ...] = ()  # of the device code, beside Args
+    multicasts: tuple[int, ...] = (1,)
+    x_item: int  # bytes of an element of x in shared memory
+    most_stages: tuple[int, int]  # with one, and two, k_warpgroups
+    widest_split: int  # tile_n of tiles that may be cut into splits
+    k_warpgroups_tiles_m: tuple[int, ...]  # of two k_warpgroups
+    counted_tile: tuple[int, int]  # one that every problem may have: its k blocks can be counted
+    queues: bool  # whether more thread blocks than run at a time, with a tile each, are worth a try
+
+    def __init__(self, config_type: type[C]) -> None:
+        self.Config = config_type
+
+    # ---- shared memory -----------------------------------------------------------------------------------------------
+
+    def x_sums_bytes(self, problem: QuantizedMatmulProblem, tile_n: int) -> int:
+        """Of a stage, beside x, words, scales and zero points."""
+        del problem, tile_n
+        return 0
+
+    def stage_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """STAGE_BYTES and EXTRA_BYTES of the device code."""
+        x = BLOCK_K * self.x_item * config.tile_n
+        weight = dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
+        return x + weight + self.x_sums_bytes(problem, config.tile_n)
+
+    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """Shared memory beside the pipeline: results on their way to memory, and sums on their way from one
+        k_warpgroup to the other."""
+        staging = 0 if problem.out_dtype == "float32" else 4 * config.warpgroups * STAGING_BYTES
+        return staging + (config.k_warpgroups - 1) * tile_bytes(config) + ALIGNMENT_BYTES + BARRIER_BYTES
+
+    def shared_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """Shared memory of a thread block."""
+        return config.stages * self.stage_bytes(problem, config) + self._fixed_bytes(problem, config)
+
+    def max_stages(self, problem: QuantizedMatmulProblem, config: C, blocks_per_sm: int = 1) -> int:
+        """The deepest pipeline that fits in shared memory; `config.stages` is not looked at."""
+        # A KiB of each thread block is the system's.
+        room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
+        return min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
+
+    def min_stages(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """Stages that keep the pipeline moving, and hold the sums that a cluster's blocks send to one of them."""
+        if config.splits == 1:
+            return MIN_STAGES[config.k_warpgroups]
+        chunks = tile_bytes(config) // CHUNK_BYTES
+        received = -(-chunks // config.splits) * config.splits * CHUNK_BYTES
+        x_and_words = BLOCK_K * (self.x_item * config.tile_n + config.tile_m * problem.bits // 8)
+        return max(MIN_STAGES[config.k_warpgroups], -(-received // x_and_words))
+
+    def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """Thread blocks that share a multiprocessor."""
+        del problem, config
+        return 1
+
+    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """Of the workspace, before partial sums."""
+        del problem, config
+        return 0
+
+    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+        """What is prepared, and two slots of a tile for each range."""
+        slots = 2 * config.blocks * tile_bytes(config) if is_cut(problem, config) else 0
+        return self.prepared_bytes(problem, config) + slots
+
+    # ---- legality ----------------------------------------------------------------------------------------------------
+
+    def supports(
+        self, problem: QuantizedMatmulProblem, config: C | None = None, target: Target | None = None
+    ) -> str | None:
+        reason = hopper_limit(target) or self._problem_refusal(problem) or self.loop_problem_refusal(problem)
+        if reason is None and config is not None:
+            reason = self._config_refusal(problem, config)
+        return reason
+
+    def preferred(self, problem: QuantizedMatmulProblem, target: Target) -> str | None:
+        """Always chosen where it is legal: XLA writes the dequantized weight to memory first."""
+        del problem, target
+        return None
+
+    @abc.abstractmethod
+    def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+        """Why the inner loop cannot serve the problem."""
+
+    @abc.abstractmethod
+    def loop_refusal(self, problem: QuantizedMatmulProblem, config: C) -> str | None:
+        """Why the inner loop cannot compute such tiles; they are of `tiles_m`, `tiles_n` and k_warpgroups."""
+
+    def _problem_refusal(self, p: QuantizedMatmulProblem) -> str | None:
+        if p.x_dtype not in self.x_dtypes:
+            return f"x of dtype {p.x_dtype}; accepted: {', '.join(self.x_dtypes)}"
+        if p.out_dtype not in self.out_dtypes:
+            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(self.out_dtypes)}"
+        for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
+            if not 0 < size <= INT32_MAX - 256:
+                return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
+        tile_m, tile_n = self.counted_tile
+        units = k_blocks(p) * -(-p.features // tile_m) * -(-p.rows // tile_n)
+        if units > MAX_UNITS:
+            return f"{units} blocks of {tile_m} features, {tile_n} rows and 128 k; accepted: at most {MAX_UNITS}"
+        return None
+
+    def _config_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+        return (
+            self._tile_refusal(config)
+            or self._cluster_refusal(p, config)
+            or self.loop_refusal(p, config)
+            or self._stages_refusal(p, config)
+            or schedule(p, config).refusal(config.splits, config.multicast, config.k_warpgroups)
+        )
+
+    def _tile_refusal(self, config: C) -> str | None:
+        accepted = {
+            "tile_m": self.tiles_m,
+            "tile_n": self.tiles_n,
+            "multicast": self.multicasts,
+            "k_warpgroups": (1, 2),
+        }
+        for field, values in accepted.items():
+            if getattr(config, field) not in values:
+                return f"{field} {getattr(config, field)}; accepted: {', '.join(map(str, values))}"
+        if config.blocks % config.multicast:
+            return f"blocks {config.blocks} with multicast {config.multicast}; accepted: multiples of it"
+        return None
+
+    def _stages_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+        least, most = self.min_stages(p, config), self.max_stages(p, config)
+        if not least <= config.stages <= most:
+            return f"stages {config.stages}; accepted with this tile: {least} to {most}"
+        return None
+
+    def _cluster_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+        """Of which tiles the ranges can form a cluster, and have two k_warpgroups."""
+        if not 1 <= config.splits <= MAX_SPLITS:
+            return f"splits {config.splits}; accepted: 1 to {MAX_SPLITS}"
+        if config.splits > 1 and config.multicast > 1:
+            return f"splits {config.splits} with multicast {config.multicast}; accepted: 1"
+        if config.splits > 1 and config.tile_n > self.widest_split:
+            return f"splits {config.splits} of tile_n {config.tile_n}; accepted: 1"
+        if config.k_warpgroups == 1:
+            return None
+        if config.splits == 1:
+            return f"k_warpgroups {config.k_warpgroups} without splits; accepted: 1"
+        given = f"k_warpgroups {config.k_warpgroups} of tile {config.tile_m}x{config.tile_n}"
+        if config.tile_m not in self.k_warpgroups_tiles_m or config.tile_n not in SPLIT_TILES_N:
+            m, n = (", ".join(map(str, tiles)) for tiles in (self.k_warpgroups_tiles_m, SPLIT_TILES_N))
+            return f"{given}; accepted: {m} by {n}"
+        if self.max_stages(p, config) < MIN_STAGES[config.k_warpgroups]:
+            return f"{given}; accepted with this weight: 1"
+        return None
+
+    # ---- choices -----------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[C]:
+        """What `candidates` considers, with a thread block for each tile."""
+
+    @abc.abstractmethod
+    def near_tiles(self, problem: QuantizedMatmulProblem, config: C) -> Iterable[tuple[C, bool]]:
+        """What `neighbours` considers, and whether with all schedules. Only tiles, inner loop and stages count."""
+
+    def schedules_kept(self, problem: QuantizedMatmulProblem) -> int:
+        """Of each tile, in `candidates`."""
+        del problem
+        return 3
+
+    def schedules(self, problem: QuantizedMatmulProblem, tile: C, target: Target) -> list[C]:
+        """Legal ways to give the tiles to thread blocks; `tile` has one for each."""
+        together = self.blocks_per_sm(problem, tile)
+        workers, resident = tile.blocks // tile.multicast, target.cores * together // tile.multicast
+        found = [tile] if self.queues or workers <= resident else []
+        for other in schedules(workers, k_blocks(problem), resident):
+            blocks = other.workers * tile.multicast
+            found.append(dataclasses.replace(tile, blocks=blocks, whole_tiles=other.whole_tiles))
+        for splits in SPLITS:
+            config = split_tiles(problem, tile, splits)
+            if config.blocks <= resident_blocks(target, splits, together):
+                found.append(config)
+        return [config for config in dict.fromkeys(found) if self._config_refusal(problem, config) is None]
+
+    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[C]:
+        """Of every tile the few schedules that the model puts first; the most promising first."""
+        found: dict[C, float] = {}
+        for tile in self.candidate_tiles(problem):
+            times = {c: self.estimate(problem, c, target) for c in self.schedules(problem, tile, target)}
+            best = sorted(times, key=times.__getitem__)[: self.schedules_kept(problem)]
+            found |= {config: times[config] for config in best}
+        return sorted(found, key=found.__getitem__)
+
+    def neighbours(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> list[C]:
+        """One stage less, and other schedules of the tile and of those next to it."""
+        found = [dataclasses.replace(config, stages=config.stages - 1)]
+        for tile, every in self.near_tiles(problem, config):
+            others = self.schedules(problem, whole_tiles(problem, tile), target)
+            found += others if every else others[:2]
+        return [other for other in dict.fromkeys(found) if other != config]
+
+    # ---- cost --------------------------------------------------------------------------------------------------------
+
+    launch_seconds: float
+    reduce_seconds: float
+
+    @abc.abstractmethod
+    def block_seconds(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> tuple[float, float]:
+        """(for a k block of the busiest multiprocessor, for the first load)."""
+
+    @abc.abstractmethod
+    def piece_seconds(self, config: C) -> float:
+        """For the end of a tile, or of a range: its last sums are waited for, and stored."""
+
+    def estimate(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> float:
+        """Predicted seconds: the busiest multiprocessor's k blocks, at least the time of device memory, plus launch and
+        second kernel."""
+        step, first = self.block_seconds(problem, config, target)
+        resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
+        rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
+        given = schedule(problem, config)
+        seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config))
+        seconds = max(seconds, problem.bytes_moved / HBM_BYTES) + self.launch_seconds
+        if config.splits > 1:
+            sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
+            seconds += (config.splits - 1) * (_SPLIT_SECONDS + sent / _SPLIT_BYTES_PER_SM)
+            seconds += _K_WARPGROUP_SECONDS * (config.k_warpgroups - 1)
+        if config.multicast > 1:
+            seconds += _MULTICAST_SECONDS
+        if is_cut(problem, config):
+            slots = config.blocks + given.rest * config.multicast
+            seconds += self.reduce_seconds + 2 * slots * tile_bytes(config) / _PARTIAL_BYTES
+        return seconds
+
+    # ---- plan --------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def loop_defines(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
+        """Macros of the inner loop."""
+
+    @abc.abstractmethod
+    def x_map(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> plan.TiledMap:
+        """Of x; the workspace is the buffer of that number."""
+
+    def operands(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Param]:
+        """Parameters of the kernel between scale and result."""
+        del problem, config, workspace
+        return []
+
+    def first_launches(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Launch]:
+        """Kernels that prepare the workspace."""
+        del problem, config, workspace
+        return []
+
+    def source(self, problem: QuantizedMatmulProblem, config: C) -> compiler.Source:
+        """The device code's specialisation. Of the sizes it depends only on whether rows of the output, and the
+        weight's k, end where its accesses do, on the tiles along the rows where they are few, and with splits on the
+        ranges of k."""
+        given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
+        ranges = (given.range_blocks, given.last_range(config.splits)) if config.splits > 1 else (0, 0)
+        defines = {
+            "FORMAT": FORMAT_CODES[problem.qtype],
+            "OUT": OUT_CODES[problem.out_dtype],
+            "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
+            "GROUP": dequantize.group_code(problem),
+            "CONSUMERS": config.m_warpgroups,
+            "PARTS": config.k_warpgroups,
+            "SPLITS": config.splits,
+            "RANGE": ranges[0],
+            "LAST_RANGE": ranges[1],
+            "TILE_N": config.tile_n,
+            "STAGES": config.stages,
+            "N_TILES": n_tiles if n_tiles <= MAX_N_TILES else 0,
+            "EIGHTS": int(problem.features % 8 == 0),
+            "WHOLE": int(problem.k_tiles % 2 == 0),
+        }
+        defines |= self.loop_defines(problem, config)
+        return compiler.Source(self.source_file, tuple(defines.items()), declarations(ReduceArgs, Args, *self.structs))
+
+    def make_plan(self, problem: QuantizedMatmulProblem, config: C) -> plan.DevicePlan:
+        """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
+        buffers = dequantize.buffers(problem)
+        workspace, out = len(buffers), plan.Pointer(len(buffers) - 1)
+        buffers.append(plan.Buffer(self.workspace_bytes(problem, config), 256))
+        partials = plan.Pointer(workspace, self.prepared_bytes(problem, config))
+        args = Args.of(problem, config).param()
+        launches = self.first_launches(problem, config, workspace)
+        operands = (plan.Pointer(1), plan.Pointer(2), *self.operands(problem, config, workspace))
+        main = plan.Launch(
+            kernel=self.name,
+            grid=(config.blocks, 1, 1),
+            block=(128 * (config.warpgroups + 1), 1, 1),
+            params=(plan.MapParam(0), args, *operands, out, partials),
+            shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
+            cluster=(config.multicast * config.splits, 1, 1),
+            programmatic=bool(launches),
+        )
+        launches.append(main)
+        if is_cut(problem, config):
+            launches.append(self._reduce_launch(problem, config, (args, partials, out)))
+        maps = (self.x_map(problem, config, workspace),)
+        label = f"{self.name} {config}"
+        return plan.DevicePlan(self.source(problem, config), tuple(buffers), maps, tuple(launches), label)
+
+    def _reduce_launch(
+        self, problem: QuantizedMatmulProblem, config: C, params: tuple[plan.Int32Struct, plan.Pointer, plan.Pointer]
+    ) -> plan.Launch:
+        """The launch of reduce_ranges, which adds the slots of tiles that are cut."""
+        given = schedule(problem, config)
+        args, *pointers = params
+        before = plan.Int32Struct((given.whole_tiles * given.workers,))
+        parts = config.multicast * tile_bytes(config) // CHUNK_BYTES
+        return plan.Launch(
+            kernel="reduce_ranges",
+            grid=(given.rest * parts, 1, 1),
+            block=(128, 1, 1),
+            params=(args, before, *pointers),
+            programmatic=True,
+        )

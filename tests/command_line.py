@@ -1,0 +1,100 @@
+"""Running `python -m jax_splitk`, in this process and in one of its own, and entries for it."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jax_splitk.__main__ import main
+from jax_splitk.kernels.wgrad import host
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import store
+from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.key import Key, key_for
+from tests import tuning_cache
+
+PROBLEM = ConvWgradProblem(
+    batch=4,
+    input_spatial=(8, 8),
+    output_spatial=(8, 8),
+    kernel_spatial=(3, 3),
+    in_channels=8,
+    out_channels=8,
+    window_strides=(1, 1),
+    padding=((1, 1), (1, 1)),
+    lhs_dilation=(1, 1),
+    rhs_dilation=(1, 1),
+    feature_group_count=1,
+    dtype="float32",
+    out_dtype="float32",
+)
+PROBLEMS = [dataclasses.replace(PROBLEM, batch=batch) for batch in (4, 5, 6, 7)]
+A, B, C = (Candidate("wgrad_host", host.Config(splits, 128)) for splits in (1, 2, 4))
+X = Candidate(XLA)
+OLD, NEW = "2024-01-01T00:00:00+00:00", "2025-06-01T12:00:00+00:00"
+
+
+def key_of(problem: ConvWgradProblem = PROBLEM, **environment: Any) -> Key:
+    key = key_for(problem, target_for("cpu"))
+    return dataclasses.replace(key, environment=dataclasses.replace(key.environment, **environment))
+
+
+def entry_of(key: Key, times: dict[Candidate, float], date: Any = OLD) -> Entry:
+    measurements = tuple(Measurement(candidate, us) for candidate, us in times.items())
+    return Entry(key.as_dict(), min(times, key=lambda c: times[c]), measurements, A, {"date": date, "jax": "0"})
+
+
+def put(folder: pathlib.Path, key: Key, times: dict[Candidate, float], date: Any = OLD) -> pathlib.Path:
+    return tuning_cache.put(folder, key, entry_of(key, times, date).dumps())
+
+
+def got(folder: pathlib.Path, key: Key) -> Entry | None:
+    return store.read(folder / key.file, key)
+
+
+def as_dict(problem: ConvWgradProblem) -> dict[str, Any]:
+    return json.loads(json.dumps({"op": problem.op, **dataclasses.asdict(problem)}))
+
+
+def as_json(*problems: ConvWgradProblem) -> str:
+    return json.dumps(as_dict(problems[0]) if len(problems) == 1 else list(map(as_dict, problems)))
+
+
+def run(capsys: Any, *arguments: Any, code: int = 0) -> Any:
+    """What the command prints as JSON, and nothing else, on stdout."""
+    words = [str(a) for a in arguments]
+    at = words.index("--") if "--" in words else len(words)
+    assert main([*words[:at], "--json", *words[at:]]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys: Any, *arguments: Any, code: int = 0) -> str:
+    assert main([str(a) for a in arguments]) == code
+    return capsys.readouterr().out
+
+
+def refused(capsys: Any, *arguments: Any) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in arguments])
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def command(*arguments: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(p for p in sys.path if p)
+    return subprocess.run(
+        [sys.executable, "-m", "jax_splitk", *arguments],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
