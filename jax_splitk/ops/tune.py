@@ -92,7 +92,9 @@ def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: b
         session().decided(key, entry)
         if key in session().unsaved:
             where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
-            logger.warning("%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where)
+            logger.warning(
+                "%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where
+            )
         if entry is not None:
             found[key] = merge(found.get(key), entry)
     return TuningResult(tuple(found.items()))

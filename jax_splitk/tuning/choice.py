@@ -11,7 +11,7 @@ from jax_splitk.runtime.plan import DevicePlan, HostPlan
 from jax_splitk.runtime.target import Target
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Candidate:
     """A family with a config for its problems; or `XLA`, which has neither."""
 
@@ -49,6 +49,9 @@ class Candidate:
         """Plain data, as in files."""
         config = None if self.config is None else dataclasses.asdict(self.config)
         return {"family": self.name, "config": config}
+
+    def __repr__(self) -> str:
+        return f"Candidate({self})"
 
     def __str__(self) -> str:
         return self.name if self.config is None else f"{self.name} {self.config}"

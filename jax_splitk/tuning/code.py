@@ -30,11 +30,13 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     if options.explicit:
         return choice, candidate.plan(problem).custom_call()
 
+    compiled: list[CustomCall] = []
+
     def obstacle() -> str | None:
         """Why the kernel is not used although it was chosen."""
         found = None
         try:
-            candidate.plan(problem).custom_call()
+            compiled.append(candidate.plan(problem).custom_call())
         except (CompilationError, CompilerUnavailable, NvrtcError) as error:
             found = f"{candidate.name}: {error}"
         if agreed:
@@ -48,4 +50,4 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     found = session().once(("obstacle", problem, candidate), obstacle)
     if found is not None:
         return Choice(problem, XLA, found.splitlines()[0]), None
-    return choice, candidate.plan(problem).custom_call()
+    return choice, compiled[0] if compiled else candidate.plan(problem).custom_call()

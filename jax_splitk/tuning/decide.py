@@ -79,7 +79,7 @@ def _agreed(key: Key, workspace_limit: int) -> Found | None:
 
 
 def _here(key: Key, workspace_limit: int) -> Found | None:
-    """What decides in this process by itself: what is held, if that was searched under such a limit, else a measurement,
+    """What decides in this process by itself: what is held, if it was searched under such a limit; else a measurement,
     if tuning is on; else, or if that fails, which is logged, what is held."""
     again = session().wants_again(key)
     held = _held(key, workspace_limit)

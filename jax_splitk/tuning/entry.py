@@ -1,4 +1,4 @@
-"""An entry: the choice for a key, with the measurements that it rests on, and its JSON form. A file is never trusted."""
+"""An entry: the choice for a key, the measurements that it rests on, and its JSON form. A file is never trusted."""
 
 import dataclasses
 import functools
@@ -135,10 +135,11 @@ class Entry:
             "key": self.key.as_dict(),
             "choice": self.choice.as_dict(),
             "workspace_limit_bytes": self.workspace_limit_bytes,
-            **{name: value for name, value in self.evidence.items() if name != "measurements"},
+            "predicted": None if self.predicted is None else self.predicted.as_dict(),
+            "metadata": self.metadata,
         }
         head = json.dumps(fields, indent=1, sort_keys=True).removesuffix("\n}")
-        rows = ",\n  ".join(json.dumps(row) for row in self.evidence["measurements"])
+        rows = ",\n  ".join(json.dumps(measurement.as_dict()) for measurement in self.measurements)
         return f'{head},\n "measurements": [\n  {rows}]\n}}\n'
 
 
@@ -214,11 +215,14 @@ def _measurement_from(op: str, data: Any) -> Measurement:
     us, error = data.get("us"), data.get("error")
     if us is None and isinstance(error, str):
         return Measurement(candidate, None, error)
-    if error is None and positive(us):
-        return Measurement(candidate, float(us))
-    raise InvalidEntry(f"measurement {data!r}; accepted: positive us or an error")
+    if error is None:
+        return Measurement(candidate, microseconds(us))
+    raise InvalidEntry(f"measurement {data!r}; accepted: us or an error")
 
 
-def positive(us: Any) -> bool:
-    """Whether it is a time: a finite number above 0 (true is an int, and JSON's integers may exceed all floats)."""
-    return type(us) in (int, float) and 0 < us <= sys.float_info.max
+def microseconds(us: Any) -> float:
+    """A time from a file; raises InvalidEntry."""
+    # True is an int, and JSON's integers may exceed all floats.
+    if type(us) in (int, float) and 0 < us <= sys.float_info.max:
+        return float(us)
+    raise InvalidEntry(f"us {us!r}; accepted: a finite number above 0")

@@ -212,7 +212,7 @@ class Search:
 
 
 def _measurement(contestant: Contestant) -> Measurement:
-    us = None if contestant.error is not None else round(contestant.us, 3)
+    us = None if contestant.error is not None else round(float(contestant.us), 3)
     return Measurement(contestant.candidate, us, contestant.error)
 
 

@@ -173,9 +173,7 @@ def _predicted(
     if not found:
         return None
     seconds, _, candidate = min(found)
-    return Choice(
-        problem, candidate, f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)"
-    )
+    return Choice(problem, candidate, f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)")
 
 
 @functools.lru_cache(maxsize=4096)
