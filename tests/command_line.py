@@ -36,7 +36,7 @@ PROBLEM = ConvWgradProblem(
     out_dtype="float32",
 )
 PROBLEMS = [dataclasses.replace(PROBLEM, batch=batch) for batch in (4, 5, 6, 7)]
-A, B, C = (Candidate(host, host.Config(splits, 128)) for splits in (1, 2, 4))
+A, B, C = (Candidate(host.FAMILY, host.Config(splits, 128)) for splits in (1, 2, 4))
 X = XLA
 OLD, NEW = "2024-01-01T00:00:00+00:00", "2025-06-01T12:00:00+00:00"
 

@@ -94,7 +94,7 @@ def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
     return Entry.of(key, choice, tuple(measurements), predicted, metadata, limit)
 
 
-def entry_of(key: Key, config: Any, family: kernels.Family = wgrad_host) -> Entry:
+def entry_of(key: Key, config: Any, family: kernels.Family = wgrad_host.FAMILY) -> Entry:
     return Entry.of(key, Candidate(family, config))
 
 
@@ -114,4 +114,4 @@ def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     assert type(candidate.config) is family.Config
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type
-    assert family.supports(key.problem, candidate.config, target) is None
+    assert family.refusal(key.problem, candidate.config, target) is None

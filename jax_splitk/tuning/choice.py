@@ -33,7 +33,7 @@ class Candidate:
             return None
         if self.family.platform != target.platform:
             return f"runs on {self.family.platform}, not {target.platform}"
-        return self.family.supports(problem, self.config, target)
+        return self.family.refusal(problem, self.config, target)
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory asked of XLA, beyond what XLA takes for its own operation."""
@@ -43,7 +43,7 @@ class Candidate:
         """The launches of a legal candidate that is not XLA."""
         if self.family is None:
             raise TypeError("XLA's operation has no plan")
-        return self.family.make_plan(problem, self.config)
+        return self.family.plan(problem, self.config)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as in files."""

@@ -39,7 +39,7 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
     problem, target = key.problem, key.target
     found: list[tuple[float, int, Candidate]] = []
     for family in kernels.families(problem.op, target.platform):
-        if family.supports(problem, None, target) is None:
+        if family.refusal(problem, None, target) is None:
             for candidate in (Candidate(family, config) for config in family.candidates(problem, target)):
                 if _is_allowed(candidate, key, workspace_limit):
                     found.append((family.estimate(problem, candidate.config, target), len(found), candidate))

@@ -42,7 +42,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     on_target = kernels.families(problem.op, target.platform)
     unable: Refusals = {}
     for family in on_target:
-        if (reason := family.supports(problem, None, target)) is not None:
+        if (reason := family.refusal(problem, None, target)) is not None:
             unable[family.name] = reason
     # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
     together = measure and not options.explicit and agreement.needed()
@@ -162,7 +162,7 @@ def _predicted(
     found: list[tuple[float, int, Candidate]] = []
     total = 0
     for family in serving:
-        reason = None if explicit else family.preferred(problem, target)
+        reason = None if explicit else family.unmeasured_refusal(problem)
         best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
         total += count
         if best is None:

@@ -209,13 +209,13 @@ def test_a_result_reaches_the_gradient_of_a_convolution() -> None:
 def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, g, expected = operands(generator(8))
     traces, plans = [], []
-    make_plan = wgrad_host.make_plan
+    make_plan = wgrad_host.FAMILY.plan
 
     def planned(problem: ConvWgradProblem, config: Any) -> Any:
         plans.append(config)
         return make_plan(problem, config)
 
-    monkeypatch.setattr(wgrad_host, "make_plan", planned)
+    monkeypatch.setattr(wgrad_host.FAMILY, "plan", planned)
 
     @jax.jit
     def run(lhs: jax.Array, g: jax.Array) -> jax.Array:
@@ -397,7 +397,7 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     key = key_for(CASE.problem(), CPU)
     times = (
         Measurement(XLA, 1.0),
-        *(Measurement(Candidate(wgrad_host, c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
+        *(Measurement(Candidate(wgrad_host.FAMILY, c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
     )
     assert store.save(Entry.of(key, XLA, times, None, {}))
     assert lowered_config(wgrad, lhs, g) is None
@@ -575,7 +575,7 @@ def test_the_wait_for_a_measurement_is_an_hour_at_least(
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
     key = key_for(CASE.problem(), CPU)
     assert agreement.agree(key, 0, lambda: None) == (True, None)
-    assert agreement.obstacle(key, Candidate(wgrad_host, ONE), None) is None
+    assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
     assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes th
 
 PROBLEM = Case("tiny", 12, 30, 31, 8, 16, (3, 3), dtype="float32").problem()
 KEY = key_for(PROBLEM, CPU)
-SMALL, MIDDLE, LARGE = (Candidate(wgrad_host, wgrad_host.Config(splits, 128)) for splits in (1, 8, 32))
+SMALL, MIDDLE, LARGE = (Candidate(wgrad_host.FAMILY, wgrad_host.Config(splits, 128)) for splits in (1, 8, 32))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pa
 
 
 def size(candidate: Candidate) -> int:
-    return wgrad_host.workspace_bytes(PROBLEM, candidate.config)
+    return wgrad_host.FAMILY.workspace_bytes(PROBLEM, candidate.config)
 
 
 def entry_of(choice: Candidate, times: dict[Candidate, float], limit: int = DEFAULT_WORKSPACE_LIMIT) -> Entry:

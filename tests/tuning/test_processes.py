@@ -93,9 +93,9 @@ print(json.dumps([module, forbidden.call_count]))
 def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
-    config = im2col.candidates(problem, target)[3]
+    config = im2col.FAMILY.candidates(problem, target)[3]
     key = key_for(problem, target)
-    choice = Candidate(im2col, config)
+    choice = Candidate(im2col.FAMILY, config)
     path = tmp_path / key.file
     path.parent.mkdir(parents=True)
     path.write_text(Entry.of(key, choice, (Measurement(choice, 5.0),), None, {}).dumps())
@@ -308,7 +308,7 @@ def configs(text: str) -> list[wgrad_host.Config]:
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
     key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
-    choice = XLA if config is None else Candidate(wgrad_host, config)
+    choice = XLA if config is None else Candidate(wgrad_host.FAMILY, config)
     entry = Entry.of(key, choice, (Measurement(choice, 5.0),), None, {})
     path = folder / key.file
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pat
         assert entry.loads((cache / key.file).read_text(), key) == found
         assert found.choice.refusal(key.problem, CPU) is None
         xla_us = found.us(XLA)
-        ours = [m.us for m in found.measurements if m.candidate.family is wgrad_host]
+        ours = [m.us for m in found.measurements if m.candidate.family is wgrad_host.FAMILY]
         assert xla_us > 0
         assert len(ours) >= min(search.BATCH, len(search.ranked(key)))
         assert None not in ours
@@ -197,7 +197,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(CASE, batch=12))
     bad = search.ranked(key)[0]
-    make_plan, call = wgrad_host.make_plan, execute.call
+    make_plan, call = wgrad_host.FAMILY.plan, execute.call
 
     def raising_plan(problem: ConvWgradProblem, config: Any) -> Any:
         if where == "plan" and config == bad.config:
@@ -212,7 +212,7 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
                 custom_call = dataclasses.replace(custom_call, workspace_bytes=custom_call.workspace_bytes - 64)
         return call(custom_call, problem, *args)
 
-    monkeypatch.setattr(wgrad_host, "make_plan", raising_plan)
+    monkeypatch.setattr(wgrad_host.FAMILY, "plan", raising_plan)
     monkeypatch.setattr(execute, "call", raising_call)
     monkeypatch.setattr(search, "FIRST_ROUND", 3)
     found = tuner.tune(key, seconds=0.05)
@@ -220,7 +220,7 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
     assert failure.candidate == bad
     assert ("ZeroDivisionError: scripted" if where != "run" else "workspace") in failure.error
     assert found.choice != bad
-    assert len([m for m in found.measurements if m.us and m.candidate.family is wgrad_host]) >= 2
+    assert len([m for m in found.measurements if m.us and m.candidate.family is wgrad_host.FAMILY]) >= 2
 
 
 def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> None:
@@ -523,7 +523,7 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
             problem = random_tiny(rng, batch=len(cases) + 2).problem()
             key = key_for(problem, CPU)
             ranked = search.ranked(key)
-            if wgrad_host.preferred(problem) is None and ranked:
+            if wgrad_host.FAMILY.unmeasured_refusal(problem) is None and ranked:
                 times = [Measurement(XLA, 50.0)]
                 times += [Measurement(ranked[i % len(ranked)], 40.0 + i) for i in range(40)]
                 assert store.save(Entry.of(key, ranked[-1], tuple(times), ranked[0], {"seconds": 1.0}))

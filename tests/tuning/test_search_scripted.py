@@ -160,7 +160,7 @@ def test_the_search_refines_around_the_best(scripted: Any) -> None:
     listed = {c.config for c in search.ranked(key)}
     goal = wgrad_host.Config(16, 2048)
     assert goal not in listed
-    assert wgrad_host.supports(key.problem, goal) is None
+    assert wgrad_host.FAMILY.refusal(key.problem, goal) is None
     distance = lambda c: abs(np.log2(c.config.splits / 16)) + abs(np.log2(c.config.block / 2048))  # noqa: E731
     scripted(lambda c: 9000.0 if c == XLA else 100.0 * (1 + distance(c)))
     found = tuner.tune(key)
@@ -365,7 +365,7 @@ def test_an_old_entry_takes_part_again(scripted: Any) -> None:
     """Its fastest candidates are timed again, also those that the ranking would not have reached."""
     key = wide(generator(10))
     ranking = search.ranked(key)
-    hidden = Candidate(wgrad_host, wgrad_host.Config(13, 1000))
+    hidden = Candidate(wgrad_host.FAMILY, wgrad_host.Config(13, 1000))
     assert hidden not in ranking
     assert hidden.refusal(key.problem, CPU) is None
     old = Entry.of(key, hidden, (Measurement(hidden, 10.0), Measurement(ranking[-1], 9e4)), ranking[0], {})
@@ -379,7 +379,7 @@ def test_an_illegal_measurement_of_an_old_entry_cannot_win(scripted: Any) -> Non
     """Files are never trusted: only an entry's choice is checked when it is read, so the search checks the rest."""
     key = wide(generator(11))
     ranking = search.ranked(key)
-    illegal = Candidate(wgrad_host, wgrad_host.Config(10**6, 64))
+    illegal = Candidate(wgrad_host.FAMILY, wgrad_host.Config(10**6, 64))
     assert illegal.refusal(key.problem, CPU) is not None
     text = Entry.of(key, ranking[0], (Measurement(illegal, 1.0),), ranking[0], {}).dumps()
     script = scripted(lambda c: 1.0 if c == illegal else 100.0)
