@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import search, store
+from jax_splitk.tuning import search, session, table
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -31,7 +32,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     for name in ENVIRONMENT:
         monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(table, "FOLDER", tmp_path / "shipped")
     return tmp_path / "user"
 
 
@@ -96,6 +97,14 @@ def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
 
 def entry_of(key: Key, config: Any, family: kernels.Family = wgrad_host.FAMILY) -> Entry:
     return Entry.of(key, Candidate(family, config))
+
+
+def ship(key: Key, choice: Candidate, us: float = 5.0, xla_us: float = 9.0) -> pathlib.Path:
+    """A row of a shipped table, which the process has not read yet."""
+    times = {choice: us, XLA: xla_us}
+    (path,) = tables.update([Entry.of(key, choice, [Measurement(c, us) for c, us in times.items()])])
+    session._session = session.Session()
+    return path
 
 
 def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:

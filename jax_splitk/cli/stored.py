@@ -14,7 +14,7 @@ from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
-from jax_splitk.tuning import store
+from jax_splitk.tuning import store, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -77,6 +77,34 @@ def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
         [f for f in found if isinstance(f, Stored)],
         [dataclasses.replace(f, foreign=f.path.parent.name not in local) for f in unusable],
     )
+
+
+def read_table(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    """Every row of a table that ships with the package."""
+    usable: list[Stored] = []
+    unusable: list[Unusable] = []
+    try:
+        found = table.read(path)
+    except _DAMAGE as error:
+        return [], [Unusable(path, str(error))]
+    for text in found.rows:
+        try:
+            problem = keys.problem_from_dict(path.stem, json.loads(text))
+            key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target)
+            entry = found.entry(key)
+            if entry is None:
+                unusable.append(Unusable(path, f"for another version of CUDA: {key.problem}", foreign=True))
+            else:
+                usable.append(Stored(path, key, entry))
+        except _DAMAGE as error:
+            unusable.append(Unusable(path, str(error)))
+    return usable, unusable
+
+
+def read_tables() -> tuple[list[Stored], list[Unusable]]:
+    """Every row of all of them."""
+    found = [read_table(path) for path in sorted(table.FOLDER.glob("*/*.json"))]
+    return [item for usable, _ in found for item in usable], [item for _, unusable in found for item in unusable]
 
 
 def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import table
 from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Key
 from jax_splitk.tuning.session import session
 
 logger = logging.getLogger("jax_splitk")
 
-SHIPPED = pathlib.Path(__file__).resolve().parent.parent / "tables"
 READ_ONLY = "read-only cache"
 
 
@@ -29,29 +29,28 @@ def layers() -> list[tuple[str, pathlib.Path]]:
     read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
     folders = [("user cache", disk.cache_dir())]
     folders += [(READ_ONLY, disk.expanded(p)) for p in read_only]
-    return [*folders, ("shipped table", SHIPPED)]
+    return [*folders, ("shipped table", table.FOLDER)]
 
 
 def found(key: Key) -> Iterator[tuple[Entry, str]]:
     """The layers' entries for `key`, and the layers' names, in the order of their precedence."""
     if disk.mode() == "off":
         return
-    for name, folder in layers():
+    *caches, (shipped, _) = layers()
+    for name, folder in caches:
         entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
         if entry is not None:
             yield entry, name
-        if folder != SHIPPED and session().is_first("layer", str(folder)):
+        if session().is_first("layer", str(folder)):
             _look_at(name, str(folder))
+    entry = table.lookup(key)
+    if entry is not None:
+        yield entry, shipped
 
 
 def lookup(key: Key) -> tuple[Entry, str] | None:
     """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
     return next(found(key), None)
-
-
-def shipped(key: Key) -> Entry | None:
-    """The entry that came with the package: the same for every process of a job."""
-    return read(SHIPPED / key.file, key)
 
 
 def _look_at(name: str, folder: str) -> None:

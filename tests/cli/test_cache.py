@@ -14,7 +14,7 @@ import pytest
 
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import store
+from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
 from jax_splitk.tuning.result import TuningResult
@@ -37,7 +37,7 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate
+from tests.tuning_cache import isolate, ship
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's")
 
@@ -105,14 +105,20 @@ def test_ls_lists_the_users_cache_and_others_where_asked(
     assert (first["path"], first["digest"], first["problem"]) == (str(mine), mine.stem, as_dict(PROBLEM))
     assert (first["us"], first["xla_us"], first["ratio"], first["regret"]) == (10.0, 30.0, 3.0, 1.0)
     assert first["metadata"] == {"date": NEW, "jax": "0"}
+    ship(key_of(PROBLEMS[2]), B)
     layers = run(capsys, "cache", "ls", "--all")
     assert [layer["source"] for layer in layers] == [
         f"user cache {cache}",
         f"read-only cache {other}",
         f"read-only cache {impossible}",
-        f"shipped table {store.SHIPPED}",
+        f"shipped table {table.FOLDER}",
     ]
-    assert [len(layer["entries"]) for layer in layers] == [1, 1, 0, 0]
+    assert [len(layer["entries"]) for layer in layers] == [1, 1, 0, 1]
+    assert layers[3]["unusable"] == []
+    (row,) = layers[3]["entries"]
+    assert (row["problem"], row["choice"], row["us"]) == (as_dict(PROBLEMS[2]), B.as_dict(), 5.0)
+    shown = run(capsys, "cache", "show", row["digest"][:9])
+    assert shown["measurements"][0] == {**B.as_dict(), "us": 5.0, "error": None}
     (second,) = layers[1]["entries"]
     assert (second["path"], second["choice"]["family"], second["ratio"]) == (str(theirs), "xla", 1.0)
     # Other folders and files by their names.

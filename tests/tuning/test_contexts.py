@@ -29,14 +29,14 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import agreement, decide, search, select, session, store, tuner
+from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, check_options, current, merged
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, isolate, put
+from tests.tuning_cache import CASE, CPU, entry_of, isolate, put, ship
 
 
 @pytest.fixture(autouse=True)
@@ -357,12 +357,12 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
     key = key_for(problem, CPU)
     near, far = tmp_path / "near", tmp_path / "far"
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{os.pathsep}{far}{os.pathsep}")
-    layers = [(cache, TWO), (near, THREE), (far, FOUR), (store.SHIPPED, FIVE)]
+    layers = [(cache, TWO), (near, THREE), (far, FOUR)]
     for folder, config in layers:
         put(folder, key, entry_of(key, config).dumps())
+    shipped = ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     folders = [("user cache", cache), ("read-only cache", near), ("read-only cache", far)]
-    assert store.layers() == [*folders, ("shipped table", store.SHIPPED)]
-    assert store.shipped(key) == entry_of(key, FIVE)
+    assert store.layers() == [*folders, ("shipped table", table.FOLDER)]
 
     def found(**options: Any) -> tuple[Any, str]:
         config = lowered_config(lambda x, y: wgrad(x, y, **options), lhs, g)
@@ -375,11 +375,14 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         assert found(config=SIX) == (SIX, "the config was given explicitly")
         assert found() == (ONE, "the TuningResult in force")
     assert found(config=SIX) == (SIX, "the config was given explicitly")
-    for (folder, config), (name, _) in zip(layers, store.layers(), strict=True):
+    for (folder, config), (name, _) in zip(layers, folders, strict=True):
         assert found() == (config, name)
         # Without a time for the host family the decision stands; XLA's would not do for an explicit "host".
         assert found(implementation="host") == (config, name)
         (folder / key.file).unlink()
+    assert found() == found(implementation="host") == (FIVE, "shipped table: 5.0 us, XLA 9.0 us")
+    shipped.unlink()
+    monkeypatch.setattr(session, "_session", session.Session())  # a process reads a table once
     config, why = found()
     assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
     assert why.startswith("the cost model's best of ")
@@ -388,7 +391,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
 def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     key = key_for(CASE.problem(), CPU)
     put(cache, key, entry_of(key, TWO).dumps()[:-20])
-    put(store.SHIPPED, key, entry_of(key, FIVE).dumps())
+    ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     assert select.select(CASE.problem(), CPU, Options()).config == FIVE
 
 

@@ -16,7 +16,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
-from tests.tuning_cache import CPU, isolate, put
+from tests.tuning_cache import CPU, isolate, ship
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
 
@@ -61,16 +61,15 @@ def test_the_fastest_that_fits_is_taken() -> None:
 
 
 def test_without_evidence_the_cost_model_chooses_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a row of a shipped table; a layer behind that has an answer comes first."""
-    put(store.SHIPPED, KEY, entry_of(LARGE, {}).dumps())
-    assert (chosen().config, chosen().why) == (LARGE.config, "shipped table")
+    """As for a row of a shipped table, whose evidence is its choice; a layer behind that has an answer comes first."""
+    ship(KEY, LARGE)
+    assert (chosen().config, chosen().why) == (LARGE.config, "shipped table: 5.0 us, XLA 9.0 us")
     choice = chosen(size(LARGE) - 1)
     assert choice.workspace_bytes < size(LARGE)
     assert choice.why.startswith("the cost model's best of ")
-    with jax_splitk.TuningResult(((KEY, entry_of(LARGE, {})),)) as result:
-        put(store.SHIPPED, KEY, entry_of(SMALL, {}).dumps())
-        options = Options(workspace_limit_bytes=size(SMALL), tuning=result)
-        assert select.select(PROBLEM, CPU, options).config == SMALL.config
+    ship(KEY, SMALL)
+    result = jax_splitk.TuningResult(((KEY, entry_of(LARGE, {})),))
+    assert select.select(PROBLEM, CPU, Options(None, None, size(SMALL), result)).config == SMALL.config
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
     assert chosen(size(SMALL), final=True).config == SMALL.config
     limit = size(SMALL) - 1

@@ -22,7 +22,7 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, target_for
-from jax_splitk.tuning import agreement, code, search, store
+from jax_splitk.tuning import agreement, code, search, store, table
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -106,7 +106,7 @@ def test_an_explicit_config_comes_before_the_cost_model() -> None:
 
 
 def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setattr(store, "SHIPPED", tmp_path)  # which has an answer for this problem
+    monkeypatch.setattr(table, "FOLDER", tmp_path)  # which has an answer for this problem
     choice = choose(PROBLEM, DEFAULT_CUDA)
     serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(PROBLEM, None, DEFAULT_CUDA) is None]
     serving = [f for f in serving if f.unmeasured_refusal(PROBLEM) is None]
@@ -269,7 +269,7 @@ def test_a_configs_fields_are_of_exactly_their_types(op: str, family: kernels.Fa
 @pytest.mark.parametrize("case", cases.WGRAD_CASES, ids=lambda case: case.name)
 def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
     problem = case.problem()
-    entry = store.shipped(key_for(problem, DEFAULT_CUDA))
+    entry = table.lookup(key_for(problem, DEFAULT_CUDA))
     assert entry is not None
     choice = choose(problem, DEFAULT_CUDA)
     assert choice.why.startswith("shipped table: ")
