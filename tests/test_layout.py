@@ -3,9 +3,11 @@
 import ast
 import pathlib
 import re
+import types
 
 import pytest
 
+import jax_splitk
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
 
@@ -143,3 +145,11 @@ def test_host_code_includes_no_cuda_header() -> None:
 @pytest.mark.parametrize("path", [p for p in sources("jax_splitk") if p.suffix == ".py"], ids=name)
 def test_modules_have_docstrings(path: pathlib.Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_package_shows_its_public_names_only() -> None:
+    names: dict[str, object] = {}
+    exec("from jax_splitk import *", names)
+    assert names.keys() - {"__builtins__"} == set(jax_splitk.__all__)
+    assert {name for name in dir(jax_splitk) if not name.startswith("__")} == set(jax_splitk.__all__)
+    assert not any(isinstance(value, types.ModuleType) for value in names.values())

@@ -21,7 +21,7 @@ from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.result import TuningResult
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 
 def tune(
@@ -57,7 +57,7 @@ def tune(
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
-    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`,
+    """`tune` for problems given as such (`jax_splitk.problems.conv_wgrad.ConvWgradProblem`,
     `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`), under the options in force.
 
     Raises:
@@ -111,7 +111,7 @@ def _one(key: Key, workspace_limit: int, seconds: float | None, again: bool) -> 
             return entry
     entry = tuner.tune(key, workspace_limit, held[0] if held else None, seconds)
     if not store.save(key, entry):
-        logger.warning(
+        _logger.warning(
             "%s: measured, but not stored (JAX_SPLITK_CACHE_MODE=%s, %s): the TuningResult alone has it",
             *(key.problem, disk.mode(), disk.cache_dir()),
         )
