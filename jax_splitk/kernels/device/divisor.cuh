@@ -1,5 +1,5 @@
-// Division of 31-bit numbers by a number that the host knows, as a multiplication. The host fills it: `Divisor` in
-// structs.py.
+// Division of 31-bit numbers by a number that the host knows, as a multiplication. The host fills it:
+// `Divisor` in structs.py.
 
 struct Divisor {
   int value;

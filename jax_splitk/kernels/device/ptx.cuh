@@ -46,10 +46,6 @@ __device__ inline void store_shared(uint32_t address, const uint4& v) {
                : "memory");
 }
 
-__device__ inline void store_shared(uint32_t address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
 __device__ inline void store_shared(uint32_t address, const float2& v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
@@ -123,25 +119,23 @@ __device__ inline void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4
 
 // Predicates, not branches, for which the compiler computes all of an address anew, or makes load, use and
 // branch of every access.
-template <class T>
-__device__ inline void store_global_if(bool condition, T* to, float v) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(v),
+__device__ inline void store_global_if(bool condition, float* to, float x) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(x),
                "r"(int(condition))
                : "memory");
 }
 
-template <class T>
-__device__ inline void store_global_if(bool condition, T* to, const float2& v) {
+__device__ inline void store_global_if(bool condition, float* to, float x, float y) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(to),
-               "f"(v.x), "f"(v.y), "r"(int(condition))
+               "f"(x), "f"(y), "r"(int(condition))
                : "memory");
 }
 
-template <class T>
-__device__ inline void store_global_if(bool condition, T* to, const uint4& v) {
+// If the row is below `end`.
+__device__ inline void store_global_below(void* to, const uint4& v, int row, int end) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(int(condition))
+      "{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(row), "r"(end)
       : "memory");
 }
 
@@ -263,17 +257,21 @@ __device__ inline void pin(T& value) {
   asm volatile("" : "+r"(value));
 }
 
-// Read again, not kept in a register.
-__device__ inline int read_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
+// Both at the same place.
+template <class T>
+__device__ inline void pin(T& first, T& second) {
+  asm volatile("" : "+r"(first), "+r"(second));
 }
 
-__device__ inline int read_block_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
+// Read again, not kept in a register.
+__device__ inline int read_thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+__device__ inline void read_indices(int& thread, int& block) {
+  asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------

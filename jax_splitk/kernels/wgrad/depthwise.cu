@@ -180,8 +180,7 @@ struct Work {
   __device__ Work(const Args& g) {
     // A second one is worked out anew.
     int column = blockIdx.x, split = blockIdx.y;
-    pin(column);
-    pin(split);
+    pin(column, split);
     const int taps = column % TAP_BLOCKS;
     r0 = first(TAPS_H, taps / TAP_BLOCKS_W, BLOCKS_H);
     s0 = first(TAPS_W, taps % TAP_BLOCKS_W, BLOCKS_W);

@@ -11,23 +11,16 @@
 // the others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
 // Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one
 // arrival per consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0;
-// the producers' first pass over the ring does not wait. With CLUSTER 2 two thread blocks whose tiles need
-// the same boxes of one side issue every other one of these for both (multicast): each box completes at the
-// `full` barrier of the block that it lands in, which expects the whole stage whoever issues it, and `empty`
-// has the arrivals of both blocks' consumers. Epilogue: fp32 goes to memory from the accumulators. Once every
-// consumer of the block is done with the ring, it holds a 16-bit tile [rsc][k], which is read back in rows of
-// the output. If the splits of a tile form a cluster (wgrad_direct with more than one row in the grid), the
-// ring holds the fp32 tile, the blocks meet at the cluster's barrier and each adds its share of the tile over
-// all of them, in a fixed order, through distributed shared memory; a last cluster barrier keeps every
-// block's memory until nobody reads it (nor, with CLUSTER 2, arrives at its barriers) any more. Producers do
-// not take part: the cluster's barrier waits for threads that have not exited.
+// the producers' first pass over the ring does not wait. Epilogue: fp32 goes to memory from the accumulators.
+// Once every consumer of the block is done with the ring, it holds a 16-bit tile [rsc][k], which is read back
+// in rows of the output.
 //
 // Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
 // of it.
 //
-// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, CLUSTER (1 or 2), X_TILED (1x1 stride 1: X
-// is a plain matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are
-// split), CLUSTER_SUMS (the splits of a tile are a cluster), OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
+// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
+// (split_k.cuh).
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -63,11 +56,6 @@ constexpr int M_PER_WG = M_BOXES / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = 128 + CONSUMER_THREADS;
-// Of the two sides of a tile a pair of thread blocks shares the one with more boxes: its tiles are neighbours
-// along the other. Must match `_pair_along_m` in wgrad_im2col.py.
-constexpr bool PAIR_ALONG_M = N_BOXES >= M_BOXES;
-constexpr bool SHARE_X = PAIR_ALONG_M == bool(SWAP);
-constexpr uint16_t BOTH = 3;  // multicast mask
 // The register file, shared out by role (setmaxnreg wants multiples of 8). One consumer has enough without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
@@ -135,39 +123,24 @@ __device__ inline void advance(const Args& g, Pixel& at) {
 }
 
 // `once`: a single tile reads it, so that it need not stay in L2.
-template <bool MULTICAST>
 __device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at,
                                    bool once) {
   using Hint = cute::TMA::CacheHintSm90;
   const uint64_t hint = uint64_t(TURNS && once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
-  if constexpr (MULTICAST) {
-    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, BOTH, hint, to, c, at.index);
-  } else {
-    cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, c, at.index);
-  }
+  cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, c, at.index);
 }
 
-template <bool MULTICAST>
 __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c,
                               const Tap& tap, const Pixel& at) {
 #if X_TILED
-  load_matrix<MULTICAST>(map, full, to, c, at, g.x_once);
+  load_matrix(map, full, to, c, at, g.x_once);
 #else
   const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
 #if RANK3
   const int d = at.o * g.stride_d - g.pad_d;
-  if constexpr (MULTICAST) {
-    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, BOTH, to, c, w, h, d, at.n, tap.w, tap.h,
-                                                  tap.d);
-  } else {
-    cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
-  }
+  cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
 #else
-  if constexpr (MULTICAST) {
-    cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, BOTH, to, c, w, h, at.n, tap.w, tap.h);
-  } else {
-    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
-  }
+  cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
 #endif
 #endif
 }
@@ -189,7 +162,7 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
 struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
   Tap tap[BOXES_PER_WARP];
-  bool issued[BOXES_PER_WARP];  // here, not by the other block of a pair
+  bool issued[BOXES_PER_WARP];  // whether there is such a box
   int boxes;
   Pixel at;
 };
@@ -204,7 +177,7 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
     const bool is_x = box < X_BOXES;
     const int index = is_x ? box : box - X_BOXES;
     loads.boxes += box < BOXES;
-    loads.issued[i] = box < BOXES && (CLUSTER == 1 || is_x != SHARE_X || index % 2 == blockIdx.x % 2);
+    loads.issued[i] = box < BOXES;
     loads.tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
     loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
@@ -249,9 +222,9 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
         if (!loads.issued[i]) continue;
         uint8_t* to = shared(base + loads.offset[i]);
         if (warp + i * PRODUCERS < X_BOXES) {
-          load_x<CLUSTER == 2 && SHARE_X>(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
+          load_x(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
         } else {
-          load_matrix<CLUSTER == 2 && !SHARE_X>(dy_map, full, to, loads.c0[i], loads.at, g.dy_once);
+          load_matrix(dy_map, full, to, loads.c0[i], loads.at, g.dy_once);
         }
       }
     }
@@ -271,16 +244,6 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 __device__ inline void fence(Accumulator& acc) {
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) fence(acc[m]);
-}
-
-// The stage may be filled again, by whoever writes to it.
-__device__ inline void release(uint64_t* empty) {
-  const int thread = threadIdx.x % 128;
-  if constexpr (CLUSTER == 1) {
-    if (thread == 0) EmptyBarrier::arrive(empty);
-  } else {
-    EmptyBarrier::arrive(empty, thread, thread < CLUSTER);
-  }
 }
 
 __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, int warpgroup, int k_tiles,
@@ -308,7 +271,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
     // The batch before this one has retired, so the stage it read may be filled again.
     cute::warpgroup_wait<1>();
     fence(acc);
-    if (previous >= 0) release(&empty[previous]);
+    if (previous >= 0 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[previous]);
     previous = stage;
     if (++stage == STAGES) {
       stage = 0;
@@ -323,8 +286,8 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 // ------------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
-static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
-#if TAIL || CLUSTER_SUMS
+static_assert(X_TILE * DY_TILE * 2 <= STAGES * STAGE_BYTES, "the ring holds the 16-bit tile");
+#if TAIL
 constexpr int CHUNKS = DY_TILE / 4;  // float4 of a row
 #endif
 
@@ -386,8 +349,7 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
       float* to = out + rows.offset + (first + lane / 4) * place.pitch + place.column + col0;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
-        const float* sums = &acc[m][j * 4 + 2 * half];
-        store_global_if(8 * j < columns, to + 8 * j, make_float2(sums[0], sums[1]));
+        store_global_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
       }
     }
 #endif
@@ -449,99 +411,7 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      store_global_if(row0 + pass * ROWS < end, to + pass * ROWS * place.pitch, v[pass]);
-    }
-  }
-}
-#endif
-
-// ---- epilogue: sums of a cluster ----
-
-#if CLUSTER_SUMS
-// The fp32 tile in shared memory: a row for each (slot, channel), 16-byte chunks of four output channels
-// along it. Chunk i of a row is at i ^ swizzle(row): no bank conflicts where eight rows, or four of every
-// other row, meet in a write, nor where lanes read along a row. All accesses are volatile: they stay on their
-// side of the barriers.
-__device__ inline int swizzle(int row) { return ((row ^ (row >> 1)) & 3) * 2; }
-
-__device__ inline void stage_tile(uint32_t tile, int warpgroup, Accumulator& acc) {
-  const int lane = threadIdx.x % 32, row0 = (threadIdx.x % 128) / 32 * 16 + lane / 4, col0 = 2 * (lane % 4);
-#pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) {
-    const int m0 = (m * CONSUMERS + warpgroup) * SLOT + row0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#if SWAP
-      const int k = m0 + 8 * half;
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int c = col0 + odd;
-        const uint32_t column = tile + (c * CHUNKS + (k / 4 ^ swizzle(c))) * 16 + k % 4 * 4;
-#pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j)
-          store_shared(column + 8 * j * CHUNKS * 16, acc[m][j * 4 + 2 * half + odd]);
-      }
-#else
-      const uint32_t row = tile + (m0 + 8 * half) * CHUNKS * 16 + col0 * 4;
-#pragma unroll
-      for (int j = 0; j < TILE_N / 8; ++j) {
-        const float* pair = &acc[m][j * 4 + 2 * half];
-        store_shared(row + j / 4 * 128 + (j % 4 * 2 ^ swizzle(row0)) * 16, make_float2(pair[0], pair[1]));
-      }
-#endif
-    }
-  }
-}
-
-__device__ inline void add(float4& sum, uint32_t address, int block) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(cute::set_block_rank(address, block)));
-  sum.x += v.x;
-  sum.y += v.y;
-  sum.z += v.z;
-  sum.w += v.w;
-}
-
-// Writes block `block`'s share of the tile into `out`, leaving out rows and columns beyond the problem. The
-// sum over the blocks begins with this one and goes round: each element's order is fixed, and no block is
-// read by all the others at once.
-__device__ inline void store_cluster_sums(const Place& place, uint32_t tile, int block, int blocks,
-                                          Output* out) {
-  constexpr int TOTAL = X_TILE * CHUNKS, BATCH = 4;  // chunks that are under way at a time
-  const int step = blocks * CONSUMER_THREADS;
-  for (int i = block * CONSUMER_THREADS + threadIdx.x - 128; i < TOTAL; i += BATCH * step) {
-    float4 sum[BATCH];
-    uint32_t address[BATCH];
-    Output* to[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const bool mine = i + b * step < TOTAL;
-      const int at = mine ? i + b * step : i;
-      const int row = at / CHUNKS, chunk = at % CHUNKS, k = place.column + chunk * 4;
-      address[b] = tile + (row * CHUNKS + (chunk ^ swizzle(row))) * 16;
-      sum[b] = load_shared<float4>(address[b]);
-      const Rows rows = place.slots[row / SLOT];
-      const bool inside = mine && row % SLOT < rows.count && k < place.columns;
-      to[b] = inside ? out + rows.offset + row % SLOT * place.pitch + k : nullptr;
-    }
-#pragma unroll 2
-    for (int other = 1; other < blocks; ++other) {
-      const int from = block + other < blocks ? block + other : block + other - blocks;
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        if (i + b * step < TOTAL) add(sum[b], address[b], from);
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      Vec<Output, 4> result;
-      convert(sum[b].x, result.v[0]);
-      convert(sum[b].y, result.v[1]);
-      convert(sum[b].z, result.v[2]);
-      convert(sum[b].w, result.v[3]);
-      if (to[b] != nullptr) *reinterpret_cast<Vec<Output, 4>*>(to[b]) = result;
+      store_global_below(to + pass * ROWS * place.pitch, v[pass], row0 + pass * ROWS, end);
     }
   }
 }
@@ -557,10 +427,9 @@ struct Work {
 
 // Grid: x over output tiles (neighbours share a pixel range, and so their inputs in L2), y over splits, z
 // over groups. Split s covers pixel blocks [s, s+1) * k_tiles_per_split, or s, s + splits, ... under TURNS;
-// the plan leaves no split empty. Partial sums of split s go to partials + s * (output size); without PARTIAL
-// the splits are a cluster.
+// the plan leaves no split empty. Partial sums of split s go to partials + s * (output size).
 __device__ inline Work work_of_block(const Args& g) {
-  const int tile = int(blockIdx.x) / CLUSTER, split = blockIdx.y;
+  const int tile = blockIdx.x, split = blockIdx.y;
   if constexpr (TURNS) {
     const int more = g.k_tiles - g.k_tiles_per_split * int(gridDim.y);  // splits that have one block more
     return {tile, split, split, g.k_tiles_per_split + (split < more)};
@@ -588,10 +457,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   __shared__ Rows slots[X_BOXES];
   const uint32_t ring = (cute::cast_smem_ptr_to_uint(raw) + 1023) & ~1023u;
 
-  const int rank = blockIdx.x % CLUSTER;
-  const int row = work.tile / g.columns, column = work.tile - row * g.columns;
-  const int tile_m = PAIR_ALONG_M ? row * CLUSTER + rank : row;
-  const int tile_n = PAIR_ALONG_M ? column : column * CLUSTER + rank;
+  const int tile_m = work.tile / g.columns, tile_n = work.tile - tile_m * g.columns;
   const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
   const bool as_tile = tail != nullptr && work.tile >= tail->whole;
 
@@ -603,7 +469,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   } else if (threadIdx.x == 128) {
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], PRODUCERS);
-      EmptyBarrier::init(&empty[i], CONSUMERS * CLUSTER);
+      EmptyBarrier::init(&empty[i], CONSUMERS);
     }
     cutlass::arch::fence_barrier_init();
   } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
@@ -611,10 +477,6 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
   }
   __syncthreads();
-  if constexpr (CLUSTER == 2) {
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
-  }
 
   const uint32_t barriers = cute::cast_smem_ptr_to_uint(full);
   // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
@@ -632,14 +494,6 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     Accumulator acc;
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
-#if CLUSTER_SUMS
-    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
-    sync_consumers();
-    stage_tile(ring, warpgroup, acc);
-    cute::cluster_sync();
-    store_cluster_sums(place, ring, blockIdx.y, gridDim.y, out);
-    cute::cluster_sync();
-#else
     consume(ring, full, empty, warpgroup, work.k_tiles, acc);
     if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
@@ -657,8 +511,6 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
       store_packed(place, ring, warpgroup, out);
 #endif
     }
-#endif
-    if constexpr (CLUSTER == 2) cute::cluster_sync();
   }
 }
 
@@ -707,13 +559,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   }
 }
 #else
-#if !CLUSTER_SUMS
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                   const __grid_constant__ Args g, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
