@@ -152,12 +152,6 @@ def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
 
 
-def k_tiles(p: ConvWgradProblem, config: Config) -> int:
-    """Tiles of pixels in the reduction."""
-    v = volume(p)
-    return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // config.tile_p) * -(-v.out[2] // config.tile_q)
-
-
 def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     """(slices of channels, tiles along M of one slice, tiles along N)."""
     v = volume(p)
@@ -264,21 +258,6 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    v, tiles = volume(p), k_tiles(p, config)
-    values = (
-        *(v.batch, *v.size, v.channels, v.out_channels),
-        *v.out,
-        *(*v.stride, *v.pad),
-        *tile_counts(p, config)[1:],
-        *(-(-v.out[1] // config.tile_p), -(-v.out[2] // config.tile_q)),
-        *(tiles, -(-tiles // config.splits)),
-        partial_stride(p),
-    )
-    return plan.Int32Struct(values)
-
-
 class Gather(SplitFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
@@ -321,7 +300,7 @@ class Gather(SplitFamily[Config]):
         needed = shared_bytes(v, config)
         if needed > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        return split_k.splits_refusal(config.splits, k_tiles(problem, config), "tiles of pixels")
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """But for few channels, true float32, and float32 without strides, where it was measured to be faster."""
@@ -332,7 +311,9 @@ class Gather(SplitFamily[Config]):
         return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return k_tiles(problem, config)
+        """Tiles of pixels."""
+        v, rows, columns = volume(problem), config.tile_p, config.tile_q
+        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
@@ -392,7 +373,7 @@ class Gather(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         units = sorted(clocks(volume(problem), config).values())
         step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
-        stages = -(-blocks // target.cores) * -(-k_tiles(problem, config) // config.splits)
+        stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         waves = -(-blocks // (target.cores * together))
         seconds = stages * step + waves * _WAVE_SECONDS
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
@@ -436,6 +417,20 @@ class Gather(SplitFamily[Config]):
         box = (64, config.tile_q, config.tile_p, 1, config.images)
         return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
+        """`struct Args` of the device code, in its order."""
+        v, tiles = volume(p), self.reduction_blocks(p, config)
+        values = (
+            *(v.batch, *v.size, v.channels, v.out_channels),
+            *v.out,
+            *(*v.stride, *v.pad),
+            *tile_counts(p, config)[1:],
+            *(-(-v.out[1] // config.tile_p), -(-v.out[2] // config.tile_q)),
+            *(tiles, -(-tiles // config.splits)),
+            partial_stride(p),
+        )
+        return plan.Int32Struct(values)
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         v = volume(problem)
         dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
@@ -443,7 +438,7 @@ class Gather(SplitFamily[Config]):
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(dy, _args(problem, config), plan.Pointer(0)),
+            params=(dy, self._args(problem, config), plan.Pointer(0)),
             shared_bytes=shared_bytes(v, config),
         )
 

@@ -215,7 +215,7 @@ def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
 def test_long_float32_chains_are_cut() -> None:
     for p in (STEM, conv((56, 56), channels=(64, 64), batch=256, dtype="float32")):
         for config in FAMILY.candidates(p, DEFAULT_CUDA):
-            tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+            tiles = math.ceil(FAMILY.reduction_blocks(p, config) / config.splits)
             additions = tiles * (config.pixels // 16) * gather.volume(p).products
             assert additions <= gather.MAX_FLOAT32_CHAIN
 
@@ -224,7 +224,7 @@ def test_long_sums_of_chains_are_cut() -> None:
     p = conv((56, 56), channels=(64, 64), batch=256, dtype="float32", precision="highest")
     v = gather.volume(p)
     for config in FAMILY.candidates(p, DEFAULT_CUDA):
-        tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+        tiles = math.ceil(FAMILY.reduction_blocks(p, config) / config.splits)
         assert config.pixels % (16 * gather.chain(v, config)) == 0
         assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
 
