@@ -6,7 +6,6 @@ resident, and wait, while the first kernel ends.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from jax import numpy as jnp
 
@@ -42,16 +41,7 @@ class ReduceArgs(Struct):
 # ---- splits --------------------------------------------------------------------------------------------------------
 
 
-def type_limit(problem: ConvWgradProblem, dtypes: Sequence[str]) -> str | None:
-    """Why a family for inputs of `dtypes` cannot serve the problem's types; None where it can."""
-    if problem.dtype not in dtypes:
-        return f"dtype {problem.dtype}; accepted: {', '.join(dtypes)}"
-    if problem.out_dtype not in OUT_CODES:
-        return f"preferred_element_type {problem.out_dtype}; accepted: {', '.join(OUT_CODES)}"
-    return None
-
-
-def splits_limit(splits: int, blocks: int, what: str, least: int = 1) -> str | None:
+def splits_refusal(splits: int, blocks: int, what: str, least: int = 1) -> str | None:
     """Why a reduction over so many blocks, which are `what`, cannot be cut so; None where it can.
 
     No split may be without a block. `least` is 0 where that is a schedule of its own.
@@ -111,6 +101,11 @@ def reduce_lanes(chunks: int, splits: int) -> int:
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
+def type_macros(problem: ConvWgradProblem) -> dict[str, int]:
+    """Of inputs of 16 bits and of the result."""
+    return {"ELEMENT_BF16": int(problem.dtype == "bfloat16"), "OUT": OUT_CODES[problem.out_dtype]}
+
+
 def buffers(problem: ConvWgradProblem, workspace: int) -> tuple[plan.Buffer, ...]:
     """lhs, g, dW and a workspace of so many bytes: numbers 0 to 3."""
     item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
@@ -121,32 +116,6 @@ def buffers(problem: ConvWgradProblem, workspace: int) -> tuple[plan.Buffer, ...
         workspace,
     )
     return tuple(plan.Buffer(size, 16) for size in sizes)
-
-
-def launches(
-    problem: ConvWgradProblem,
-    splits: int,
-    *,
-    grid: tuple[int, int, int],
-    threads: int,
-    params: tuple[plan.Param, ...],
-    shared_bytes: int,
-    cluster: tuple[int, int, int] = (1, 1, 1),
-) -> tuple[plan.Launch, ...]:
-    """The kernel that writes dW itself, or the one that writes so many splits' partial sums and their reduction.
-
-    Where they are written is the kernel's last parameter, after `params`.
-    """
-    split = splits > 1
-    main = plan.Launch(
-        kernel="wgrad_partial" if split else "wgrad_direct",
-        grid=grid,
-        block=(threads, 1, 1),
-        params=(*params, plan.Pointer(3 if split else 2)),
-        shared_bytes=shared_bytes,
-        cluster=cluster,
-    )
-    return (main, reduce_launch(problem, splits)) if split else (main,)
 
 
 def reduce_launch(problem: ConvWgradProblem, splits: int) -> plan.Launch:
@@ -161,3 +130,27 @@ def reduce_launch(problem: ConvWgradProblem, splits: int) -> plan.Launch:
         params=(plan.Pointer(3), plan.Pointer(2), ReduceArgs(size, stride(problem), splits, lanes).param()),
         programmatic=True,
     )
+
+
+# TEMP
+def splits_limit(*a, **k):
+    return splits_refusal(*a, **k)
+
+
+def type_limit(p, d):
+    from jax_splitk.kernels.wgrad import refusals
+
+    return refusals.dtypes(p, d)
+
+
+def launches(problem, splits, *, grid, threads, params, shared_bytes, cluster=(1, 1, 1)):
+    split = splits > 1
+    main = plan.Launch(
+        "wgrad_partial" if split else "wgrad_direct",
+        grid,
+        (threads, 1, 1),
+        (*params, plan.Pointer(3 if split else 2)),
+        shared_bytes,
+        cluster,
+    )
+    return (main, reduce_launch(problem, splits)) if split else (main,)

@@ -23,7 +23,7 @@ from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
+from jax_splitk.runtime.target import Target, hopper_refusal
 
 name = "wgrad_im2col"
 implementation = "cutlass"
@@ -197,7 +197,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
     """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
+    return hopper_refusal(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
 
 
 def preferred(problem: ConvWgradProblem, target: Target) -> str | None:

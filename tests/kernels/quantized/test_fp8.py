@@ -66,8 +66,8 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert FAMILY.supports(good) is None
-    assert FAMILY.supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.refusal(bad) == reason
 
 
 def in_splits(splits: int, k_warpgroups: int = 1, tile_n: int = 64, tile_m: int = 128, stages: int = 8) -> Config:
@@ -150,15 +150,15 @@ CONFIG_EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 def test_wide_chunks_need_registers() -> None:
     config = dataclasses.replace(PLAIN, tile_n=256, chunk=128, blocks=8)
-    assert FAMILY.supports(product(group_size=128), config) is None
+    assert FAMILY.refusal(product(group_size=128), config) is None
     for p in (product(group_size=128, qtype="float8_e4m3fn"), product(group_size=128, scale_dtype="float32")):
-        assert FAMILY.supports(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
+        assert FAMILY.refusal(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
 
 
 def test_only_hopper() -> None:
@@ -195,7 +195,7 @@ def test_few_rows_cut_k() -> None:
 def test_the_model_of_splits_is_close_to_measured_times(config: Config, us: float) -> None:
     """64 rows, 3584 features and 8192 k of int4 on an H200."""
     p = product(64, 8192, 3584)
-    assert FAMILY.supports(p, config) is None
+    assert FAMILY.refusal(p, config) is None
     assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.03)
 
 
@@ -229,7 +229,7 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
         if multicast == 1:
             each = dataclasses.replace(tile, stages=4)
             found += [tiles.split_tiles(p, each, splits) for splits in (2, 3, 4, 8)]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, cluster: int, clusters: int) -> list[products.Piece]:
@@ -264,7 +264,7 @@ def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem)
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = FAMILY.make_plan(p, PLAIN)
+    made = FAMILY.plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [256 * 1024, 1024 * 512, 16 * 1024 * 2, 256 * 1024 * 2, 0]
     x_map = made.maps[0]
     assert isinstance(x_map, plan.TiledMap)
@@ -279,7 +279,7 @@ def test_plan_of_a_plain_problem() -> None:
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
-        made = FAMILY.make_plan(p, config)
+        made = FAMILY.plan(p, config)
         products.check_buffers(p, made)
         assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
         # TMA's limits: strides of 16 bytes, boxes within 256; whole groups of 8 rows of the swizzle.
@@ -388,8 +388,8 @@ def machine_code() -> dict[compiler.Source, compiler.Compiled]:
 def test_variant_is_good_machine_code(
     p: QuantizedMatmulProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
 ) -> None:
-    assert FAMILY.supports(p, config) is None
-    made = FAMILY.make_plan(p, config)
+    assert FAMILY.refusal(p, config) is None
+    made = FAMILY.plan(p, config)
     compiled = machine_code[made.source]
     assert not cubin.warnings(compiled.log, made.source.file)
     assert not compiled.serialized_wgmma, compiled.log
