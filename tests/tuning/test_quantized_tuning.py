@@ -5,7 +5,6 @@ import functools
 import json
 import pathlib
 import re
-import types
 from typing import Any
 
 import jax
@@ -155,38 +154,6 @@ def test_configs_belong_to_an_operation() -> None:
         check_options("quantized_matmul", Options(wgrad_host.Config(1, 64)))
     with pytest.raises(TypeError, match=r"accepted: jax_splitk\.kernels\.wgrad\."):
         check_options("conv_wgrad", Options(quantized_host.Config(1, 24)))
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeConfig:
-    splits: int
-    seconds: float
-
-
-def test_a_family_needs_nothing_but_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.ModuleType("fake")
-    fake.__dict__.update(
-        name="fake",
-        implementation="host",
-        platform="cpu",
-        ABI=7,
-        Config=FakeConfig,
-        refusal=lambda problem, config=None, target=None: "rows=3; accepted: others" if problem.rows == 3 else None,
-        unmeasured_refusal=lambda problem: None,
-        candidates=lambda problem, target: [FakeConfig(n, (4 - n) / 1e9) for n in (1, 2, 3)],
-        neighbours=lambda problem, config, target: [],
-        estimate=lambda problem, config, target: config.seconds,
-        workspace_bytes=lambda problem, config: 100 * config.splits,
-        plan=lambda problem, config: None,
-    )
-    monkeypatch.setitem(kernels.FAMILIES, "quantized_matmul", (fake, quantized_host.FAMILY))
-    key = key_for(PROBLEM, CPU)
-    assert key.environment.abi == ("fake:7", f"quantized_host:{quantized_host.FAMILY.ABI}")
-    assert [c.config for c in tuner.ranked(key)][:3] == [FakeConfig(n, (4 - n) / 1e9) for n in (3, 2, 1)]
-    assert select.select(PROBLEM, CPU, Options()).config == FakeConfig(3, 1e-9)
-    assert select.select(PROBLEM, CPU, Options(workspace_limit_bytes=200)).config == FakeConfig(2, 2e-9)
-    assert select.select(PROBLEM, CPU, Options(FakeConfig(5, 1.0))).why == "the config was given explicitly"
-    assert select.select(dataclasses.replace(PROBLEM, rows=3), CPU, Options()).family is quantized_host.FAMILY
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

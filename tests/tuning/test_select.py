@@ -110,7 +110,7 @@ def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(store, "SHIPPED", tmp_path)  # which has an answer for this problem
     choice = choose(PROBLEM, DEFAULT_CUDA)
     serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(PROBLEM, None, DEFAULT_CUDA) is None]
-    serving = [f for f in serving if f.preferred(PROBLEM, DEFAULT_CUDA) is None]
+    serving = [f for f in serving if f.unmeasured_refusal(PROBLEM) is None]
     assert len(serving) > 1
     times = [f.estimate(PROBLEM, c, DEFAULT_CUDA) for f in serving for c in f.candidates(PROBLEM, DEFAULT_CUDA)]
     assert choice.estimated_seconds == min(times)

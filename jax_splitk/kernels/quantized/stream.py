@@ -2,7 +2,7 @@
 (device code: quantized/stream.cu). Activations of e4m3 are multiplied as they are where the weight's format allows it.
 
 Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
-shared memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums
+shared memory, and stream row tiles of 64 features through a pipeline; a cluster of blocks divides k, and adds its sums
 through distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
 """
 
@@ -44,7 +44,7 @@ class Config:
       tile_n: rows of x of a thread block, 8, 16, 32 or 64, at least the problem's.
       warpgroups: consumers; each takes other k.
       tiles: tiles of 64 features by 64 k of a warpgroup in a stage.
-      stages: depth of the shared-memory ring.
+      stages: depth of the shared-memory pipeline.
       cluster: thread blocks that divide k.
       clusters: how many clusters run; each takes every `clusters`-th tile of 64 features.
     """
@@ -108,7 +108,7 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The ring, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
+    """The pipeline, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
@@ -148,7 +148,7 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 # Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
-# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and short rings again, to the times of 1 to 16
+# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and short pipelines again, to the times of 1 to 16
 # rows that the shipped tables hold. Of other formats the instructions are counted.
 _CLOCK = 1.755e9
 _HBM_BYTES = 4.5e12
@@ -249,7 +249,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         return None
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-        """All shapes of warps and clusters, with the deepest ring, that fill the machine."""
+        """All shapes of warps and clusters, with the deepest pipeline, that fill the machine."""
         found = []
         for warpgroups, tiles, cluster in itertools.product(WARPGROUPS, TILES, CLUSTERS):
             clusters = _clusters(problem, target, cluster)
@@ -260,7 +260,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         return found
 
     def neighbours(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
-        """Other depths of the ring and numbers of clusters."""
+        """Other depths of the pipeline and numbers of clusters."""
         found = [dataclasses.replace(config, stages=config.stages + step) for step in (-2, -1, 1, 2)]
         found += [dataclasses.replace(config, clusters=config.clusters + step) for step in (-2, -1, 1, 2)]
         wider = [tile for tile in TILES_N if tile > config.tile_n][:1]

@@ -19,7 +19,7 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.split_family import SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -42,7 +42,7 @@ MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%
 MAX_CANDIDATES = 48
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
-MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see split_k.least_splits
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see SplitFamily.longest_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Config:
     Attributes:
       channels: of a thread block: 8, 16 or 32.
       segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
-      stages: depth of the shared-memory ring, in transposed blocks of 8 rows.
+      stages: depth of the shared-memory pipeline, in transposed blocks of 8 rows.
       splits: parts into which the reduction over blocks of rows is cut; none may be empty.
     """
 
@@ -396,7 +396,7 @@ class Depthwise(SplitFamily[Config]):
         """All but the batch, stages and splits."""
         t, g = tiling(problem, config), geometry(problem)
         return {
-            **split_k.type_macros(problem),
+            **type_macros(problem),
             "CHANNELS": config.channels,
             "SEGMENT": t.segment,
             "SEGMENTS": config.segments,

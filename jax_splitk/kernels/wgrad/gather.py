@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
-from jax_splitk.kernels.wgrad.split_family import SplitFamily, fastest_and_fewest, nearby
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -31,7 +31,7 @@ STEP = 16  # pixels of one WGMMA
 MAX_STAGES = 4
 FEW_CHANNELS = 32  # of X, half of what wgrad_im2col loads at a time
 MAX_PIXELS = 256
-# Additions in a row for a float32 result: see split_k.least_splits. WGMMA's, or where they go in short chains onto sums
+# Additions in a row for a float32 result: WGMMA's, or where they go in short chains onto sums
 # (three parts) those, which round: 256 give a relative error of about 3e-7.
 MAX_FLOAT32_CHAIN = 2048
 MAX_ROUNDED_CHAIN = 256
@@ -39,7 +39,7 @@ MAX_ROUNDED_CHAIN = 256
 SHARED_PER_SM = 228 * 1024
 _BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
 SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
-RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
+RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 # Consumers' registers by (thread blocks on an SM, consumer warpgroups): CONSUMER_REGS in the device code, and those
 # that remain for the accumulators and fragments.
 REGISTERS = {(1, 1): 240, (1, 2): 208, (1, 3): 152, (1, 4): 104, (2, 1): 184, (2, 2): 88, (2, 3): 72}
@@ -61,7 +61,7 @@ class Config:
       tile_n: output channels of a thread block; see `TILE_N`.
       images, tile_p, tile_q: a stage's tile of output pixels, [images, tile_p rows, tile_q columns].
       slice: input channels of a thread block.
-      stages: depth of the shared-memory ring.
+      stages: depth of the shared-memory pipeline.
       splits: parts into which the reduction is cut; none may be empty.
     """
 
@@ -231,7 +231,7 @@ _HBM_BYTES = 4.0e12
 _OVERLAP = {1: 0.82, 2: 0.87}  # of the busiest unit's rate is reached, by thread blocks on an SM
 _FRAGMENT_CLOCKS = {1: 90, 2: 220, 3: 320}  # from a warpgroup's loads to its WGMMA, by parts
 _STAGE_CLOCKS = 120  # of a thread block, besides
-_WAVE_SECONDS = 3e-6  # filling the ring and the epilogue
+_WAVE_SECONDS = 3e-6  # filling the pipeline and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
 
 
@@ -274,7 +274,7 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
         *tile_counts(p, config)[1:],
         *(-(-v.out[1] // config.tile_p), -(-v.out[2] // config.tile_q)),
         *(tiles, -(-tiles // config.splits)),
-        split_k.stride(p),
+        partial_stride(p),
     )
     return plan.Int32Struct(values)
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, partial_stride, type_macros
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
-from jax_splitk.kernels.wgrad.split_family import SplitFamily, nearby
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -35,10 +35,10 @@ MAX_ACCUMULATORS = 96  # of a thread, where a job can be made smaller
 MAX_STAGES = 6
 SHARED_BYTES = 227 * 1024 - 512  # of a thread block, without barriers and the row of zeros
 SM_SHARED_BYTES = 228 * 1024
-ALIGNMENT_BYTES = 1024  # of the ring
+ALIGNMENT_BYTES = 1024  # of the pipeline
 RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
-# MMAs for each accumulator in a float32 result's split: see split_k.least_splits.
+# MMAs for each accumulator in a float32 result's split: see SplitFamily.longest_chain.
 MAX_FLOAT32_CHAIN = 1024
 # Of candidates.
 MAX_VARIANTS = 20
@@ -58,7 +58,7 @@ class Config:
       in_block, out_block: input and output channels of a thread block: those of whole bundles, or a part of one.
       images, rows, columns: output pixels of a tile; `columns` is the image's width or a multiple of 8 below it.
       slices: warps that divide the pixels of a tile among themselves.
-      stages: depth of the shared-memory ring, in tiles.
+      stages: depth of the shared-memory pipeline, in tiles.
       splits: parts into which the tiles are cut; none may be empty.
     """
 
@@ -192,7 +192,7 @@ def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """The ring, which the slices' sums take over at the end: for each output channel those of its group."""
+    """The pipeline, which the slices' sums take over at the end: for each output channel those of its group."""
     sums = math.prod(plane(p).kernel) * min(config.in_block, p.group_channels[0]) * config.out_block * 4
     return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
 
@@ -296,7 +296,7 @@ _ROW_CLOCKS = 40  # of a warp for a row of X, before its MMAs
 _WARP_MMA_CLOCKS = 8  # of a warp for one MMA
 _SHADOW = 0.2  # part of all but the longest that is not hidden by it
 _HBM_BYTES = 3.8e12
-_RAMP_SECONDS = 2.0e-6  # filling the ring and the epilogue
+_RAMP_SECONDS = 2.0e-6  # filling the pipeline and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
 
 
@@ -326,7 +326,7 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
     """`struct Args` of the device code, in its order."""
     s = plane(p)
-    stride = split_k.stride(p) if config.splits > 1 else 0
+    stride = partial_stride(p) if config.splits > 1 else 0
     shares = divmod(tiles(p, config), config.splits)
     return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares))
 
@@ -451,14 +451,14 @@ class Grouped(SplitFamily[Config]):
             yield from self._with_slices(problem, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
 
     def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
-        """With up to 16 warps, and rings that leave room for one to three thread blocks an SM."""
+        """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
         jobs = job(problem, config).jobs
         for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
             # Slices take whole strips: no more than a quarter of the warps may wait.
             if slices > strips(config) or strips(config) < 0.75 * -(-strips(config) // slices) * slices:
                 continue
-            rings = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
-            depths = {ring // stage_bytes(problem, config) for ring in rings}
+            rooms = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
+            depths = {room // stage_bytes(problem, config) for room in rooms}
             for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
                 sliced = dataclasses.replace(config, slices=slices, stages=stages)
                 if self.config_refusal(problem, sliced) is None:
@@ -502,7 +502,7 @@ class Grouped(SplitFamily[Config]):
         group_in, group_out = problem.group_channels
         _, tiles_h, tiles_w = tile_counts(problem, config)
         return {
-            **split_k.type_macros(problem),
+            **type_macros(problem),
             "KERNEL_H": s.kernel[0],
             "KERNEL_W": s.kernel[1],
             "STRIDE_H": s.stride[0],

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import WgradFamily, type_macros
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -33,7 +33,7 @@ MAX_LINES = 64
 MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
-MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see split_k.least_splits
+MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see SplitFamily.longest_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ _LAUNCH_SECONDS = 4.0e-6
 _REDUCE_SECONDS = 1.0e-6
 
 
-class Halo(CudaFamily[ConvWgradProblem, Config]):
+class Halo(WgradFamily[Config]):
     """Its estimates are comparable with the other families', and decide."""
 
     name = "wgrad_halo"
@@ -401,16 +401,12 @@ class Halo(CudaFamily[ConvWgradProblem, Config]):
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Dtypes, taps and the strip's geometry."""
         return {
-            **split_k.type_macros(problem),
+            **type_macros(problem),
             "TAPS_H": config.taps_h,
             "TAPS_W": config.taps_w,
             "TILE_Q": config.tile_q,
             "BATCH_ROWS": batch_rows(problem, config),
         }
-
-    def buffers(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """lhs, g, dW, workspace."""
-        return split_k.buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         return (

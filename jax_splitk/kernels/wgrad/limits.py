@@ -1,1 +1,1 @@
-from jax_splitk.kernels.wgrad.refusals import *
+from jax_splitk.kernels.wgrad.refusals import *  # noqa: F403

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import im2col, refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, partial_stride
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
-from jax_splitk.kernels.wgrad.split_family import SplitFamily, fastest_and_fewest
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -37,7 +37,7 @@ MAX_BOX = 256  # TMA's
 MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
-MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see split_k.least_splits
+MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see SplitFamily.longest_chain
 
 MAX_CANDIDATES = 40
 _VARIANTS = 16  # of which split counts are tried
@@ -257,14 +257,14 @@ _HBM_BYTES = 3.94e12
 _LINE_CLOCKS = 545  # of a line, beside its products
 _STEP_CLOCKS = 37  # of a warpgroup's step, likewise; the other warpgroups fill it
 _STRIP_CLOCKS = 200
-_LOAD_CLOCKS, _LOAD_BYTES_PER_CLOCK = 1500, 30  # until a line is there, while a place of the ring waits for it
-_WAVE_SECONDS = 3e-6  # filling the rings and the epilogue
+_LOAD_CLOCKS, _LOAD_BYTES_PER_CLOCK = 1500, 30  # until a line is there, while a stage of the pipeline waits for it
+_WAVE_SECONDS = 3e-6  # filling the pipelines and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
 
 
 def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
-    """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `ring`: until
-    lines of X have come, as far as its other places do not hide it."""
+    """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
+    until lines of X have come, as far as its other stages do not hide it."""
     v = view(p)
     steps, rows = config.pixels // 8, v.out[0] / _strip_counts(v, config)[1]
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
@@ -278,7 +278,7 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
         "tensor": products * config.tile_n / 2 + waits + _STRIP_CLOCKS,
         "shared": shared / _SHARED_BYTES_PER_CLOCK,
         "l2": (loaded + dy) / _L2_BYTES_PER_CLOCK,
-        "ring": lines * (_LOAD_CLOCKS + line / _LOAD_BYTES_PER_CLOCK) / (config.stages - 1),
+        "stages": lines * (_LOAD_CLOCKS + line / _LOAD_BYTES_PER_CLOCK) / (config.stages - 1),
     }
 
 
@@ -293,7 +293,7 @@ def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
         *(config.tile_p, *_strip_counts(v, config)[1:]),
         *v.pad,
         *(count, -(-count // config.splits)),
-        split_k.stride(p),
+        partial_stride(p),
     )
     return plan.Int32Struct(values)
 

@@ -1,11 +1,18 @@
-"""What families of weight gradients share that cut their reduction into splits."""
+"""What the families of weight gradients on Hopper share: buffers, and splits of the reduction.
+
+The kernel of several splits writes fp32 partial sums of each into the workspace, and a second kernel adds them in a
+fixed order; see device/split_k.py.
+"""
 
 import abc
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from jax_splitk.kernels.device import split_k
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Launch, Param, Pointer
@@ -13,6 +20,24 @@ from jax_splitk.runtime.target import Target
 
 _REDUCE_SECONDS = 0.7e-6
 _PARTIAL_BYTES = 4.8e12  # a second; partial sums stay in L2 for the most part
+
+_Any = TypeVar("_Any")
+
+
+class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
+    """A kernel that loads lhs and g and writes dW."""
+
+    def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
+        """lhs, g, dW, workspace."""
+        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
+        shapes = ((problem.lhs_shape, item), (problem.g_shape, item), (problem.out_shape, out_item))
+        sizes = (*(math.prod(shape) * size for shape, size in shapes), self.workspace_bytes(problem, config))
+        return tuple(Buffer(size, 16) for size in sizes)
+
+
+def type_macros(problem: ConvWgradProblem) -> dict[str, int]:
+    """Of inputs of 16 bits and of the result."""
+    return {"ELEMENT_BF16": int(problem.dtype == "bfloat16"), "OUT": OUT_CODES[problem.out_dtype]}
 
 
 class _Split(Protocol):
@@ -27,33 +52,38 @@ class _Split(Protocol):
 _Config = TypeVar("_Config", bound=_Split)
 
 
-class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
-    """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction, in whole
-    blocks of it. The partial sums of several splits are those of device/split_k.py."""
+class SplitFamily(WgradFamily[_Config]):
+    """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction."""
 
-    structs = (split_k.ReduceArgs,)
+    structs = (ReduceArgs,)
 
     @abc.abstractmethod
     def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Blocks of the reduction."""
+        """Blocks of the reduction, of which each split has as many or one less."""
 
     @abc.abstractmethod
     def longest_chain(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Blocks of a float32 result's split, at most: see `split_k.least_splits`."""
+        """Blocks of a float32 result's split, at most.
+
+        The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
+        result keeps it; in a 16-bit one rounding hides it.
+        """
 
     @abc.abstractmethod
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Thread blocks of a split."""
+        """Of one split."""
+
+    # ---- search ----------------------------------------------------------------------------------------------------
 
     def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-        return split_k.least_splits(
-            problem, self.reduction_blocks(problem, config), self.longest_chain(problem, config)
-        )
+        if problem.out_dtype != "float32":
+            return 1
+        return -(-self.reduction_blocks(problem, config) // max(1, self.longest_chain(problem, config)))
 
     def with_splits(self, problem: ConvWgradProblem, config: _Config, splits: int) -> _Config:
         """The config with the nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-        return dataclasses.replace(config, splits=split_k.whole_splits(self.reduction_blocks(problem, config), splits))
+        return dataclasses.replace(config, splits=whole_splits(self.reduction_blocks(problem, config), splits))
 
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
         """Splits that fill the machine once."""
@@ -65,28 +95,24 @@ class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
         least = self.least_splits(problem, config)
         wanted = (least, *(max(least, slots * waves // blocks) for waves in (1, 2, 3, 4)))
         found = {self.with_splits(problem, config, splits) for splits in wanted}
-        for other in sorted(found, key=lambda c: c.splits):
-            if self.config_refusal(problem, other) is None:
-                yield other
+        return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
 
     def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
         """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
         least = self.least_splits(problem, config)
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
-        return sorted(found, key=lambda c: c.splits)
+        return sorted(found, key=_splits_of)
 
     def reduce_seconds(self, problem: ConvWgradProblem, config: _Config) -> float:
-        """Of the second kernel, which adds the splits' partial sums."""
+        """Of the second kernel."""
         moved = 2 * self.workspace_bytes(problem, config)
         return 0.0 if config.splits == 1 else _REDUCE_SECONDS + moved / _PARTIAL_BYTES
 
-    def workspace_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """fp32 partial sums, one set for each split; none when there is a single split."""
-        return split_k.workspace_bytes(problem, config.splits)
+    # ---- plan ------------------------------------------------------------------------------------------------------
 
-    def buffers(self, problem: ConvWgradProblem, config: _Config) -> tuple[Buffer, ...]:
-        """lhs, g, dW, workspace."""
-        return split_k.buffers(problem, self.workspace_bytes(problem, config))
+    def workspace_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """fp32 partial sums, one set for each split; none when there is a single split, which writes dW itself."""
+        return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
 
     def split_launches(
         self,
@@ -98,7 +124,7 @@ class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
         shared_bytes: int,
         groups: int = 1,
     ) -> tuple[Launch, ...]:
-        """The kernel that writes dW itself, or the one that writes the splits' partial sums, and their reduction.
+        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`.
 
         Where they are written is the kernel's last parameter, after `params`. Feature groups are the grid's last
         dimension.
@@ -111,7 +137,28 @@ class SplitFamily(CudaFamily[ConvWgradProblem, _Config]):
             params=(*params, Pointer(3 if split else 2)),
             shared_bytes=shared_bytes,
         )
-        return (main, split_k.reduce_launch(problem, config.splits)) if split else (main,)
+        if not split:
+            return (main,)
+        size = math.prod(problem.out_shape)
+        lanes = reduce_lanes(size // 4, config.splits)
+        args = ReduceArgs(size, partial_stride(problem), config.splits, lanes).param()
+        reduce = Launch(
+            kernel="reduce_splits",
+            grid=(-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1),
+            block=(REDUCE_THREADS, 1, 1),
+            params=(Pointer(3), Pointer(2), args),
+            programmatic=True,
+        )
+        return main, reduce
+
+
+def partial_stride(problem: ConvWgradProblem) -> int:
+    """Elements from one split's partial sums to the next's: the output's, in whole float4."""
+    return -(-math.prod(problem.out_shape) // 4) * 4
+
+
+def _splits_of(config: _Split) -> int:
+    return config.splits
 
 
 def nearby(splits: int, wave: float) -> set[int]:
@@ -129,5 +176,5 @@ def fastest_and_fewest(seconds: Mapping[_Config, float], most: int) -> tuple[_Co
     """At most so many configs, the fastest first. The four of fewest splits stay, however slow: a small workspace may
     allow no others."""
     ranked = sorted(seconds, key=lambda c: seconds[c])
-    fewest = sorted(ranked, key=lambda c: c.splits)[:4]
+    fewest = sorted(ranked, key=_splits_of)[:4]
     return tuple(dict.fromkeys([*ranked[: most - len(fewest)], *fewest]))
