@@ -1,29 +1,11 @@
-// What every split-k kernel needs at its end: the output's type, and the kernel that adds the splits' partial
-// sums.
+// What every split-k kernel needs at its end: the kernel that adds the splits' partial sums.
 //
-// Macros: OUT (0 float, 1 bf16, 2 half), DISCARD (0 by default; splits' partial sums are whole lines of the
+// Macros: OUT (output.cuh), DISCARD (0 by default; splits' partial sums are whole lines of the
 // L2, and so many that the reduction gives them up).
 
+#include "device/output.cuh"
 #include "device/ptx.cuh"
 #include "structs.cuh"
-
-#if OUT == 0
-using Output = float;
-#elif OUT == 1
-using Output = __nv_bfloat16;
-#else
-using Output = __half;
-#endif
-
-__device__ inline void convert(float x, float& out) { out = x; }
-__device__ inline void convert(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-__device__ inline void convert(float x, __half& out) { out = __float2half_rn(x); }
-
-// N neighbouring values as one access.
-template <class T, int N>
-struct alignas(sizeof(T) * N) Vec {
-  T v[N];
-};
 
 __device__ inline void add_partial(float4& sum, const float4& v) {
   sum.x += v.x;
@@ -94,10 +76,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
 #endif
   if (!add_lanes(sum, lanes, columns, column)) return;
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  Vec<Output, 4> result;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) convert(sums[j], result.v[j]);
+  const Vec<Output, 4> result = converted<Output>({sum.x, sum.y, sum.z, sum.w});
   if (i + 4 <= g.size) {
     *reinterpret_cast<Vec<Output, 4>*>(out + i) = result;
   } else {
@@ -107,3 +86,16 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     }
   }
 }
+
+// Defines a source's two kernels. Both call wgrad(arguments, to): `wgrad_partial` writes partial sums of the
+// splits, `wgrad_direct` the output itself. The lists are in parentheses.
+#define UNPACK(...) __VA_ARGS__
+#define SPLIT_K_KERNELS(blocks_per_sm, parameters, arguments)          \
+  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
+      wgrad_partial(UNPACK parameters, float* partials) {              \
+    wgrad(UNPACK arguments, partials);                                 \
+  }                                                                    \
+  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
+      wgrad_direct(UNPACK parameters, Output* out) {                   \
+    wgrad(UNPACK arguments, out);                                      \
+  }
