@@ -4,7 +4,7 @@ It is bilinear in (lhs, g); its transposes are convolutions that lax already has
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 from jax_splitk.ops import lowering
 from jax_splitk.ops.convolution import Convolution
 from jax_splitk.problems import conv_reference
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.arguments import wider
 from jax_splitk.runtime.plan import CustomCall
@@ -42,7 +42,7 @@ def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProble
         in_channels=in_channels,
         out_channels=out_channels,
         window_strides=conv.window_strides,
-        padding=conv.padding,
+        padding=cast(Pairs, conv.padding),  # in an equation they are known
         lhs_dilation=conv.lhs_dilation,
         rhs_dilation=conv.rhs_dilation,
         feature_group_count=conv.feature_group_count,

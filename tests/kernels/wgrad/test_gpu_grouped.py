@@ -43,7 +43,8 @@ def configs(case, out_dtype="float32"):
     p = case.problem(out_dtype)
     found = spread(p, 3)
     return [
-        dataclasses.replace(c, splits=min(grouped.FAMILY.reduction_blocks(p, c), n)) for c, n in zip(found, (1, 3, 7))
+        dataclasses.replace(c, splits=min(grouped.FAMILY.reduction_blocks(p, c), n))
+        for c, n in zip(found, (1, 3, 7), strict=False)
     ]
 
 
