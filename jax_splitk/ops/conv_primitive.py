@@ -14,7 +14,6 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 
 from jax_splitk.ops import lowering
-from jax_splitk.ops.convolution import Convolution
 from jax_splitk.problems import conv_reference
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
@@ -27,7 +26,7 @@ conv_wgrad_p = core.Primitive("conv_wgrad")
 def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
     """The canonical problem of an equation, from the types of its operands (lhs, g) and its parameters."""
     lhs, g = avals
-    conv: Convolution = params["convolution"]
+    conv = params["convolution"]
     specs = conv.dimension_numbers
     # A symbolic dimension (jax.export) stays what it is.
     take = lambda shape, spec: tuple(_compat.static_or_symbolic(shape[i]) for i in spec)  # noqa: E731
