@@ -24,7 +24,7 @@ from tests.problems import seeded
 
 PLAIN = ODD[0]
 PROBLEMS = [*(case.problem() for case in (*SUITE, *ODD)), *SEQUENCES]
-ARGS = ("batch", "blocks", "blocks_per_split", "stages")
+
 GEOMETRY = (
     *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
     *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "TAPS"),
@@ -218,7 +218,7 @@ def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
                 assert (splits - 1) * each < t.blocks <= splits * each
 
 
-def test_args_are_the_device_codes_struct_in_its_order() -> None:
+def test_arguments_and_geometry_of_a_plan() -> None:
     p = problem(
         batch=5, height=40, width=90, kernel=(5, 3), stride=(2, 3), dilation=(4, 2), padding=((7, 1), (2, 4)),
         **channels(24) | {"out_channels": 48},
@@ -226,16 +226,10 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
     config = Config(8, 2, 1, 1)
     config = FAMILY.with_splits(p, config, 3)
     device_plan = FAMILY.plan(p, config)
-    text = re.sub(r"//.*", "", device_plan.source.text())
-    declared = re.search(r"struct Args \{(.*?)\};", text, re.DOTALL)
-    assert declared is not None
-    assert tuple(re.findall(r"\w+(?=[,;])", declared[1])) == ARGS
     struct = device_plan.launches[0].params[0]
     assert isinstance(struct, Int32Struct)
     t = depthwise.tiling(p, config)
-    assert dict(zip(ARGS, struct.values, strict=True)) == {
-        "batch": 5, "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1,
-    }  # fmt: skip
+    assert struct == depthwise.Args(5, t.blocks, math.ceil(t.blocks / config.splits), stages=1).param()
     defines = dict(device_plan.source.defines)
     assert {name: defines[name] for name in GEOMETRY} == {
         "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
@@ -532,17 +526,17 @@ def test_variant_is_good_machine_code(
     t, taps = depthwise.tiling(p, config), depthwise.geometry(p).width.size
     passes = config.channels // config.warps
     for name in ("wgrad_partial", "wgrad_direct"):
-        threads = 32 * (config.warps + depthwise.LOADERS)
+        threads = 32 * (config.warps + depthwise.PRODUCERS)
         assert reports[name].registers <= 65536 // threads // 8 * 8
         shared_out = found[name].immediates(cubin.USETMAXREG)
         assert len(shared_out) in ((2,) if passes > 1 else (0, 2))
         if shared_out:
             least, most = sorted(shared_out)
-            assert 32 * (config.warps * most + depthwise.LOADERS * least) <= 65536
+            assert 32 * (config.warps * most + depthwise.PRODUCERS * least) <= 65536
         assert reports[name].stack_bytes == 0
         opcodes = found[name].opcodes
         assert opcodes[HMMA] == taps * t.segment // 4 * passes
-        assert opcodes[STMATRIX] == (t.x.stores + t.y.stores) * 8 // depthwise.LOADERS
+        assert opcodes[STMATRIX] == (t.x.stores + t.y.stores) * 8 // depthwise.PRODUCERS
         assert opcodes[GENERIC_LOAD] == opcodes[GENERIC_STORE] == 0, "shared memory is addressed as such"
 
 
