@@ -7,9 +7,9 @@ from jax_splitk.ops.quantized_matmul import quantized_matmul
 from jax_splitk.ops.tune import tune, tune_problems
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from jax_splitk.runtime import registration as _registration
+from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.options import options
 from jax_splitk.tuning.result import TuningResult
-from jax_splitk.tuning.store import FrozenCacheMiss
 
 __all__ = [
     "EXPORT_CHECKS",

@@ -15,7 +15,8 @@ from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
 from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Candidate, Entry
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.result import TuningResult
 
@@ -58,7 +59,8 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     try:
         fields = json.loads(data)
         key = keys.key_from_dict(fields.get("key") if isinstance(fields, dict) else None)
-        entry = entries.loads(data, key)
+        entry = entries.from_dict(fields, key)
+        entry.read_evidence()
     except _DAMAGE as error:
         return Unusable(path, str(error))
     if folder is not None and path != folder / key.file:
@@ -112,7 +114,7 @@ def date(entry: Entry) -> datetime.datetime:
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
     """(us of the choice, us of XLA, how many times faster the choice is)."""
-    us, xla_us = entry.us(entry.choice), entry.us(Candidate(XLA))
+    us, xla_us = entry.us(entry.choice), entry.us(XLA)
     return us, xla_us, xla_us / us if us and xla_us else None
 
 

@@ -10,7 +10,7 @@ from jax_splitk.ops import trace
 from jax_splitk.ops.lowering import choose
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning.select import Choice
+from jax_splitk.tuning.choice import Choice
 
 # As JAX names what it lowers for.
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

@@ -17,9 +17,10 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
+from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import Choice, announce, select, xla
+from jax_splitk.tuning.select import announce, select
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -100,14 +101,15 @@ def choose(
     """
     reason = only_xla(problem)
     if reason is not None:
-        return xla(problem, reason)
+        return Choice(problem, XLA, reason)
     if partitioned and options.implementation != "xla":
         if options.implementation is not None or options.config is not None:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
                 "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
             )
-        return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
+        why = "automatic partitioning over several devices; use jax.shard_map for a kernel on each"
+        return Choice(problem, XLA, why)
     return select(problem, target, options, measure=measure, final=final)
 
 

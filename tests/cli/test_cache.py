@@ -15,7 +15,7 @@ import pytest
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Measurement
+from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
 from jax_splitk.tuning.result import TuningResult
 from tests.command_line import (
@@ -114,7 +114,7 @@ def test_ls_lists_the_users_cache_and_others_where_asked(
     ]
     assert [len(layer["entries"]) for layer in layers] == [1, 1, 0, 0]
     (second,) = layers[1]["entries"]
-    assert (second["path"], second["choice"]["family"], second["ratio"]) == (str(theirs), XLA, 1.0)
+    assert (second["path"], second["choice"]["family"], second["ratio"]) == (str(theirs), "xla", 1.0)
     # Other folders and files by their names.
     file.write_text(TuningResult(((key_of(), entry_of(key_of(), {X: 3.0, A: 2.0})),)).dumps())
     named = run(capsys, "cache", "ls", other, file)
@@ -147,8 +147,7 @@ def test_ls_fits_the_terminal(cache: pathlib.Path, capsys: Any, monkeypatch: pyt
 def test_show_sorts_the_measurements(cache: pathlib.Path, capsys: Any) -> None:
     path = put(cache, key_of(), {X: 30.0, A: 20.0, B: 10.0}, NEW)
     fields = json.loads(path.read_text())
-    tables = fields["measurements"]
-    tables.insert(0, {**tables[1], "rows": [Measurement(C, None, "wrong \x1b[2J result").row()]})
+    fields["measurements"].insert(0, Measurement(C, None, "wrong \x1b[2J result").as_dict())
     fields["metadata"]["note"] = "\ud800"
     path.write_text(json.dumps(fields))
     found = run(capsys, "cache", "show", path.stem[:6])

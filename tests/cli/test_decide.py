@@ -19,7 +19,7 @@ import jax_splitk
 from jax_splitk.__main__ import main
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
-from jax_splitk.tuning import agreement, select, store, tuner
+from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from tests.command_line import (
@@ -71,7 +71,6 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
     # What a command changes for good in its own process is put back here.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(select, "_unsaved", {})
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.1")
     return folder
