@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases import Case
 from jax_splitk.__main__ import main
 from jax_splitk.kernels.wgrad import host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -20,21 +21,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from tests import tuning_cache
 
-PROBLEM = ConvWgradProblem(
-    batch=4,
-    input_spatial=(8, 8),
-    output_spatial=(8, 8),
-    kernel_spatial=(3, 3),
-    in_channels=8,
-    out_channels=8,
-    window_strides=(1, 1),
-    padding=((1, 1), (1, 1)),
-    lhs_dilation=(1, 1),
-    rhs_dilation=(1, 1),
-    feature_group_count=1,
-    dtype="float32",
-    out_dtype="float32",
-)
+PROBLEM = Case("small", 4, 8, 8, 8, 8, (3, 3), dtype="float32").problem()
 PROBLEMS = [dataclasses.replace(PROBLEM, batch=batch) for batch in (4, 5, 6, 7)]
 A, B, C = (Candidate(host.FAMILY, host.Config(splits, 128)) for splits in (1, 2, 4))
 X = XLA

@@ -22,19 +22,19 @@ from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, select
 
-PLATFORMS = ("cpu", "cuda")
+_PLATFORMS = ("cpu", "cuda")
 
 
 # An equation's problem in canonical form, from the types of its operands and its parameters.
-ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
+_ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
 
 # Our primitives.
-PROBLEMS: dict[core.Primitive, ProblemOf] = {}
+PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
 
 
 def define(
     primitive: core.Primitive,
-    problem_of: ProblemOf,
+    problem_of: _ProblemOf,
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
 ) -> None:
@@ -42,7 +42,7 @@ def define(
 
     Args:
       primitive: its parameters include `options`, the caller's.
-      problem_of: see `ProblemOf`.
+      problem_of: see `_ProblemOf`.
       with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
         custom call; None where its operands and result are the primitive's as they are.
@@ -54,7 +54,7 @@ def define(
         with jax.disable_jit(False):  # else jit would call this again, for ever
             return jitted(primitive, **params)(*operands)
 
-    for platform in (*PLATFORMS, None):
+    for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
@@ -74,7 +74,7 @@ def jitted(primitive: core.Primitive, **params: Any) -> Callable[..., jax.Array]
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-def is_static(problem: Problem) -> bool:
+def _is_static(problem: Problem) -> bool:
     """Whether all of a problem's sizes are known: none is a symbolic dimension of jax.export."""
     values = [getattr(problem, field.name) for field in dataclasses.fields(problem)]
     return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
@@ -82,7 +82,7 @@ def is_static(problem: Problem) -> bool:
 
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
-    return problem.limit or (None if is_static(problem) else "symbolic shapes")
+    return problem.limit or (None if _is_static(problem) else "symbolic shapes")
 
 
 def choose(

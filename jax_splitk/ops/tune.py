@@ -23,7 +23,7 @@ from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.search import ranked
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 
 def tune(
@@ -92,7 +92,7 @@ def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: b
         session().decided(key, entry)
         if key in session().unsaved:
             where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
-            logger.warning(
+            _logger.warning(
                 "%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where
             )
         if entry is not None:

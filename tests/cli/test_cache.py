@@ -301,27 +301,29 @@ def test_a_damaged_file_changes_nothing_and_stays(
 # ---- prune ---------------------------------------------------------------------------------------------------------
 
 
-def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> None:
-    good, old, gpu, other, other_old = (
-        put(cache, key, {X: 30.0, A: 20.0} if key.environment.platform == "cpu" else {X: 30.0})
-        for key in (
-            key_of(),
-            key_of(PROBLEMS[1]),
-            key_for(PROBLEM, target_for("cuda")),
-            key_of(PROBLEMS[1], cores=999),
-            key_of(PROBLEMS[2], cores=999),
-        )
-    )
-    for path in (old, other_old):
-        os.utime(path, (time.time() - 40 * 86400,) * 2)
+@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
+def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(name: str) -> pathlib.Path:
+        path, compiled = cache / "cubin" / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
+        assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
+        return path
+
+    good, old = (put(cache, key_of(problem), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
+    gpu = put(cache, key_for(PROBLEM, target_for("cuda")), {X: 30.0})
+    other, other_old = (put(cache, key_of(problem, cores=999), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
+    current_code, old_code = code("current"), code("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        other_code, other_old_code = code("other"), code("other_old")
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
     damaged, others = damage(cache, good), foreign(cache, good)
-    notes, cubin = good.parent / "notes.txt", cache / "cubin" / "x.txt"
-    fresh, dead = good.parent / ".tmp-fresh", good.parent / ".tmp-dead"
-    cubin.parent.mkdir()
-    for path in (notes, cubin, fresh, dead):
+    damaged_code, notes = cache / "cubin" / "damaged.cubin", [good.parent / "notes.txt", cache / "cubin" / "x.txt"]
+    fresh, dead = ([folder / f".tmp-{name}" for folder in (good.parent, cache / "cubin")] for name in ("fresh", "dead"))
+    for path in (damaged_code, *notes, *fresh, *dead):
         path.write_text("")
-    os.utime(dead, (time.time() - 7200,) * 2)
+    for days, paths in ((40, (old, other_old, old_code, other_old_code)), (1 / 12, dead)):
+        for path in paths:
+            os.utime(path, (time.time() - days * 86400, time.time() - days * 86400))
     everything = {path for path in cache.rglob("*") if path.is_file()}
 
     def gone() -> set[pathlib.Path]:
@@ -340,52 +342,20 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
 
     run(capsys, "cache", "prune", "--environment", "all", "--damaged", "--dry-run")
     assert gone() == set()
-    assert prune("--environment", "other", "--older-than", "30") == {other_old}
-    assert prune("--older-than", "30") == {old}
-    # This machine's entries stay, those for lowering to CUDA from here too.
-    assert prune("--environment", "other") == {other, *others}
+    assert prune("--environment", "other", "--older-than", "30") == {other_old, other_old_code}
+    assert prune("--older-than", "30") == {old, old_code}
+    # This machine's entries stay, those for lowering to CUDA from here too; without a compiler, all machine code.
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+        assert prune("--environment", "other") == {other, *others}
+    assert prune("--environment", "other") == {other_code}
     folders = {path for path in damaged if path.is_dir()}
-    assert prune("--damaged", code=1) == {*damaged, dead} - folders
+    assert prune("--damaged", code=1) == {*damaged, damaged_code, *dead} - folders
     for folder in folders:
         folder.rmdir()
     assert "deleted 0 files" in text(capsys, "cache", "prune", "--damaged")
-    assert prune("--environment", "all") == {good, gpu}
-    assert everything - gone() == {notes, cubin, fresh}
-
-
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
-def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = cache / "cubin"
-
-    def put_cubin(name: str, days: float = 0.0) -> pathlib.Path:
-        path, compiled = folder / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
-        assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
-        os.utime(path, (time.time() - days * 86400,) * 2)
-        return path
-
-    def prune(*options: str) -> set[pathlib.Path]:
-        before = {path for path in folder.iterdir() if path.exists()}
-        listed = run(capsys, "cache", "prune", *options)["deleted"]
-        assert {pathlib.Path(item["path"]) for item in listed} == before - set(folder.iterdir())
-        return before - set(folder.iterdir())
-
-    current, old = put_cubin("current"), put_cubin("old", days=40)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
-        other, other_old = put_cubin("other"), put_cubin("other_old", days=40)
-    damaged, fresh, dead = folder / "damaged.cubin", folder / ".tmp-fresh", folder / ".tmp-dead"
-    for path in (damaged, fresh, dead):
-        path.write_bytes(b"x")
-    os.utime(dead, (time.time() - 7200,) * 2)
-    assert prune("--damaged") == {damaged, dead}
-    assert prune("--environment", "other", "--older-than", "30") == {other_old}
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
-        assert prune("--environment", "other") == set()
-    assert prune("--environment", "other") == {other}
-    assert prune("--older-than", "30") == {old}
-    assert prune("--environment", "all") == {current}
-    assert list(folder.iterdir()) == [fresh]
+    assert prune("--environment", "all") == {good, gpu, current_code}
+    assert everything - gone() == {*notes, *fresh}
 
 
 def test_wrong_arguments_are_refused(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
