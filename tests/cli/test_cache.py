@@ -193,7 +193,7 @@ def test_ls_shows_every_file_that_cannot_be_used(cache: pathlib.Path, capsys: An
     shown = text(capsys, "cache", "ls", code=1)
     assert "999 cores:" in shown
     assert all(f"damaged: {path}: " in shown for path in damaged)
-    assert "2 files of other machines or versions cannot be read here" in shown
+    assert "2 entries of other machines or versions cannot be read here" in shown
 
 
 def test_stdout_is_left_to_json(cache: pathlib.Path) -> None:
