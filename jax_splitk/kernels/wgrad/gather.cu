@@ -40,6 +40,7 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
 using Element = TypeOf<ELEMENT>::type;
@@ -223,7 +224,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
     for (int j = 0; j < BATCH; ++j) {
       const int i = base + j * PRODUCERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
       if (i >= TOTAL) continue;
-      const uint32_t to = stage + chunk / 8 * BOX_BYTES + pixel * 128 + ((chunk % 8) ^ (pixel % 8)) * 16;
+      const uint32_t to = stage + chunk / 8 * BOX_BYTES + swizzled(pixel, chunk % 8);
       uint32_t words[COPIES][4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -248,7 +249,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
 }
 
 __device__ inline void produce(const Gradient& dy, const Args& g, const Element* x, uint32_t stages,
-                               const Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
+                               Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
   Tile tile = tile_at(g, kt);
   Position at;
   for (; kt < kt_end; ++kt, advance(g, tile), at.advance(STAGES)) {
@@ -259,19 +260,17 @@ __device__ inline void produce(const Gradient& dy, const Args& g, const Element*
       uint64_t* full = pipeline.expect(at, COPY_BYTES);
 #pragma unroll
       for (int box = 0; box < DY_BOXES; ++box) {
-        cute::SM90_TMA_LOAD_5D::copy(&dy, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     shared_pointer(stage + box * BOX_BYTES), k0 + box * 64, tile.q, tile.p,
-                                     tile.d, tile.image);
+        load_box(dy, full, stage + box * BOX_BYTES, k0 + box * 64, tile.q, tile.p, tile.d, tile.image);
       }
     }
 #endif
     load_x(g, x, stage + COPIES * COPY_BYTES, tile, c0);
-    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(pipeline.full(at.stage));
+    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&pipeline.full[at.stage]);
 #if !DY_TMA
     load_dy(g, dy, stage, tile, k0);
     cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
 #endif
-    if constexpr (STORES) EmptyBarrier::arrive(pipeline.full(at.stage));
+    if constexpr (STORES) EmptyBarrier::arrive(&pipeline.full[at.stage]);
   }
 }
 
@@ -404,13 +403,13 @@ __device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMU
 }
 
 // Tells the producer that the warp, all of its lanes, has read a stage (none: -1).
-__device__ inline void release(const Pipeline<STAGES>& pipeline, int stage) {
+__device__ inline void release(Pipeline<STAGES>& pipeline, int stage) {
   __syncwarp();
   if (stage >= 0 && threadIdx.x % 32 == 0) pipeline.release(stage);
 }
 
-__device__ inline void consume(const Args& g, uint32_t stages, const Pipeline<STAGES>& pipeline, int m0,
-                               int kt, int kt_end, Accumulator& sum) {
+__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, int m0, int kt,
+                               int kt_end, Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2;
   uint32_t at[BLOCKS][2];
 #pragma unroll
@@ -527,8 +526,7 @@ __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accu
 template <class T>
 __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * STAGES];
-  const Pipeline<STAGES> pipeline(barriers);
+  __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
   if (threadIdx.x == 0) pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
   __syncthreads();
