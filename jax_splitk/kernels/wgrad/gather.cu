@@ -53,9 +53,9 @@ using Gradient = const Element*;
 #endif
 
 #if ELEMENT == 2
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #else
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #endif
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
@@ -191,9 +191,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        if (base + j * PRODUCERS < GRANULES) {
-          store_shared(stage + to[j], value[j]);
-        }
+        if (base + j * PRODUCERS < GRANULES) store_shared(stage + to[j], value[j]);
       }
     }
   }
@@ -241,8 +239,8 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int copy = 0; copy < COPIES; ++copy) {
-        store_shared(to + copy * COPY_BYTES,
-                     make_uint4(words[copy][0], words[copy][1], words[copy][2], words[copy][3]));
+        const uint32_t (&v)[4] = words[copy];
+        store_shared(to + copy * COPY_BYTES, make_uint4(v[0], v[1], v[2], v[3]));
       }
     }
   }
@@ -283,8 +281,8 @@ __device__ constexpr int pixel_offset(int k) {
 
 // A row of the A operand.
 struct Row {
-  int segment,
-      position;  // position: from the segment's first element, negative or beyond its end in filled up places
+  int segment;
+  int position;  // from the segment's first element; negative or beyond its end in filled up places
 };
 
 __device__ inline Row row_of(int m) { return {m / SEGMENT_ROWS, m % SEGMENT_ROWS - PARITY}; }
@@ -292,8 +290,8 @@ __device__ inline Row row_of(int m) { return {m / SEGMENT_ROWS, m % SEGMENT_ROWS
 // Elements from the stage's start to the row's element for the tile's first pixel.
 __device__ inline int row_offset(int m) {
   Row row = row_of(m);
-  const int segment =
-      min(row.segment, SEGMENTS - 1);  // rows beyond the filter read something, and are not stored
+  // Rows beyond the filter read something, and are not stored.
+  const int segment = min(row.segment, SEGMENTS - 1);
   const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
   return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
 }
@@ -423,7 +421,13 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
   [[maybe_unused]] Tile tile = tile_at(g, kt);
   [[maybe_unused]] Accumulator chain;
   Accumulator& acc = PROMOTE ? chain : sum;
-  if constexpr (PROMOTE) clear(sum);
+  if constexpr (PROMOTE) {
+#pragma unroll
+    for (auto& sums : sum) {
+#pragma unroll
+      for (float& element : sums) element = 0.f;
+    }
+  }
   // Two fragments take turns: one is gathered while the tensor cores read the other.
   Fragment a[2];
   [[maybe_unused]] High high[BLOCKS];

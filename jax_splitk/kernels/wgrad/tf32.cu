@@ -42,7 +42,7 @@
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x8_F32TF32TF32_RS_TN)<>;
+using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;
 
 constexpr int TRANSPOSERS = 3;  // warps
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -340,24 +340,12 @@ __device__ __forceinline__ void multiply_line(int mask, uint32_t x, const Places
   }
 }
 
-// Descriptor of a row of dY: its two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels
-// 128.
-__device__ inline uint64_t dy_operand(uint32_t address) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = address >> 4;
-  desc.bitfield.leading_byte_offset_ = CHUNK_BYTES >> 4;
-  desc.bitfield.stride_byte_offset_ = 128 >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::INTERLEAVE);
-  return desc.desc_;
-}
-
 __device__ __forceinline__ void consume(const Args& g, int unit, int end, const Stages& stages,
                                         Pipelines& pipelines, int warpgroup, Accumulator& acc) {
   const bool leads = threadIdx.x % 32 == 0;
   const Places places = places_of(warpgroup);
-  const uint64_t operand = dy_operand(stages.dy);
-  clear(acc);
+  // dY's two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels 128.
+  const uint64_t dy = operand(stages.dy, CHUNK_BYTES, 128, GMMA::LayoutType::INTERLEAVE);
   Position at;
   uint32_t rows_before = 0;  // of dY, in units before
   for (; unit < end; ++unit) {
@@ -369,7 +357,7 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
       for (int r = 0; r < TAPS_H; ++r) {
         const int from = line - r * DILATION_H, p = max(from, 0) / STRIDE_H;
         if (from >= 0 && from % STRIDE_H == 0 && p < u.rows) mask |= 1 << r;
-        b[r] = operand + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
+        b[r] = dy + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
       }
       if (mask & 1) {
         const uint32_t row = rows_before + line / STRIDE_H;
@@ -450,7 +438,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = warp / 4 - 1;
-    Accumulator acc;
+    Accumulator acc = {};
     consume(g, unit, end, stages, pipelines, warpgroup, acc);
     launch_dependent_grids();
     store(g, tile, out + size_t(blockIdx.y) * g.partial_stride, warpgroup, acc);
