@@ -41,10 +41,8 @@ TILINGS = [
 def configs(case, out_dtype="float32"):
     """Some with one split, which writes the result itself, and some with several."""
     p = case.problem(out_dtype)
-    found = spread(p, 3)
-    return [
-        dataclasses.replace(c, splits=min(grouped.FAMILY.reduction_blocks(p, c), n)) for c, n in zip(found, (1, 3, 7))
-    ]
+    found = zip(spread(p, 3), (1, 3, 7), strict=False)
+    return [dataclasses.replace(c, splits=min(grouped.FAMILY.reduction_blocks(p, c), n)) for c, n in found]
 
 
 def best(p):
