@@ -160,9 +160,7 @@ def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
     Where no cache has a case, it is tuned later, with sources of its own.
     """
     target = target_for(local_platform())
-    plans = [
-        family.plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)
-    ]
+    plans = [family.plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)]
     for case in cases:
         decision = decide(case)
         for family in kernels.families("quantized_matmul", target.platform):

@@ -146,19 +146,19 @@ def _sm90() -> Iterator[Run]:
         (image, config(64, 64, False, 1)),
         (image, im2col.Config(64, 128, im2col.max_stages(64, 128, 2), False, 1)),
         (image, config(64, 192, True, 3)),
-        (half, config(192, 64, True, 2, reduction="cluster")),
-        (image, config(128, 128, False, 2, cluster=2)),
-        (half, config(256, 128, True, 1, cluster=2)),
+        (half, config(192, 64, True, 2)),
+        (image, config(128, 128, False, 2)),
+        (half, config(256, 128, True, 1)),
         (image, config(64, 64, False, 2, whole_tiles=3)),
         (volume, config(64, 64, True, 1)),
         (volume, config(128, 64, False, 1)),
-        (matrix, config(64, 128, False, 2, reduction="cluster")),
+        (matrix, config(64, 128, False, 2)),
         # Splits that take turns: what is read by one tile and by several, a ring that is filled again.
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
     ):
-        yield from (Run(im2col, p, each) for each in given)
+        yield from (Run(im2col.FAMILY, p, each) for each in given)
 
 
 def _halo() -> Iterator[Run]:

@@ -82,8 +82,8 @@ def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
 
 KINDS = {
     "unit_stride": Kind(halo.FAMILY, _eights, (2,), strides=1),
-    "dense": Kind(im2col, _eights, (1, 2, 2, 3), strides=8),
-    "wide_groups": Kind(im2col, _wide_groups, (1, 2, 2, 3)),
+    "dense": Kind(im2col.FAMILY, _eights, (1, 2, 2, 3), strides=8),
+    "wide_groups": Kind(im2col.FAMILY, _wide_groups, (1, 2, 2, 3)),
     "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
     "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
     "any_channels": Kind(gather.FAMILY, _any, (1, 2, 2, 3), lhs_dilation=True),

@@ -9,19 +9,9 @@ from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
-
-class _Shim:  # TEMP
-    def __init__(self, m):
-        self.__dict__.update({k: v for k, v in m.__dict__.items() if not k.startswith("__")})
-        self.refusal, self.plan = m.supports, m.make_plan
-        self.unmeasured_refusal = lambda problem: m.preferred(problem, None)
-
-
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": tuple(
-        getattr(m, "FAMILY", None) or _Shim(m) for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)
-    ),
-    "quantized_matmul": tuple(getattr(m, "FAMILY", None) or _Shim(m) for m in (stream, fp8, tiled, quantized_host)),
+    "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
 }
 
 

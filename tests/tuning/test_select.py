@@ -102,7 +102,7 @@ def test_an_explicit_config_comes_before_the_cost_model() -> None:
     other = dataclasses.replace(best, swap=not best.swap)
     choice = choose(PROBLEM, DEFAULT_CUDA, config=other)
     assert (choice.config, choice.why) == (other, "the config was given explicitly")
-    assert choice.workspace_bytes == im2col.workspace_bytes(PROBLEM, other)
+    assert choice.workspace_bytes == im2col.FAMILY.workspace_bytes(PROBLEM, other)
     assert choose(PROBLEM, DEFAULT_CUDA, config=other, implementation="cutlass") == choice
 
 
@@ -189,7 +189,7 @@ def test_an_explicit_choice_that_cannot_serve_is_an_error(
 
 def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
     config = dataclasses.replace(choose(PROBLEM, DEFAULT_CUDA).config, stages=99)
-    reason = re.escape(str(im2col.supports(PROBLEM, config)))
+    reason = re.escape(str(im2col.FAMILY.refusal(PROBLEM, config)))
     with pytest.raises(ValueError, match=rf"config=Config\(.*stages=99.*\) is not legal for conv_wgrad .*: {reason}$"):
         choose(PROBLEM, DEFAULT_CUDA, config=config)
 

@@ -57,33 +57,3 @@ def reduce_lanes(chunks: int, splits: int) -> int:
     while lanes < MAX_LANES and lanes * 4 <= splits and chunks * lanes < FILL:
         lanes *= 2
     return lanes
-# TEMP
-from jax_splitk.runtime import plan
-def splits_limit(*a, **k): return splits_refusal(*a, **k)
-def type_limit(p, d):
-    from jax_splitk.kernels.wgrad import refusals
-    return refusals.dtypes(p, d)
-def _fam():
-    from jax_splitk.kernels.wgrad import grouped
-    return grouped.FAMILY
-def least_splits(problem, blocks, chain): return 1 if problem.out_dtype != "float32" else -(-blocks // max(1, chain))
-def workspace_bytes(problem, splits):
-    from jax_splitk.kernels.wgrad import family
-    return 0 if splits == 1 else splits * family.partial_stride(problem) * 4
-def discards(problem, splits):
-    from jax_splitk.kernels.wgrad import family
-    return family.partial_stride(problem) % 32 == 0 and workspace_bytes(problem, splits) >= 4 << 20
-def buffers(problem, ws):
-    import math
-    from jax import numpy as jnp
-    item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-    sizes = (math.prod(problem.lhs_shape) * item, math.prod(problem.g_shape) * item, math.prod(problem.out_shape) * out_item, ws)
-    return tuple(plan.Buffer(size, 16) for size in sizes)
-def launches(problem, splits, *, grid, threads, params, shared_bytes, cluster=(1, 1, 1)):
-    import math
-    from jax_splitk.kernels.wgrad import family
-    split = splits > 1
-    main = plan.Launch("wgrad_partial" if split else "wgrad_direct", grid, (threads, 1, 1), (*params, plan.Pointer(3 if split else 2)), shared_bytes, cluster)
-    size = math.prod(problem.out_shape); lanes = reduce_lanes(size // 4, splits); columns = REDUCE_THREADS // lanes
-    r = plan.Launch(kernel="reduce_splits", grid=(-(-size // (4 * columns)), 1, 1), block=(REDUCE_THREADS, 1, 1), params=(plan.Pointer(3), plan.Pointer(2), ReduceArgs(size, family.partial_stride(problem), splits, lanes).param()), programmatic=True)
-    return (main, r) if split else (main,)

@@ -8,8 +8,7 @@
 // exact as the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused multiply-add, which
 // rounds nothing here, brings it to normal numbers and subtracts the code's bias.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "device/ptx.cuh"
 
 constexpr int INT4 = 0, UINT4 = 1, INT8 = 2, E4M3 = 3, E2M1 = 4;  // the last one is NormalFloat4, 5
 
@@ -19,13 +18,7 @@ constexpr int WORDS = FORMAT == INT8 || FORMAT == E4M3 ? 2 : 1;  // of a lane, f
 constexpr float FACTOR = !HALF && FORMAT <= INT8 ? 64.f : 1.f;
 
 __device__ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t out;
-  if constexpr (HALF) {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  }
-  return out;
+  return HALF ? fma_f16x2(a, b, c) : fma_bf16x2(a, b, c);
 }
 
 constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
@@ -59,13 +52,10 @@ __device__ inline uint32_t small_floats(uint32_t w) {
 
 // Two e4m3 in the low bytes of each half.
 __device__ inline uint32_t e4m3(uint32_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(__byte_perm(pair, 0, 0x4420))));
+  const uint32_t halves = e4m3x2_to_f16x2(uint16_t(__byte_perm(pair, 0, 0x4420)));
   if constexpr (HALF) return halves;
   const float2 value = __half22float2(reinterpret_cast<const __half2&>(halves));
-  uint32_t out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(value.y), "f"(value.x));
-  return out;
+  return to_bf16x2(value.x, value.y);
 }
 
 // Four codes to the two bytes of their NormalFloat4 values (as bfloat16 or fp16): table look-ups in

@@ -15,18 +15,11 @@
 // A weight's value is E4M3_FACTOR times its e4m3 byte's.
 constexpr float E4M3_FACTOR = FORMAT == E4M3 ? 1.f : FORMAT == E2M1 ? 64.f : 512.f;
 
-// |a - b| of each byte, unsigned; one instruction.
-__device__ inline uint32_t distances(uint32_t a, uint32_t b) {
-  uint32_t out;
-  asm("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0));
-  return out;
-}
-
 // Bytes whose low nibbles hold a code, and the same code's top bit at the byte's top: e4m3. The other bits of
 // `codes` and `tops` may be anything.
 __device__ inline uint32_t code_to_e4m3(uint32_t codes, uint32_t tops) {
   if constexpr (FORMAT == INT4) {  // q + 8
-    return distances(codes & 0x0f0f0f0fu, 0x08080808u) | (~tops & 0x80808080u);
+    return byte_distances(codes & 0x0f0f0f0fu, 0x08080808u) | (~tops & 0x80808080u);
   } else {
     return codes & 0x0f0f0f0fu;
   }

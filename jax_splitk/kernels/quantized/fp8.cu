@@ -47,10 +47,11 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "device/output.cuh"
+#include "device/ring.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/dequantize_e4m3.cuh"
-#include "device/ring.cuh"
-#include "device/split_k.cuh"
+#include "structs.cuh"
 #define E4M3_PRODUCTS 1
 #define COLUMNS CHUNK
 #include "device/wgmma_rs.cuh"
@@ -95,7 +96,7 @@ static_assert(TILE_N % CHUNK == 0 && SHARE % 8 == 0, "whole chunks, and whole 8 
 static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
 static_assert((CONSUMERS == 2 || CONSUMERS == 4) && WARPGROUPS <= 4, "registers are known for these");
 
-#include "device/cluster_sums.cuh"
+#include "quantized/cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -211,12 +212,11 @@ struct RawPair {
 __device__ inline RawPair load_pair(uint32_t address) {
   RawPair raw;
   if constexpr (SCALE_TYPE == FLOAT) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(raw.bits[0]), "=r"(raw.bits[SCALE_TYPE == FLOAT])
-                 : "r"(address)
-                 : "memory");
+    const uint2 bits = load_shared<uint2>(address);
+    raw.bits[0] = bits.x;
+    raw.bits[SCALE_TYPE == FLOAT] = bits.y;
   } else {
-    raw.bits[0] = load_shared(address);
+    raw.bits[0] = load_shared<uint32_t>(address);
   }
   return raw;
 }
@@ -313,7 +313,7 @@ struct Words {
       const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
 #pragma unroll
       for (int lane = 0; lane < 2; ++lane) {
-        const uint4 v = load_words(from + at + lane * 16);
+        const uint4 v = load_shared<uint4>(from + at + lane * 16);
         w[lane][4 * i] = v.x;
         w[lane][4 * i + 1] = v.y;
         w[lane][4 * i + 2] = v.z;
@@ -336,7 +336,7 @@ struct Words {
       for (int i = 0; i < 4; ++i) a[i] = __byte_perm(w[0][first + i], w[1][first + i], in.pick);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i]));  // here, not where it is used
+    for (int i = 0; i < 4; ++i) pin(a[i]);
   }
 };
 
@@ -443,8 +443,8 @@ __device__ inline float4* slot_of(float* partials, int slot, int rank, int warpg
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-              const uint8_t* scales, Output* out, float* partials) {
+    quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
+                  const uint8_t* words, const uint8_t* scales, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
   constexpr int BARRIERS = 2 * STAGES + 2;  // full, empty, room, arrived
   __shared__ uint64_t barriers[BARRIERS];
@@ -503,8 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Sums acc;
     consume(in, (piece.end - piece.begin + PARTS - 1 - first) / PARTS, acc);
     // Computed again, not kept in registers meanwhile: where this is.
-    int thread, block;
-    asm volatile("mov.u32 %0, %%tid.x; mov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+    const int thread = read_thread_index(), block = read_block_index();
     const int lane = thread % 32, warp = thread / 32 - 4, rank = block % CLUSTER;
     const int part = warp / 4 / CONSUMERS, warpgroup = warp / 4 - part * CONSUMERS;
     const uint32_t staging = ring_address + STAGING_AT + warp * STAGING_BYTES;

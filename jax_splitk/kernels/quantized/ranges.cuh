@@ -2,10 +2,10 @@
 //
 // Tiles are numbered in bands (see `place_of`). A worker, which is a thread block, or a cluster of CLUSTER of
 // them that have a tile of their own each, computes `whole_tiles` tiles, as many apart as there are workers;
-// the k blocks of all tiles after these, laid end to end, are cut into ranges of `range_blocks` blocks, one for each
-// worker. A tile that more than one range reaches meets in the workspace: each range writes its fp32 sums as
-// a slot, in the accumulators' order, and reduce_ranges adds the slots of a tile in the order of their
-// ranges.
+// the k blocks of all tiles after these, laid end to end, are cut into ranges of `range_blocks` blocks, one
+// for each worker. A tile that more than one range reaches meets in the workspace: each range writes its fp32
+// sums as a slot, in the accumulators' order, and reduce_ranges adds the slots of a tile in the order of
+// their ranges.
 //
 // Macros: OUT (split_k.cuh), CONSUMERS (warpgroups of 64 features each), TILE_N, CLUSTER, N_TILES (tiles
 // along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8).
@@ -58,13 +58,11 @@ __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32
     // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
     const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
     __syncwarp();
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                 "r"(packed(v[0], v[1])), "r"(packed(v[2], v[3])), "r"(packed(v[4], v[5])),
-                 "r"(packed(v[6], v[7]))
-                 : "memory");
+    store_matrices_trans(to,
+                         {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
     __syncwarp();
     const int row = n + lane / 2, feature = m + lane % 2 * 8;
-    const uint4 chunk = load_words(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
+    const uint4 chunk = load_shared<uint4>(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
     if (row < g.rows && feature < g.features) {
       *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
     }

@@ -34,34 +34,20 @@
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
-// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT_TYPE (0 float32, 1 bfloat16, 2 float16; ZERO_TYPE also -1:
-// none), TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
+// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT (output.cuh; ZERO_TYPE also -1: none), TILE_N (rows of X),
+// WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include <cutlass/arch/barrier.h>
 
-#include "quantized/dequantize.cuh"
-#include "quantized/dequantize_e4m3.cuh"
+#include "device/output.cuh"
 #include "device/ring.cuh"
 #include "device/wgmma_rs.cuh"
+#include "quantized/dequantize.cuh"
+#include "quantized/dequantize_e4m3.cuh"
 #include "structs.cuh"
 
-template <int TYPE>
-struct TypeOf;
-template <>
-struct TypeOf<0> {
-  using type = float;
-};
-template <>
-struct TypeOf<1> {
-  using type = __nv_bfloat16;
-};
-template <>
-struct TypeOf<2> {
-  using type = __half;
-};
 using Scale = TypeOf<SCALE_TYPE>::type;
-using Zero = TypeOf<(ZERO_TYPE < 0 ? 0 : ZERO_TYPE)>::type;
-using Out = TypeOf<OUT_TYPE>::type;
+using Zero = TypeOf<ZERO_TYPE>::type;
 
 static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m3 products can compute");
 
@@ -203,13 +189,6 @@ __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint
 // X's slice in shared memory is tiles of TILE_N rows by 64 k, zero where X has none: of a 16-bit type under
 // the 128-byte swizzle, or of e4m3 under the 64-byte swizzle. Where TMA cannot bring it, the consumers do.
 
-// Two e4m3 to fp16, which is exact.
-__device__ inline uint32_t halves(uint16_t codes) {
-  uint32_t out;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(codes));
-  return out;
-}
-
 // The 16 bytes of row n that begin 16 * chunk bytes into the slice.
 __device__ inline uint4* place_of(uint8_t* to, int n, int chunk) {
   constexpr int CHUNKS = X_ROW / 16;  // of a tile
@@ -264,8 +243,8 @@ __device__ inline uint4 reordered(uint4 x) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         *place_of(to, n, chunk + j) =
-            uint4{halves(uint16_t(w[2 * j])), halves(uint16_t(w[2 * j] >> 16)),
-                  halves(uint16_t(w[2 * j + 1])), halves(uint16_t(w[2 * j + 1] >> 16))};
+            uint4{e4m3x2_to_f16x2(uint16_t(w[2 * j])), e4m3x2_to_f16x2(uint16_t(w[2 * j] >> 16)),
+                  e4m3x2_to_f16x2(uint16_t(w[2 * j + 1])), e4m3x2_to_f16x2(uint16_t(w[2 * j + 1] >> 16))};
       }
     }
   } else {
@@ -276,7 +255,7 @@ __device__ inline uint4 reordered(uint4 x) {
       for (int j = 0; j < 8; ++j) {
         const int k = first + chunk * 8 + j;
         if (n >= g.rows || k >= g.k) continue;
-        const uint32_t bits = X_E4M3 ? halves(uint16_t(byte_of_x(g, x, n, k))) & 0xffff
+        const uint32_t bits = X_E4M3 ? e4m3x2_to_f16x2(uint16_t(byte_of_x(g, x, n, k))) & 0xffff
                                      : static_cast<const uint16_t*>(x)[int64_t(n) * g.k + k];
         words[j / 2] |= bits << (16 * (j % 2));
       }
@@ -304,14 +283,6 @@ __device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accum
   }
 }
 
-__device__ inline uint4 load16(uint32_t address) {
-  uint4 out;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-               : "r"(address));
-  return out;
-}
-
 // A lane's words of a tile.
 struct Words {
   uint4 loads[WORDS];
@@ -320,7 +291,7 @@ struct Words {
 __device__ inline Words load_tile(uint32_t address) {
   Words out;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) out.loads[i] = load16(address + i * 512);
+  for (int i = 0; i < WORDS; ++i) out.loads[i] = load_shared<uint4>(address + i * 512);
   return out;
 }
 
@@ -361,14 +332,7 @@ __device__ inline float2 two_floats(const __nv_bfloat16* pair) {
 }
 template <typename T>
 __device__ inline float2 two_rows(uint32_t address) {  // in shared memory
-  struct alignas(2 * sizeof(T)) {
-    T v[2];
-  } pair;
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.v[0]), "=f"(pair.v[1]) : "r"(address));
-  } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(pair)) : "r"(address));
-  }
+  const auto pair = load_shared<Vec<T, 2>>(address);
   return two_floats(pair.v);
 }
 
@@ -420,18 +384,16 @@ __device__ inline void add(float4& sum, const float4& more) {
 }
 
 // Four features of one row of the result.
-__device__ inline void store(const Args& g, Out* out, int n, int feature, float4 value) {
+__device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
   constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
   const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
-  Out* to = out + uint32_t(n * g.features + feature);
-  struct alignas(4 * sizeof(Out)) Four {
-    Out v[4];
-  } four;
+  Output* to = out + uint32_t(n * g.features + feature);
+  Vec<Output, 4> four;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) four.v[i] = Out(values[i]);
+  for (int i = 0; i < 4; ++i) convert(values[i], four.v[i]);
   if constexpr (FOURS) {
-    if (feature < g.features) *reinterpret_cast<Four*>(to) = four;
+    if (feature < g.features) *reinterpret_cast<Vec<Output, 4>*>(to) = four;
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -442,8 +404,8 @@ __device__ inline void store(const Args& g, Out* out, int n, int feature, float4
 
 // Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the slot is
 // free if they will use it again: a block that has sent its last sums may have ended.
-__device__ inline void finish(const Args& g, Out* out, const uint8_t* slots, Barriers& barriers, int thread,
-                              int count, int tile, int rank, bool again) {
+__device__ inline void finish(const Args& g, Output* out, const uint8_t* slots, Barriers& barriers,
+                              int thread, int count, int tile, int rank, bool again) {
   const int slot = count % 2;
   if (thread >= 32 * FINISHERS) return;
   FullBarrier::wait(&barriers.arrived[slot], count / 2 & 1);
@@ -463,7 +425,7 @@ __device__ inline void finish(const Args& g, Out* out, const uint8_t* slots, Bar
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
 // tiles: the last one's sums are finished by code that has run before.
-__device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers& barriers, int tile,
+__device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barriers& barriers, int tile,
                                 int clusters, int rank) {
   constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
@@ -502,13 +464,8 @@ __device__ inline void epilogue(const Args& g, Out* out, uint8_t* smem, Barriers
           } else {
             const unsigned owner = n / PART_ROWS, row = rank * PART_ROWS + n % PART_ROWS;
             const uint32_t to = shared_address(slots + slot * SLOT_BYTES) + (row * 64 + column) * 4;
-            asm volatile(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
-                "[%1];" ::"r"(cute::set_block_rank(to, owner)),
-                "r"(cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner)),
-                "r"(__float_as_uint(sum[turn].x)), "r"(__float_as_uint(sum[turn].y)),
-                "r"(__float_as_uint(sum[turn].z)), "r"(__float_as_uint(sum[turn].w))
-                : "memory");
+            store_async(cute::set_block_rank(to, owner), sum[turn],
+                        cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner));
           }
         }
       }
@@ -656,10 +613,10 @@ using X = const void*;
 #endif
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const __grid_constant__ X x,
-                                                                      const uint8_t* words,
-                                                                      const Scale* scale, const Zero* zero,
-                                                                      Out* out,
-                                                                      const __grid_constant__ Args g) {
+                                                                          const uint8_t* words,
+                                                                          const Scale* scale,
+                                                                          const Zero* zero, Output* out,
+                                                                          const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
   Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
   const int rank = CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0;
@@ -668,7 +625,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
-    if (warp == 0 && cute::elect_one_sync()) asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+    if (warp == 0 && cute::elect_one_sync()) prefetch_tensor_map(&x);
 #endif
     if (warp == CONSUMERS / 32) {
       if (cute::elect_one_sync()) barriers.init_sums();

@@ -148,7 +148,7 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 # Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
-# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and short pipelines again, to the times of 1 to 16
+# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and few stages again, to the times of 1 to 16
 # rows that the shipped tables hold. Of other formats the instructions are counted.
 _CLOCK = 1.755e9
 _HBM_BYTES = 4.5e12
@@ -306,7 +306,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
             "GROUP": dequantize.group_code(problem),
             "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
             "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
-            "OUT_TYPE": TYPE_CODES[problem.out_dtype],
+            "OUT": TYPE_CODES[problem.out_dtype],
             "TILE_N": config.tile_n,
             "WARPGROUPS": config.warpgroups,
             "TILES": config.tiles,

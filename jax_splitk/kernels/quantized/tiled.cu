@@ -42,10 +42,11 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "quantized/dequantize.cuh"
+#include "device/output.cuh"
 #include "device/ring.cuh"
-#include "device/split_k.cuh"
 #include "device/wgmma_rs.cuh"
+#include "quantized/dequantize.cuh"
+#include "structs.cuh"
 
 constexpr int CLUSTER = 1;  // that have neighbouring tiles
 #include "quantized/ranges.cuh"
@@ -87,7 +88,7 @@ constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
 
 static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
 
-#include "device/cluster_sums.cuh"
+#include "quantized/cluster_sums.cuh"
 
 // ---- work ------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ using Words = uint32_t[4][WORDS];
 __device__ inline void load_tile(uint32_t address, Words& words) {
 #pragma unroll
   for (int load = 0; load < WORDS; ++load) {
-    const uint4 w = load_words(address + load * 512);
+    const uint4 w = load_shared<uint4>(address + load * 512);
     const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
@@ -277,7 +278,7 @@ __device__ inline void multiply(uint32_t (*a)[4], uint32_t b, Accumulator& acc,
 __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
   const uint32_t scale[2] = {__byte_perm(pair, 0, 0x1010), __byte_perm(pair, 0, 0x3232)};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(a[i]), "r"(scale[i % 2]));
+  for (int i = 0; i < 4; ++i) a[i] = mul_bf16x2(a[i], scale[i % 2]);
 }
 
 // One fused multiply-add decodes and scales integers: the exact product, rounded once, as by decoding (which
@@ -297,9 +298,7 @@ __device__ inline Folded fold(uint32_t pair) {
   // The second row's codes of 4 bits stand 4 bits higher.
   constexpr uint32_t factors = FORMAT == INT8 ? twice(0x7f00) : 0x7d007f00u;
   constexpr uint32_t biases = twice(FORMAT == UINT4 ? 0x8000 : FORMAT == INT4 ? 0xbe00 : 0xc000);
-  uint32_t f, m;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(f) : "r"(pair), "r"(factors));
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(pair), "r"(biases));
+  const uint32_t f = mul_bf16x2(pair, factors), m = mul_bf16x2(pair, biases);
   return {{__byte_perm(f, 0, 0x1010), __byte_perm(f, 0, 0x3232)},
           {__byte_perm(m, 0, 0x1010), __byte_perm(m, 0, 0x3232)}};
 }
@@ -332,7 +331,8 @@ struct Block {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) load_tile(in.tile(tile), words[tile]);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) pairs[i] = load_shared(in.extra() + (in.pairs + i * ROW) * SCALE_ITEM);
+    for (int i = 0; i < PAIRS; ++i)
+      pairs[i] = load_shared<uint32_t>(in.extra() + (in.pairs + i * ROW) * SCALE_ITEM);
   }
 };
 
@@ -406,7 +406,7 @@ __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator
 #pragma unroll
   for (int j = 0; j < TILE_N / 8; ++j) {
     float2 s = make_float2(0.f, 0.f);
-    if constexpr (ZERO_TYPE != NONE) s = load_floats(p.sums + j * 8 * 4);
+    if constexpr (ZERO_TYPE != NONE) s = load_shared<float2>(p.sums + j * 8 * 4);
     sum[4 * j] = fmaf(p.scale.x, less_zero(acc[4 * j], p.zero.x, s.x), sum[4 * j]);
     sum[4 * j + 1] = fmaf(p.scale.x, less_zero(acc[4 * j + 1], p.zero.x, s.y), sum[4 * j + 1]);
     sum[4 * j + 2] = fmaf(p.scale.y, less_zero(acc[4 * j + 2], p.zero.y, s.x), sum[4 * j + 2]);
@@ -486,8 +486,9 @@ __device__ inline float4* slot_of(float* partials, int slot, int warpgroup) {
 // ---- kernels ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-                const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
+    quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
+                    const uint8_t* words, const uint8_t* scale, const uint8_t* zero, const float* sums,
+                    Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
   // full, empty, one for a consumer without a stage to release, room, arrived
   constexpr int BARRIERS = 2 * STAGES + 3;
@@ -646,5 +647,5 @@ extern "C" __global__ void __launch_bounds__(128)
       sums[size_t(block * SUM_ROWS + lane / (PERIOD / 4)) * g.padded_rows + row] = sum;
     }
   }
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what was stored here
+  fence_async_global();  // TMA reads what was stored here
 }

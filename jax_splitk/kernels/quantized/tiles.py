@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Self, TypeVar
 
-from jax_splitk.kernels.device.split_k import OUT_CODES, ReduceArgs
+from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
@@ -160,7 +160,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
     """
 
-    structs = (ReduceArgs, Args)
+    structs = (Args,)
 
     x_dtypes: ClassVar[tuple[str, ...]]
     out_dtypes: ClassVar[tuple[str, ...]]

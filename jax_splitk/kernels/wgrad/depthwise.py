@@ -44,7 +44,7 @@ MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%
 MAX_CANDIDATES = 48
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
-MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see SplitFamily.longest_chain
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split
 
 
 @dataclasses.dataclass(frozen=True)

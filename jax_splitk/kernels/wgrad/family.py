@@ -18,9 +18,6 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Launch, Param, Pointer
 from jax_splitk.runtime.target import Target
 
-_REDUCE_SECONDS = 0.7e-6
-_PARTIAL_BYTES = 4.8e12  # a second; partial sums stay in L2 for the most part
-
 _Any = TypeVar("_Any")
 
 
@@ -89,11 +86,11 @@ class SplitFamily(WgradFamily[_Config]):
         """Splits that fill the machine once."""
         return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
 
-    def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> Iterator[_Config]:
-        """The config with the fewest splits, and with those that fill 1 to 4 waves, as far as they are legal."""
+    def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
+        """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
         slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
         least = self.least_splits(problem, config)
-        wanted = (least, *(max(least, slots * waves // blocks) for waves in (1, 2, 3, 4)))
+        wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
         found = {self.with_splits(problem, config, splits) for splits in wanted}
         return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
 
@@ -103,10 +100,12 @@ class SplitFamily(WgradFamily[_Config]):
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
         return sorted(found, key=_splits_of)
 
-    def reduce_seconds(self, problem: ConvWgradProblem, config: _Config) -> float:
-        """Of the second kernel."""
+    def reduce_seconds(
+        self, problem: ConvWgradProblem, config: _Config, least: float = 0.7e-6, bytes_per_second: float = 4.8e12
+    ) -> float:
+        """Of the second kernel. Partial sums stay in L2 for the most part."""
         moved = 2 * self.workspace_bytes(problem, config)
-        return 0.0 if config.splits == 1 else _REDUCE_SECONDS + moved / _PARTIAL_BYTES
+        return 0.0 if config.splits == 1 else least + moved / bytes_per_second
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

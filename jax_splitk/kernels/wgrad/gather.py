@@ -156,12 +156,6 @@ def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
 
 
-def k_tiles(p: ConvWgradProblem, config: Config) -> int:
-    """Tiles of pixels in the reduction."""
-    v = volume(p)
-    return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // config.tile_p) * -(-v.out[2] // config.tile_q)
-
-
 def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     """(slices of channels, tiles along M of one slice, tiles along N)."""
     v = volume(p)
@@ -304,21 +298,6 @@ class Args(Struct):
     partial_stride: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    v, tiles = volume(p), k_tiles(p, config)
-    _, m_tiles, n_tiles = tile_counts(p, config)
-    return Args(
-        *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
-        m_tiles=m_tiles,
-        n_tiles=n_tiles,
-        tiles_h=-(-v.out[1] // config.tile_p),
-        tiles_w=-(-v.out[2] // config.tile_q),
-        k_tiles=tiles,
-        k_tiles_per_split=-(-tiles // config.splits),
-        partial_stride=partial_stride(p),
-    )
-
-
 class Gather(SplitFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
@@ -362,7 +341,7 @@ class Gather(SplitFamily[Config]):
         needed = shared_bytes(v, config)
         if needed > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        return split_k.splits_refusal(config.splits, k_tiles(problem, config), "tiles of pixels")
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """But for few channels, true float32, and float32 without strides, where it was measured to be faster."""
@@ -373,7 +352,9 @@ class Gather(SplitFamily[Config]):
         return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return k_tiles(problem, config)
+        """Tiles of pixels."""
+        v, rows, columns = volume(problem), config.tile_p, config.tile_q
+        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
@@ -433,7 +414,7 @@ class Gather(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         units = sorted(clocks(volume(problem), config).values())
         step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
-        stages = -(-blocks // target.cores) * -(-k_tiles(problem, config) // config.splits)
+        stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         waves = -(-blocks // (target.cores * together))
         seconds = stages * step + waves * _WAVE_SECONDS
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
@@ -484,6 +465,20 @@ class Gather(SplitFamily[Config]):
         box = (64, config.tile_q, config.tile_p, 1, config.images)
         return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, tiles = volume(p), self.reduction_blocks(p, config)
+        _, m_tiles, n_tiles = tile_counts(p, config)
+        return Args(
+            *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
+            m_tiles=m_tiles,
+            n_tiles=n_tiles,
+            tiles_h=-(-v.out[1] // config.tile_p),
+            tiles_w=-(-v.out[2] // config.tile_q),
+            k_tiles=tiles,
+            k_tiles_per_split=-(-tiles // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         v = volume(problem)
         dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
@@ -491,7 +486,7 @@ class Gather(SplitFamily[Config]):
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(dy, _args(problem, config).param(), plan.Pointer(0)),
+            params=(dy, self._args(problem, config).param(), plan.Pointer(0)),
             shared_bytes=shared_bytes(v, config),
         )
 

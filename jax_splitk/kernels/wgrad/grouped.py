@@ -39,7 +39,7 @@ SM_SHARED_BYTES = 228 * 1024
 ALIGNMENT_BYTES = 1024  # of the pipeline
 RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
-# MMAs for each accumulator in a float32 result's split: see SplitFamily.longest_chain.
+# MMAs for each accumulator in a float32 result's split.
 MAX_FLOAT32_CHAIN = 1024
 # Of candidates.
 MAX_VARIANTS = 20
@@ -232,10 +232,6 @@ def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     return -(-p.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
 
-def tiles(p: ConvWgradProblem, config: Config) -> int:
-    return math.prod(tile_counts(p, config))
-
-
 def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
@@ -371,13 +367,6 @@ class Args(Struct):
     more: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    s = plane(p)
-    each, more = divmod(tiles(p, config), config.splits)
-    stride = partial_stride(p) if config.splits > 1 else 0
-    return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
-
-
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
     dims = (channels, size[1], size[0], p.batch)
     return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box, _SWIZZLES[box[0] * 2])
@@ -439,13 +428,15 @@ class Grouped(SplitFamily[Config]):
             return f"{warps} warps of {registers(problem, config)} registers a thread; accepted: at most {most} warps"
         if shared_bytes(problem, config) > SHARED_BYTES:
             return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        most = min(tiles(problem, config), split_k.MAX_GRID_Y)
+        tiles = self.reduction_blocks(problem, config)
+        most = min(tiles, split_k.MAX_GRID_Y)
         if not 1 <= config.splits <= most:
-            return f"splits {config.splits}; accepted for {tiles(problem, config)} tiles: 1 to {most}"
+            return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
         return None
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiles(problem, config)
+        """Tiles of pixels."""
+        return math.prod(tile_counts(problem, config))
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
@@ -480,7 +471,8 @@ class Grouped(SplitFamily[Config]):
     def _splits(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[int]:
         wave = self.wave(problem, config, target)
         wanted = {int(wave), round(wave / 2), int(2 * wave)}
-        least, most = self.least_splits(problem, config), min(tiles(problem, config), split_k.MAX_GRID_Y)
+        least = self.least_splits(problem, config)
+        most = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
         return sorted({min(max(s, least, 1), most) for s in wanted})
 
     def variants(self, problem: ConvWgradProblem) -> list[Config]:
@@ -528,7 +520,7 @@ class Grouped(SplitFamily[Config]):
         Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
         """
         blocks = self.thread_blocks(problem, config) * config.splits
-        each = -(-tiles(problem, config) // config.splits)
+        each = -(-self.reduction_blocks(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
         together = min(self.blocks_per_sm(problem, config), sharing)
         shared_by_all, alone = tile_clocks(problem, config)
@@ -600,12 +592,18 @@ class Grouped(SplitFamily[Config]):
             _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        s = plane(p)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        stride = partial_stride(p) if config.splits > 1 else 0
+        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=threads(problem, config),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 

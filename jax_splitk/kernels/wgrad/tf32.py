@@ -39,7 +39,7 @@ MAX_BOX = 256  # TMA's
 MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
-MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see SplitFamily.longest_chain
+MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split
 
 MAX_CANDIDATES = 40
 _VARIANTS = 16  # of which split counts are tried
@@ -192,11 +192,6 @@ def _strip_counts(v: View, config: Config) -> tuple[int, int, int]:
     return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
 
-def units(problem: ConvWgradProblem, config: Config) -> int:
-    """Strips in the reduction."""
-    return math.prod(_strip_counts(view(problem), config))
-
-
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
@@ -323,28 +318,6 @@ class Args(Struct):
     partial_stride: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    v, count = view(p), units(p, config)
-    _, slots, k_blocks = tile_counts(p, config)
-    _, tiles_p, tiles_q = _strip_counts(v, config)
-    return Args(
-        *(p.in_channels, p.out_channels, *v.kernel),
-        groups_w=-(-v.kernel[1] // config.taps_w),
-        slots=slots,
-        k_blocks=k_blocks,
-        out_h=v.out[0],
-        out_w=v.out[1],
-        tile_p=config.tile_p,
-        tiles_p=tiles_p,
-        tiles_q=tiles_q,
-        pad_h=v.pad[0],
-        pad_w=v.pad[1],
-        units=count,
-        units_per_split=-(-count // config.splits),
-        partial_stride=partial_stride(p),
-    )
-
-
 class Tf32(SplitFamily[Config]):
     """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
@@ -396,13 +369,14 @@ class Tf32(SplitFamily[Config]):
         if barriers > BARRIER_BYTES:
             needed = f"filter rows that reach over {reach(v, config)} input rows take {barriers} bytes of barriers"
             return f"{needed}; accepted: at most {BARRIER_BYTES}"
-        count, tiles = units(problem, config), self.thread_blocks(problem, config)
+        count, tiles = self.reduction_blocks(problem, config), self.thread_blocks(problem, config)
         if max(count, tiles) > INT32_MAX:
             return f"{count} strips of {tiles} tiles; accepted: at most {INT32_MAX} each"
         return split_k.splits_refusal(config.splits, count, "strips")
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return units(problem, config)
+        """Strips."""
+        return math.prod(_strip_counts(view(problem), config))
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p)
@@ -464,7 +438,7 @@ class Tf32(SplitFamily[Config]):
         """
         blocks = self.thread_blocks(problem, config) * config.splits
         waves = -(-blocks // target.cores)
-        strips = -(-units(problem, config) // config.splits)
+        strips = -(-self.reduction_blocks(problem, config) // config.splits)
         busy = waves * (strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS)
         seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
@@ -508,12 +482,33 @@ class Tf32(SplitFamily[Config]):
             plan.TiledMap(1, problem.dtype, dy_dims, dy_strides, dy_box),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, count = view(p), self.reduction_blocks(p, config)
+        _, slots, k_blocks = tile_counts(p, config)
+        _, tiles_p, tiles_q = _strip_counts(v, config)
+        return Args(
+            *(p.in_channels, p.out_channels, *v.kernel),
+            groups_w=-(-v.kernel[1] // config.taps_w),
+            slots=slots,
+            k_blocks=k_blocks,
+            out_h=v.out[0],
+            out_w=v.out[1],
+            tile_p=config.tile_p,
+            tiles_p=tiles_p,
+            tiles_q=tiles_q,
+            pad_h=v.pad[0],
+            pad_w=v.pad[1],
+            units=count,
+            units_per_split=-(-count // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 

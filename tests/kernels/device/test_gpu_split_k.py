@@ -34,7 +34,7 @@ def lanes(family, p, config, index):
 
 def odd_configs(p):
     config = gather.FAMILY.candidates(p, DEFAULT_CUDA)[0]
-    return of_splits(gather.FAMILY, p, config, gather.k_tiles(p, config))
+    return of_splits(gather.FAMILY, p, config, gather.FAMILY.reduction_blocks(p, config))
 
 
 def tile_configs(p):
@@ -61,7 +61,7 @@ def test_reduce_splits_gives_up_lines_that_nobody_else_needs(channels, monkeypat
     """Where they are few, too, so that the next call's splits write lines that have just been given up."""
     monkeypatch.setattr(split_k, "DISCARD_BYTES", 0)
     p = conv((12, 12), (1, 1), channels, batch=160)
-    configs = of_splits(im2col, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))
-    assert all(dict(im2col.source(p, c).defines)["DISCARD"] == 1 for c in configs)
-    assert {lanes(im2col, p, c, 3) for c in configs} >= {1, 2, 8, 32}
-    gpu_wgrad.check_exact(im2col, p, configs)
+    configs = of_splits(im2col.FAMILY, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))
+    assert all(dict(im2col.FAMILY.source(p, c).defines)["DISCARD"] == 1 for c in configs)
+    assert {lanes(im2col.FAMILY, p, c, 3) for c in configs} >= {1, 2, 8, 32}
+    gpu_wgrad.check_exact(im2col.FAMILY, p, configs)

@@ -1,4 +1,4 @@
-"""The family of quantized products with few rows: what is legal, which configs, plans, machine code. Needs no GPU."""
+"""The family of quantized products with few rows: what is legal, which configs, plans. Needs no GPU."""
 
 import dataclasses
 from typing import Any
@@ -8,15 +8,11 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import stream
 from jax_splitk.kernels.quantized.stream import FAMILY, Config
-from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
-from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import cubin, products
+from tests import products
 
-HGMMA, QGMMA = 0xDF0, 0xDF3  # a warpgroup's matrix product with A in registers, of 16-bit types or of e4m3
-UBLKCP = 0x3BA  # a bulk copy into shared memory
-REGISTERS_PER_SM = 65536
 SHARED_BYTES = 227 * 1024  # that a thread block may have
 LARGEST = 2**31 - 1
 
@@ -324,88 +320,3 @@ def test_code_depends_on_types_config_and_divisors_alone() -> None:
     changed = [dataclasses.replace(p, **change) for change in types]
     changed[-1] = dataclasses.replace(changed[-1], group_size=1004)
     assert len({FAMILY.source(q, config) for q in (p, *changed)}) == 1 + len(changed)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-COMPILED = [
-    (product(8), Config(8, 4, 4, 3, 2, 64)),
-    (product(64, qtype="nf4", **{**HALF, "group_size": 128}), Config(64, 2, 2, 4, 8, 1)),
-    (
-        product(32, qtype="uint4", zero_dtype="bfloat16", group_size=32, scale_dtype="float32"),
-        Config(32, 2, 4, 3, 4, 1),
-    ),
-    (product(64, 1024, qtype="int8", zero_dtype="float32", out_dtype="float32"), Config(64, 2, 1, 3, 1, 1)),
-    (product(16, qtype="float8_e4m3fn", x_dtype="float8_e4m3fn", group_size=4096), Config(16, 4, 2, 3, 8, 1)),
-    (product(8, 1004, qtype="float4_e2m1fn", **{**HALF, "group_size": 1004}), Config(8, 1, 1, 8, 1, 1)),
-    (product(8, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 4096}), Config(8, 4, 4, 3, 2, 1)),
-    (product(16, **E4M3), Config(16, 2, 4, 6, 2, 64)),
-    (product(32, **E4M3), Config(32, 4, 4, 3, 4, 1)),
-    (product(64, **E4M3), Config(64, 2, 4, 3, 8, 1)),
-    (product(64, 1088, **E4M3), Config(64, 2, 4, 2, 2, 1)),
-    (product(16, 8192, 3584), Config(16, 4, 4, 3, 4, 28)),
-    (product(10, 8256, 3583), Config(16, 4, 4, 2, 4, 14)),
-    (product(32, qtype="uint4", group_size=32, **E4M3), Config(32, 4, 4, 2, 4, 1)),
-    (product(40, 1000, qtype="float4_e2m1fn", group_size=1000, **E4M3), Config(64, 2, 2, 2, 2, 1)),
-    (product(8, qtype="nf4", **E4M3), Config(8, 2, 4, 3, 2, 1)),
-]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [FAMILY.source(p, config) for p, config in COMPILED]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("p", "config"), COMPILED, ids=str)
-def test_variant_is_good_machine_code(
-    p: QuantizedMatmulProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    assert FAMILY.refusal(p, config) is None
-    made = FAMILY.plan(p, config)
-    compiled = machine_code[made.source]
-    assert not cubin.warnings(compiled.log, made.source.file)
-    assert not compiled.serialized_wgmma, compiled.log
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    (launch,) = made.launches
-    kernel, report = found[launch.kernel], reports[launch.kernel]
-    assert report.stack_bytes == 0
-    # Registers are allocated by the eight.
-    assert -(-report.registers // 8) * 8 * launch.block[0] <= REGISTERS_PER_SM
-    # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
-    e4m3 = stream.products(p) == "float8_e4m3fn"
-    assert kernel.opcodes[QGMMA] == config.tiles * (2 if e4m3 else 0)
-    assert kernel.opcodes[HGMMA] == config.tiles * (0 if e4m3 else 4 if p.zero_dtype == "none" else 8)
-    # The way to the first copy is short: instructions come from the L2 when they first run.
-    opcodes = [int.from_bytes(i[:2], "little") & 0xFFF for i in kernel.instructions]
-    assert opcodes.index(UBLKCP) < 200
-    # Without the KiB that the system takes.
-    assert launch.shared_bytes + kernel.shared_bytes - 1024 <= SHARED_BYTES
-
-
-def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
-    problems = [p for p, _ in COMPILED]
-    assert {p.qtype for p in problems} == set(FORMATS)
-    assert {p.x_dtype for p in problems} == set(X_DTYPES)
-    assert {p.out_dtype for p in problems} == set(OUT_DTYPES)
-    assert {p.scale_dtype for p in problems} == {"bfloat16", "float16", "float32"}
-    assert {p.zero_dtype for p in problems} == {"none", "bfloat16", "float16", "float32"}
-    assert {0 if p.group_size == p.k else p.group_size for p in problems} == {0, 32, 64, 128}
-    assert {p.group_size == p.k for p in problems if p.zero_dtype != "none"} == {False, True}
-    configs = [config for _, config in COMPILED]
-    assert {config.tile_n for config in configs} == {8, 16, 32, 64}
-    assert {config.warpgroups for config in configs} == {1, 2, 4}
-    assert {config.tiles for config in configs} == {1, 2, 4}
-    assert {config.cluster for config in configs} == {1, 2, 4, 8}
-    # The code takes its types and the group from the problem, whose k decides how x comes.
-    macros = [dict(FAMILY.source(p, config).defines) for p, config in COMPILED]
-    assert {(m["X_TMA"], m["WHOLE"]) for m in macros} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {(m["E4M3_PRODUCTS"], m["WHOLE"]) for m in macros if m["X_TMA"]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {(m["FOURS"], m["CLUSTER"] != 1) for m in macros} >= {(0, True), (1, True), (1, False)}
-    assert {p.k % 8 == 0 for p in problems if p.x_dtype == "float16"} == {False, True}
-    assert {p.k % 16 == 0 for p in problems if stream.products(p) == "float8_e4m3fn"} == {False, True}
-    assert {p.qtype for p in problems if stream.products(p) == "float8_e4m3fn"} == {*stream.E4M3_FORMATS}

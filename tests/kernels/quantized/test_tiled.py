@@ -1,4 +1,4 @@
-"""The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
+"""The WGMMA family of quantized products: what is legal, which configs, plans. Needs no GPU."""
 
 import dataclasses
 import functools
@@ -14,13 +14,10 @@ from jax_splitk.kernels.quantized import tiled, tiles
 from jax_splitk.kernels.quantized.schedule import Schedule
 from jax_splitk.kernels.quantized.tiled import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import cubin, products
+from tests import products
 
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
-REGISTERS_PER_SM = 65536
 SHARED_PER_SM = 228 * 1024
 RESERVED_SHARED = 1024  # of each block, by CUDA
 
@@ -560,112 +557,3 @@ def test_folded_scales_round_once(qtype: str) -> None:
         for code in range(2 * bias):
             fused = rounded((code << shift) * 2.0**-133 * factor + minus)
             np.testing.assert_array_equal(fused, rounded((code - bias) / 64 * scale))
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"}
-COMPILED = [
-    (product(256), (128, 256), "weight", 3),
-    (product(64), (256, 64), "weight", 6),
-    (product(64, qtype="int8", group_size=32), (128, 64), "weight", 3),
-    (product(32, qtype="nf4", group_size=128), (128, 32), "weight", 6),
-    (product(128, qtype="uint4", zero_dtype="bfloat16", group_size=128, out_dtype="float32"), (128, 128), "sum", 5),
-    (product(64, qtype="int8", zero_dtype="float32", group_size=32, **HALF), (128, 64), "sum", 5),
-    (product(32, qtype="float4_e2m1fn", **HALF), (128, 32), "sum", 6),
-    (product(64, qtype="int4", x_dtype="float8_e4m3fn"), (128, 64), "sum", 5),
-    (product(256, qtype="float8_e4m3fn", group_size=1024), (128, 192), "channel", 2),
-    (product(128, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 1024}), (64, 128), "sum", 4),
-]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [FAMILY.source(p, Config(*tile, stages, 1, scaling=scaling)) for p, tile, scaling, stages in COMPILED]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("p", "tile", "scaling", "stages"), COMPILED, ids=str)
-def test_variant_is_good_machine_code(
-    p: QuantizedMatmulProblem,
-    tile: tuple[int, int],
-    scaling: str,
-    stages: int,
-    machine_code: dict[compiler.Source, compiler.Compiled],
-) -> None:
-    config = products.without_idle(p, Config(*tile, stages, 5, scaling=scaling))
-    assert FAMILY.refusal(p, config) is None
-    made = FAMILY.plan(p, config)
-    compiled = machine_code[made.source]
-    assert not cubin.warnings(compiled.log, made.source.file)
-    assert not compiled.serialized_wgmma, compiled.log
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    for launch in made.launches:
-        kernel, report = found[launch.kernel], reports[launch.kernel]
-        assert report.stack_bytes == 0
-        if launch.kernel != "quantized_tiled":
-            assert kernel.opcodes[HGMMA] == 0
-            continue
-        together, threads = FAMILY.blocks_per_sm(p, config), launch.block[0]
-        assert report.registers * threads * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + RESERVED_SHARED) * together <= SHARED_PER_SM
-        assert launch.shared_bytes + kernel.shared_bytes - 1024 <= tiles.SHARED_BYTES
-        # Two tiles of 64 k, each of four products.
-        assert kernel.opcodes[HGMMA] == 8
-        roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))
-        assert len(roles) == 2, roles
-        assert 128 * (roles[0] + config.m_warpgroups * roles[1]) <= report.registers * threads
-        assert roles[1] > config.tile_n // 2 * (2 if scaling == "sum" else 1) + 32
-
-
-SUITE = (product(64, 8192, 3584), product(32, 8192, 3584), product(256, 8192, 3584))
-ZEROS = product(64, 8192, 3584, qtype="uint4", zero_dtype="bfloat16")
-CLUSTERED = [
-    (SUITE[0], in_splits(SUITE[0], (64, 64), 10, 2, 2)),
-    (SUITE[0], in_splits(SUITE[0], (64, 64), 5, 4)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 8, 4)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 4, 2)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 2, 2)),  # as for 8192 features
-    (SUITE[1], in_splits(SUITE[1], (64, 32), 7, 4, 2)),
-    (SUITE[2], in_splits(SUITE[2], (128, 128), 5, 2)),
-    (SUITE[2], in_splits(SUITE[2], (128, 256), 3, 2)),  # as for 8192 features
-    (ZEROS, in_splits(ZEROS, (64, 64), 8, 2, 2)),
-]
-CLUSTERED += [
-    (p, in_splits(p, (128, 64), FAMILY.max_stages(p, Config(128, 64, 0, 0, k_warpgroups=2)), 3, 2))
-    for qtype, group_size in (("int8", 32), ("int8", 8192), ("nf4", 64), ("float8_e4m3fn", 64))
-    for p in (product(64, 8192, 3584, qtype=qtype, group_size=group_size),)
-]
-
-
-@pytest.mark.slow
-def test_clusters_are_good_machine_code() -> None:
-    made = [FAMILY.plan(p, config) for p, config in CLUSTERED]
-    sources = [plan_.source for plan_ in made]
-    for (p, config), plan_, compiled in zip(CLUSTERED, made, compiler.compile_sources(sources), strict=True):
-        assert FAMILY.refusal(p, config) is None
-        assert not cubin.warnings(compiled.log, plan_.source.file)
-        assert not compiled.serialized_wgmma, compiled.log
-        assert compiled.spill_bytes == 0, compiled.log
-        launch, together = plan_.launches[-1], FAMILY.blocks_per_sm(p, config)
-        kernel, report = cubin.kernels(compiled.image)[launch.kernel], cubin.reports(compiled.log)[launch.kernel]
-        assert report.stack_bytes == 0
-        assert report.registers * launch.block[0] * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + kernel.shared_bytes) * together <= SHARED_PER_SM
-        assert kernel.opcodes[HGMMA] == 8
-        # What runs once counts at these sizes.
-        assert len(kernel.instructions) <= 1800, (config, len(kernel.instructions))
-
-
-def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
-    assert {p.qtype for p, *_ in COMPILED} == set(FORMATS)
-    assert {p.x_dtype for p, *_ in COMPILED} == set(tiled.X_DTYPES)
-    assert {p.out_dtype for p, *_ in COMPILED} == {"bfloat16", "float16", "float32"}
-    assert {tiled.period(p) for p, *_ in COMPILED} == {32, 64, 128}
-    assert {scaling for _, _, scaling, _ in COMPILED} == set(tiled.SCALINGS)
-    assert {tile[0] for _, tile, _, _ in COMPILED} == set(tiled.TILES_M)
-    assert {p.zero_dtype for p, *_ in COMPILED} == {"none", "bfloat16", "float16", "float32"}

@@ -1,9 +1,8 @@
-"""The depthwise family's decisions and geometry: what is legal, how the work is cut, what is compiled. No GPU."""
+"""The depthwise family's decisions and geometry: what is legal, how the work is cut. No GPU."""
 
 import dataclasses
 import itertools
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import depthwise
 from jax_splitk.kernels.wgrad.depthwise import FAMILY, Axis, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import Int32Struct
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin, float64
+from tests import float64
 from tests.depthwise import ODD, SEQUENCES, SUITE
 from tests.problems import seeded
 
@@ -224,7 +222,7 @@ def test_arguments_and_geometry_of_a_plan() -> None:
         **channels(24) | {"out_channels": 48},
     )  # fmt: skip
     config = Config(8, 2, 1, 1)
-    config = FAMILY.with_splits(p, config, 3)
+    config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 3).splits)
     device_plan = FAMILY.plan(p, config)
     struct = device_plan.launches[0].params[0]
     assert isinstance(struct, Int32Struct)
@@ -428,7 +426,7 @@ def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
         exact = float64.conv_wgrad(p, x, y)
         for channels, segments in ((8, 4), (8, 1), (16, 2), (16, 1), (32, 1), (32, 4)):
             config = Config(channels, segments, 1, 1)
-            config = FAMILY.with_splits(p, config, 2)
+            config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 2).splits)
             if FAMILY.refusal(p, config) is None and (channels < 32 or p.out_channels > 16):
                 np.testing.assert_array_equal(simulate(p, config, x, y), exact, err_msg=str(config))
 
@@ -478,69 +476,6 @@ def test_estimates_of_the_suite_are_below_cudnns_times() -> None:
 def test_depthwise_is_this_familys_before_any_other() -> None:
     first = next(f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(problem()) is None)
     assert first is FAMILY
-
-
-# ---- device code ---------------------------------------------------------------------------------------------------
-
-
-def compilations() -> list[tuple[ConvWgradProblem, Config]]:
-    """The most taps and the fewest at each distance, every tile, both dtypes."""
-    found = []
-    spread = ((7, 2), (5, 3), (3, 3), (3, 2), (4, 4), (3, 6), (2, 12))
-    for width in (7, 14, 28, 56):
-        for taps, dilation in ((3, 1), (7, 1), (9, 1), *(spread if width > 14 else spread[:2]), (1, 1)):
-            case = Case("", 4, width, width, 32, 32, (3, taps), groups=32, dilation=(1, dilation))
-            for count in depthwise.CHANNELS:
-                segments = {7: 1, 14: 1, 28: 2, 56: 4}[width]
-                dtype = ("bfloat16", "float16")[(taps + count) // 8 % 2]
-                out = ("float32", "bfloat16", "float16")[(taps + width) % 3]
-                found.append((dataclasses.replace(case, dtype=dtype).problem(out), Config(count, segments, 1, 1)))
-    for i, case in enumerate(ODD):
-        p = case.problem(("bfloat16", "float32")[i % 2])
-        t = depthwise.tiling(p, Config(8, 1, 1, 1))
-        if t.x_columns < t.used + depthwise.geometry(p).width.reach:  # zeros beside it are left out
-            found += [(p, Config(count, 1, 1, 1)) for count in (16, 32)]
-    return [(p, config) for p, config in found if FAMILY.refusal(p, config) is None]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = list(dict.fromkeys(FAMILY.source(p, config) for p, config in compilations()))
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("p", "config"), compilations(), ids=[f"{p} {config.channels}x{config.segments}" for p, config in compilations()]
-)
-def test_variant_is_good_machine_code(
-    p: ConvWgradProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    source = FAMILY.source(p, config)
-    compiled = machine_code[source]
-    assert not cubin.warnings(compiled.log, source.file)
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
-    t, taps = depthwise.tiling(p, config), depthwise.geometry(p).width.size
-    passes = config.channels // config.warps
-    for name in ("wgrad_partial", "wgrad_direct"):
-        threads = 32 * (config.warps + depthwise.PRODUCERS)
-        assert reports[name].registers <= 65536 // threads // 8 * 8
-        shared_out = found[name].immediates(cubin.USETMAXREG)
-        assert len(shared_out) in ((2,) if passes > 1 else (0, 2))
-        if shared_out:
-            least, most = sorted(shared_out)
-            assert 32 * (config.warps * most + depthwise.PRODUCERS * least) <= 65536
-        assert reports[name].stack_bytes == 0
-        opcodes = found[name].opcodes
-        assert opcodes[HMMA] == taps * t.segment // 4 * passes
-        assert opcodes[STMATRIX] == (t.x.stores + t.y.stores) * 8 // depthwise.PRODUCERS
-        assert opcodes[GENERIC_LOAD] == opcodes[GENERIC_STORE] == 0, "shared memory is addressed as such"
-
-
-HMMA, STMATRIX, GENERIC_LOAD, GENERIC_STORE = 0x23C, 0x844, 0x980, 0x985
 
 
 def test_planes_have_no_bank_conflicts() -> None:

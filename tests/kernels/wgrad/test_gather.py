@@ -1,4 +1,4 @@
-"""The gathering family: what is legal, its index arithmetic step by step, its machine code. Needs no GPU."""
+"""The gathering family: what is legal, its index arithmetic step by step. Needs no GPU."""
 
 import dataclasses
 import itertools
@@ -12,14 +12,10 @@ from benchmarks import cases
 from jax_splitk.kernels.wgrad import gather
 from jax_splitk.kernels.wgrad.gather import CHAINS, FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin, float64
+from tests import float64
 from tests.problems import seeded
 
-REGISTERS_PER_SM = 65536
-SHARED_PER_SM = 228 * 1024
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
 INT32_MAX = 2**31 - 1
 SUITE = [case for case in cases.WGRAD_CASES if {"stem", "float32"} & set(case.tags)]
 
@@ -217,7 +213,7 @@ def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
 def test_long_float32_chains_are_cut() -> None:
     for p in (STEM, conv((56, 56), channels=(64, 64), batch=256, dtype="float32")):
         for config in FAMILY.candidates(p, DEFAULT_CUDA):
-            tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+            tiles = math.ceil(FAMILY.reduction_blocks(p, config) / config.splits)
             additions = tiles * (config.pixels // 16) * gather.volume(p).products
             assert additions <= gather.MAX_FLOAT32_CHAIN
 
@@ -226,7 +222,7 @@ def test_long_sums_of_chains_are_cut() -> None:
     p = conv((56, 56), channels=(64, 64), batch=256, dtype="float32", precision="highest")
     v = gather.volume(p)
     for config in FAMILY.candidates(p, DEFAULT_CUDA):
-        tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+        tiles = math.ceil(FAMILY.reduction_blocks(p, config) / config.splits)
         assert config.pixels % (16 * gather.chain(v, config)) == 0
         assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
 
@@ -499,50 +495,3 @@ def test_chains_of_several_blocks() -> None:
 
 def test_sums_of_the_longest_split_keep_float32s_accuracy() -> None:
     assert chain_error(order_of(CHAINS[0]), 1, gather.MAX_ROUNDED_CHAIN) < 4e-7
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-
-def compilations() -> list[tuple[ConvWgradProblem, Config]]:
-    """The likeliest choices of problems that differ in what the macros switch."""
-    problems = [
-        STEM,
-        *(case.problem() for case in SUITE[1:]),
-        conv((28, 28), (5, 5), (1, 32), batch=256, out_dtype="bfloat16"),
-        conv((55, 55), (3, 3), (65, 100), dtype="float16"),
-        conv((33, 31), (3, 3), (12, 10), dtype="float32", precision="highest"),
-        conv((6, 7, 8), (3, 3, 3), (5, 12), lhs_dilation=(2, 1, 2)),
-    ]
-    found = {}
-    for p in problems:
-        seen = set()
-        for config in FAMILY.candidates(p, DEFAULT_CUDA):
-            shape = (config.consumers, config.blocks, config.tile_n)
-            if shape not in seen and len(seen) < 3:
-                seen.add(shape)
-                found[FAMILY.source(p, config)] = (p, config)
-    return list(found.values())
-
-
-@pytest.mark.slow
-def test_variants_are_good_machine_code() -> None:
-    wanted = compilations()
-    sources = [FAMILY.source(p, config) for p, config in wanted]
-    for (p, config), source, compiled in zip(wanted, sources, compiler.compile_sources(sources), strict=True):
-        what = f"{p} {config}\n{compiled.log}"
-        assert not cubin.warnings(compiled.log, source.file), what
-        assert not compiled.serialized_wgmma, what
-        assert compiled.spill_bytes == 0, what
-        found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-        assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
-        v, threads = gather.volume(p), 128 * (1 + config.consumers)
-        for name in ("wgrad_partial", "wgrad_direct"):
-            kernel, report, together = found[name], reports[name], gather.blocks_per_sm(v, config)
-            assert (report.stack_bytes, report.spill_bytes) == (0, 0), what
-            registers = -(-report.registers // 8) * 8
-            assert registers * threads * together <= REGISTERS_PER_SM, what
-            assert (gather.shared_bytes(v, config) + kernel.shared_bytes) * together <= SHARED_PER_SM, what
-            products = config.pixels // 16 * config.blocks * v.products
-            assert kernel.opcodes[HGMMA] >= products, what
-            cubin.check_roles(kernel, report, config.consumers)

@@ -28,7 +28,7 @@ CHANNELS = (24, 40)
 SM90_CONFIGS = (
     im2col.Config(64, 64, 8, False, 1),
     im2col.Config(64, 128, 4, True, 3),
-    im2col.Config(192, 64, 5, False, 2, "cluster"),
+    im2col.Config(192, 64, 5, False, 2),
 )
 
 
@@ -143,11 +143,11 @@ SERVED = ("halo_columns", "halo_rows", "tf32_columns", "grouped_columns")
 
 
 def sm90_configs(p: ConvWgradProblem) -> list[im2col.Config]:
-    return [with_splits(p, config, config.splits, config.reduction) for config in SM90_CONFIGS]
+    return [with_splits(p, config, config.splits) for config in SM90_CONFIGS]
 
 
 def device_code() -> set[compiler.Source]:
-    plans = [gpu_wgrad.plan(im2col, p, config) for p, _ in IM2COL.values() for config in sm90_configs(p)]
+    plans = [gpu_wgrad.plan(im2col.FAMILY, p, config) for p, _ in IM2COL.values() for config in sm90_configs(p)]
     plans += [gpu_wgrad.plan(edge.family, edge.problem(edge.last), edge.config) for edge in TILED.values()]
     for beyond in (*(p for _, p in IM2COL.values()), *(TILED[name].problem(TILED[name].last + 1) for name in SERVED)):
         choice = select.select(beyond, target_for("cuda"), Options(), measure=False)
@@ -206,8 +206,8 @@ def test_im2cols_last_legal_values_are_exact(name: str) -> None:
     p, _ = IM2COL[name]
     lhs, g, expected = operands(p)
     for config in sm90_configs(p):
-        assert im2col.supports(p, config) is None
-        out = poison.run(gpu_wgrad.plan(im2col, p, config), p, lhs, g)
+        assert im2col.FAMILY.refusal(p, config) is None
+        out = poison.run(gpu_wgrad.plan(im2col.FAMILY, p, config), p, lhs, g)
         np.testing.assert_array_equal(out, expected, err_msg=str(config))
 
 
@@ -215,7 +215,7 @@ def test_im2cols_last_legal_values_are_exact(name: str) -> None:
 def test_beyond_im2cols_limits_others_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
     _, p = IM2COL[name]
-    assert im2col.supports(p) is not None
+    assert im2col.FAMILY.refusal(p) is not None
     lhs, g, expected = operands(p)
     np.testing.assert_array_equal(public(p, lhs, g), expected)
 

@@ -41,8 +41,8 @@ TILINGS = [
 def configs(case, out_dtype="float32"):
     """Some with one split, which writes the result itself, and some with several."""
     p = case.problem(out_dtype)
-    found = spread(p, 3)
-    return [dataclasses.replace(c, splits=min(grouped.tiles(p, c), n)) for c, n in zip(found, (1, 3, 7))]  # noqa: B905
+    found = zip(spread(p, 3), (1, 3, 7), strict=False)
+    return [dataclasses.replace(c, splits=min(grouped.FAMILY.reduction_blocks(p, c), n)) for c, n in found]
 
 
 def best(p):
@@ -57,7 +57,7 @@ def device_code():
 
 
 def check_exact(p, config, seed=0):
-    config = dataclasses.replace(config, splits=min(config.splits, grouped.tiles(p, config)))
+    config = dataclasses.replace(config, splits=min(config.splits, grouped.FAMILY.reduction_blocks(p, config)))
     assert grouped.FAMILY.refusal(p, config) is None
     gpu_wgrad.check_exact(grouped.FAMILY, p, [config], seed)
 

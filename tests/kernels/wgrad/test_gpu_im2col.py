@@ -13,6 +13,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks import cases
 from jax_splitk import _ffi
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.target import target_for
@@ -21,7 +22,7 @@ from tests.gpu_wgrad import error, integers, normals, xla
 
 pytestmark = pytest.mark.gpu
 
-LEGAL = [case for case in cases.WGRAD_CASES if im2col.supports(case.problem()) is None]
+LEGAL = [case for case in cases.WGRAD_CASES if im2col.FAMILY.refusal(case.problem()) is None]
 OUT_DTYPES = ("bfloat16", "float32")
 ODD_TILES = (((128, 128), False), ((64, 192), True), ((192, 64), False))
 ODD_CHANNELS = next(case for case in cases.SMALL_CASES if case.name == "c136k200")
@@ -34,18 +35,15 @@ SIXTEEN_BITS = [
 def device_code():
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
-    sources = set()
+    sources = {im2col.FAMILY.source(image.problem("float32"), variant) for variant in im2col.variants()}
     for variant in im2col.variants():
-        cluster = dataclasses.replace(variant, splits=2, reduction="cluster")
-        sources |= {im2col.source(image.problem("float32"), c) for c in (variant, cluster)[: 3 - variant.cluster]}
-    for variant in im2col.variants():
-        sources |= {im2col.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
-    sources |= {im2col.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
-    sources |= {im2col.source(p, config) for p in TURNS for config in turns(p)}
-    sources |= {im2col.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
+        sources |= {im2col.FAMILY.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
+    sources |= {im2col.FAMILY.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
+    sources |= {im2col.FAMILY.source(p, config) for p in TURNS for config in turns(p)}
+    sources |= {im2col.FAMILY.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
     for tile, swap in ODD_TILES:
         config = im2col.Config(*tile, im2col.max_stages(*tile), swap, 1)
-        sources |= {im2col.source(p, config) for p in (half, image.problem(), matrix.problem())}
+        sources |= {im2col.FAMILY.source(p, config) for p in (half, image.problem(), matrix.problem())}
     return sources
 
 
@@ -93,10 +91,9 @@ SPATIAL = (
 SPATIAL_CONFIGS = (
     im2col.Config(64, 64, 8, False, 1),
     im2col.Config(128, 128, 5, True, 3),
-    im2col.Config(192, 64, 5, False, 5, "cluster"),
-    im2col.Config(64, 128, 4, True, 2, "cluster"),
-    im2col.Config(64, 256, 5, False, 2, cluster=2),
-    im2col.Config(256, 128, 4, True, 1, cluster=2),
+    im2col.Config(192, 64, 5, False, 5),
+    im2col.Config(64, 256, 5, False, 2),
+    im2col.Config(256, 128, 4, True, 1),
 )
 
 # Matrix products, whose splits take turns: the last block is of 11, 9, 62 and 2 pixels, and splits differ by a block.
@@ -111,15 +108,14 @@ TURNS_CONFIGS = (
     im2col.Config(64, 64, 8, False, 3),
     im2col.Config(64, 64, 6, False, 4),
     im2col.Config(128, 64, 8, False, 8),
-    im2col.Config(64, 128, 8, True, 3, "cluster"),
     im2col.Config(256, 64, 5, True, 5),
-    im2col.Config(64, 256, 5, False, 2, cluster=2),
+    im2col.Config(64, 256, 5, False, 2),
 )
 
 
 def turns(problem):
-    configs = [with_splits(problem, given, given.splits, given.reduction) for given in TURNS_CONFIGS]
-    return [config for config in configs if im2col.supports(problem, config) is None]
+    configs = [with_splits(problem, given, given.splits) for given in TURNS_CONFIGS]
+    return [config for config in configs if im2col.FAMILY.refusal(problem, config) is None]
 
 
 def ours(case, out_dtype=None, **options):
@@ -141,13 +137,13 @@ def through_lax(case):
 def chosen(case, out_dtype=None):
     """The family's best by its model."""
     problem, target = case.problem(out_dtype), target_for("cuda")
-    return min(im2col.candidates(problem, target), key=lambda c: im2col.estimate(problem, c, target))
+    return min(im2col.FAMILY.candidates(problem, target), key=lambda c: im2col.FAMILY.estimate(problem, c, target))
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
-    gpu_wgrad.check_exact(im2col, case.problem(out_dtype), [chosen(case, out_dtype)])
+    gpu_wgrad.check_exact(im2col.FAMILY, case.problem(out_dtype), [chosen(case, out_dtype)])
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
@@ -165,31 +161,24 @@ def test_suite_is_as_accurate_as_xla(case):
     assert mine <= 2 * theirs, (mine, theirs)
 
 
-def with_splits(problem, variant, splits, reduction="workspace"):
-    splits = im2col.whole_splits(problem, splits)
-    return dataclasses.replace(variant, splits=splits, reduction=reduction if splits > 1 else "workspace")
+def with_splits(problem, variant, splits):
+    return dataclasses.replace(variant, splits=split_k.whole_splits(im2col.k_tiles(problem), splits))
 
 
 def whole_and_split(problem, variant):
-    """A single split, two of a cluster, two in the workspace, and a whole tile before tiles that are split."""
-    split, cluster = (with_splits(problem, variant, 2, reduction) for reduction in ("workspace", "cluster"))
-    found = (variant, cluster, split, dataclasses.replace(split, whole_tiles=1))
-    return [config for config in found if im2col.supports(problem, config) is None]
+    """A single split, two of them, and a whole tile before tiles that are split."""
+    split = with_splits(problem, variant, 2)
+    found = (variant, split, dataclasses.replace(split, whole_tiles=1))
+    return [config for config in found if im2col.FAMILY.refusal(problem, config) is None]
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
-@pytest.mark.parametrize(("splits", "reduction"), [(1, "workspace"), (3, "workspace"), (2, "cluster"), (16, "cluster")])
-def test_every_variant_is_exact(variant, splits, reduction):
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_every_variant_is_exact(variant, splits):
     long = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
-    tried = 0
     for shape in (ODD_CHANNELS, next(c for c in cases.SMALL_CASES if c.in_channels == 72), long):
         problem = shape.problem("float32")
-        config = with_splits(problem, variant, splits, reduction)
-        if im2col.supports(problem, config) is not None:
-            continue
-        tried += 1
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=splits)
-    assert tried or (variant.cluster == 2 and reduction == "cluster")
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [with_splits(problem, variant, splits)], seed=splits)
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
@@ -198,23 +187,15 @@ def test_every_variant_is_exact_in_16_bits(variant):
     configs = {problem: whole_and_split(problem, variant) for problem in SIXTEEN_BITS}
     assert any(configs.values())
     for problem, legal in configs.items():
-        gpu_wgrad.check_exact(im2col, problem, legal)
-
-
-@pytest.mark.parametrize("splits", range(2, 17))
-def test_clusters_of_every_size_are_exact(splits):
-    problem = spatial(1, (64 * 240,), (1,), (72, 136), out_dtype="bfloat16")
-    config = with_splits(problem, im2col.Config(64, 64, 6, bool(splits % 2), 1), splits, "cluster")
-    assert config.splits == splits
-    gpu_wgrad.check_exact(im2col, problem, [config], seed=splits, limit=1)
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, legal)
 
 
 @pytest.mark.parametrize("problem", SPATIAL, ids=str)
 def test_ranks_and_groups_are_exact(problem):
-    configs = [with_splits(problem, given, given.splits, given.reduction) for given in SPATIAL_CONFIGS]
-    legal = [config for config in configs if im2col.supports(problem, config) is None]
+    configs = [with_splits(problem, given, given.splits) for given in SPATIAL_CONFIGS]
+    legal = [config for config in configs if im2col.FAMILY.refusal(problem, config) is None]
     assert len(legal) >= 3
-    gpu_wgrad.check_exact(im2col, problem, legal)
+    gpu_wgrad.check_exact(im2col.FAMILY, problem, legal)
 
 
 @pytest.mark.parametrize("problem", TURNS, ids=str)
@@ -222,17 +203,17 @@ def test_splits_that_take_turns_are_exact(problem):
     configs = turns(problem)
     assert len(configs) >= 4
     assert all(im2col.takes_turns(problem, config) for config in configs)
-    gpu_wgrad.check_exact(im2col, problem, configs)
+    gpu_wgrad.check_exact(im2col.FAMILY, problem, configs)
 
 
 @pytest.mark.parametrize("config", turns(TURNS[0]), ids=str)
 def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(config):
     problem = TURNS[0]
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col, problem, config), *normals(problem, seed=3))
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col.FAMILY, problem, config), *normals(problem, seed=3))
     lhs, g = integers(problem)
     expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
     lhs, g = lhs.at[0, 5002, 7].set(jnp.nan), g.at[0, 64, 197].set(jnp.inf)
-    out = poison.run(im2col.make_plan(problem, config), problem, lhs, g)
+    out = poison.run(im2col.FAMILY.plan(problem, config), problem, lhs, g)
     bad = np.zeros(out.shape, bool)
     bad[..., 7, :] = bad[..., 197] = True
     assert not np.isfinite(out[bad]).any()
@@ -242,12 +223,12 @@ def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS, ids=str)
 def test_nan_and_infinity_stay_with_their_channels(config):
     problem = ODD_CHANNELS.problem("float32")
-    config = with_splits(problem, config, config.splits, config.reduction)
-    assert im2col.supports(problem, config) is None
+    config = with_splits(problem, config, config.splits)
+    assert im2col.FAMILY.refusal(problem, config) is None
     lhs, g = integers(ODD_CHANNELS)
     expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
     out = poison.run(
-        im2col.make_plan(problem, config), problem, lhs.at[:, 3, 4, 130].set(jnp.nan), g.at[..., 197].set(jnp.inf)
+        im2col.FAMILY.plan(problem, config), problem, lhs.at[:, 3, 4, 130].set(jnp.nan), g.at[..., 197].set(jnp.inf)
     )
     bad = np.isnan(out) | np.isinf(out)
     assert bad[..., 130, :].any()
@@ -263,9 +244,9 @@ def test_split_tail_is_exact(tile, swap):
     case = dataclasses.replace(next(c for c in cases.SMALL_CASES if c.name == "c320k320"), batch=6)
     for out_dtype, whole, wanted in (("float32", 1, 2), ("bfloat16", 7, 3)):
         problem = case.problem(out_dtype)
-        splits = im2col.whole_splits(problem, wanted)
+        splits = split_k.whole_splits(im2col.k_tiles(problem), wanted)
         config = im2col.Config(*tile, im2col.max_stages(*tile), swap, splits, whole_tiles=whole)
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=whole)
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [config], seed=whole)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -275,8 +256,8 @@ def test_odd_shapes_are_exact(case, dtype):
     for seed, ((tile, swap), splits) in enumerate(zip(ODD_TILES, (1, 100, 5), strict=True)):
         problem = case.problem(dtype if seed else "float32")
         stages = im2col.max_stages(*tile)
-        config = im2col.Config(*tile, stages, swap, im2col.whole_splits(problem, splits))
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=seed)
+        config = im2col.Config(*tile, stages, swap, split_k.whole_splits(im2col.k_tiles(problem), splits))
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [config], seed=seed)
 
 
 @pytest.mark.parametrize("case", LEGAL[2:16:3], ids=lambda case: case.name)
@@ -285,18 +266,17 @@ def test_bitwise_the_same_over_100_runs(case):
 
 
 @pytest.mark.parametrize("config", SPATIAL_CONFIGS[2:], ids=str)
-def test_clusters_give_bitwise_the_same(config):
+def test_gives_bitwise_the_same(config):
     problem = ODD_CHANNELS.problem("float32")
-    config = with_splits(problem, config, config.splits, config.reduction)
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col, problem, config), *normals(ODD_CHANNELS, seed=2))
+    config = with_splits(problem, config, config.splits)
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col.FAMILY, problem, config), *normals(ODD_CHANNELS, seed=2))
 
 
 @pytest.mark.parametrize(
     "config",
     [
         im2col.Config(128, 64, 8, True, 7),
-        im2col.Config(64, 128, 4, True, 7, "cluster"),
-        im2col.Config(128, 128, 7, False, 7, cluster=2),
+        im2col.Config(128, 128, 7, False, 1),
     ],
     ids=str,
 )
@@ -328,7 +308,7 @@ def test_replayed_in_a_command_buffer_with_moving_buffers(config):
     assert after["captured"] > before["captured"], (before, after)
     # XLA shares the six workspaces where it can, and reports them.
     temp = six.lower(lhs, g).compile().memory_analysis().temp_size_in_bytes
-    assert temp >= im2col.workspace_bytes(case.problem("float32"), config)
+    assert temp >= im2col.FAMILY.workspace_bytes(case.problem("float32"), config)
 
 
 def test_two_executables_at_once():
@@ -357,9 +337,9 @@ def test_workspace_is_visible():
     case = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
     lhs, g = normals(case)
     problem = case.problem()
-    config = im2col.Config(64, 192, 4, True, im2col.whole_splits(problem, 40))
+    config = im2col.Config(64, 192, 4, True, split_k.whole_splits(im2col.k_tiles(problem), 40))
     compiled = ours(case, config=config).lower(lhs, g).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes >= im2col.workspace_bytes(problem, config)
+    assert compiled.memory_analysis().temp_size_in_bytes >= im2col.FAMILY.workspace_bytes(problem, config)
 
 
 def test_errors_are_python_errors():
@@ -380,7 +360,7 @@ def test_errors_are_python_errors():
 def test_a_plan_for_other_buffers_is_refused():
     case = next(c for c in LEGAL if c.batch == 8)
     problem = case.problem()
-    call = im2col.make_plan(problem, chosen(case)).custom_call()
+    call = im2col.FAMILY.plan(problem, chosen(case)).custom_call()
     lhs, g = normals(case)
     out = jax.ShapeDtypeStruct(problem.out_shape, jnp.bfloat16)
     short = jax.ShapeDtypeStruct((call.workspace_bytes + 512,), np.uint8)

@@ -1,4 +1,4 @@
-"""The grouped family's decisions and machine code: what is legal, which configs, what the plan says. No GPU."""
+"""The grouped family's decisions: what is legal, which configs, what the plan says. No GPU."""
 
 import dataclasses
 import itertools
@@ -14,13 +14,9 @@ from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import grouped
 from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin
-from tests.problems import seeded
 
 SUITE = [case for case in cases.WGRAD_CASES if "grouped" in case.tags]
-MAIN_KERNELS = ("wgrad_partial", "wgrad_direct")
 
 
 def grouped_case(size: tuple[int, int], per_group: tuple[int, int], groups: int, **changes: Any) -> Case:
@@ -345,62 +341,6 @@ def test_more_work_never_takes_less_time() -> None:
 
     for case in SUITE:
         assert best(dataclasses.replace(case, batch=2 * case.batch)) > best(case)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-
-# Odd cases whose code differs from others' in sizes alone: of the strip, of blocks of channels, of strides.
-SIZES = (
-    *("three_groups", "pairs", "small_image", "tall", "valid", "asymmetric", "negative_padding", "wide_padding"),
-    *("stride2_16", "stride3", "1x1_stride2", "7x7_stride2"),
-)
-
-
-def compilations() -> list[tuple[ConvWgradProblem, Config]]:
-    odd = [case for name, case in ODD.items() if name not in SIZES]
-    found = [(case.problem("float32"), config) for case in odd for config in spread(case.problem(), 1)]
-    for case, out_dtype in zip(SUITE, ("bfloat16", "float16"), strict=True):
-        p = dataclasses.replace(case, dtype=out_dtype).problem(out_dtype)
-        found += [(p, config) for config in FAMILY.candidates(p, DEFAULT_CUDA)[::8][:3]]
-    with seeded(6) as rng:  # some of the others of every odd case, in turn
-        for case in rng.permutation(list(ODD))[:4]:
-            p = ODD[str(case)].problem("float32")
-            found += [(p, config) for config in spread(p, 3)[1:2]]
-    return found
-
-
-@pytest.mark.slow
-def test_variants_are_good_machine_code() -> None:
-    assert compiler.unavailable() is None, compiler.unavailable()
-    wanted = {FAMILY.source(p, c): (p, c) for p, c in compilations()}
-    for source, compiled in zip(wanted, compiler.compile_sources(list(wanted)), strict=True):
-        p, config = wanted[source]
-        assert not cubin.warnings(compiled.log, source.file), (p, config)
-        reports, found = cubin.reports(compiled.log), cubin.kernels(compiled.image)
-        assert set(found) == {*MAIN_KERNELS, "reduce_splits"}
-        together = FAMILY.blocks_per_sm(p, config)
-        warps = -(-together * grouped.threads(p, config) // 128)
-        for kernel in MAIN_KERNELS:
-            assert (reports[kernel].stack_bytes, reports[kernel].spill_bytes) == (0, 0), (p, config)
-            assert -(-reports[kernel].registers // 8) * 8 * 32 * warps <= grouped.REGISTERS, (p, config)
-            # All of shared memory: the ring, and barriers and zeros with the KiB that Hopper reserves.
-            shared = grouped.shared_bytes(p, config) + found[kernel].shared_bytes
-            assert shared * together <= 228 * 1024, (p, config)
-
-
-def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
-    seen = [dict(FAMILY.source(p, config).defines) for p, config in compilations()]
-    every = [
-        dict(FAMILY.source(p, config).defines)
-        for case in ODD.values()
-        for p in (case.problem("float32"),)
-        for config in spread(p, 1)
-    ]
-    for macro in ("GROUP_IN", "GROUP_OUT", "KERNEL_H", "KERNEL_W", "DILATION_H", "DILATION_W", "RAGGED"):
-        assert {macros[macro] for macros in every} <= {macros[macro] for macros in seen}, macro
-    for macro, least in (("IN_BLOCK", 4), ("OUT_BLOCK", 4), ("SLICES", 4), ("STAGES", 3), ("WARP_OUT", 3), ("OUT", 3)):
-        assert len({macros[macro] for macros in seen}) >= least, macro
 
 
 def test_code_does_not_depend_on_splits_or_batch() -> None:

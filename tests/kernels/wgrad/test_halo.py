@@ -1,4 +1,4 @@
-"""The halo family's decisions and geometry: what is legal, how the work is cut, what is compiled. No GPU."""
+"""The halo family's decisions and geometry: what is legal, how the work is cut. No GPU."""
 
 import dataclasses
 import math
@@ -11,10 +11,8 @@ from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import halo
 from jax_splitk.kernels.wgrad.halo import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import DevicePlan, Int32Struct
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin
 from tests.problems import seeded
 
 PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3))
@@ -230,47 +228,3 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
                 assert all(math.prod(m.box) * 2 % 128 == 0 and max(m.box) <= 256 for m in plan.maps)
                 # A block of 16 pixels lies in one row, or in two rows of a pair.
                 assert config.tile_q % 16 == 0 or (config.tile_p % 2 == 0 and p.output_spatial[0] % 2 == 0)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-VARIANTS = [
-    *((h, w, 32, "bfloat16", "float32") for h in (1, 2, 3) for w in (1, 2, 3)),
-    *((3, 3, q, "bfloat16", "bfloat16") for q in (8, 56, 128)),
-    (3, 3, 56, "float16", "float16"),
-    (3, 3, 64, "float16", "float32"),
-]
-
-
-def variant_of(taps_h: int, taps_w: int, tile_q: int, dtype: str, out_dtype: str) -> tuple[ConvWgradProblem, Config]:
-    p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
-    return p, Config(4, tile_q, taps_h, taps_w, 1)
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [FAMILY.source(*variant_of(*variant)) for variant in VARIANTS]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_variant_is_good_machine_code(
-    variant: tuple[int, int, int, str, str], machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    taps_h, taps_w, tile_q, _, _ = variant
-    p, config = variant_of(*variant)
-    source = FAMILY.source(p, config)
-    compiled = machine_code[source]
-    assert not cubin.warnings(compiled.log, source.file)
-    assert not compiled.serialized_wgmma
-    assert compiled.spill_bytes == 0
-    kernel, report = cubin.kernels(compiled.image)["wgrad_halo"], cubin.reports(compiled.log)["wgrad_halo"]
-    rows = 1 if tile_q % 16 == 0 else 2
-    steps = halo.batch_rows(p, config) // rows * (tile_q * rows // 16)
-    assert kernel.opcodes[cubin.HGMMA] % steps == 0
-    assert kernel.opcodes[cubin.HGMMA] >= steps
-    _, consumer = cubin.check_roles(kernel, report, taps_h)
-    assert consumer > 32 * taps_w

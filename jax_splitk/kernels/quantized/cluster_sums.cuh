@@ -50,21 +50,7 @@ __device__ inline void offer_room(int rank, uint64_t* empty, uint64_t* room, uin
   for (int other = 0; other < SPLITS; ++other) EmptyBarrier::arrive(room, other, 1);
 }
 
-// To a chunk's owner, whose `arrived` counts the bytes.
-__device__ inline void send(uint32_t address, uint32_t arrived, int owner, const float* v) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
-          cute::set_block_rank(address, owner)),
-      "r"(cute::set_block_rank(arrived, owner)), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])),
-      "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3]))
-      : "memory");
-}
-
-__device__ inline void store_floats(uint32_t address, const float* v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
-               "f"(v[3])
-               : "memory");
-}
+__device__ inline float4 four(const float* v) { return make_float4(v[0], v[1], v[2], v[3]); }
 
 // Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
 __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, const float* acc,
@@ -80,7 +66,7 @@ __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, 
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * PART_CHUNKS; ++i) {
-        store_floats(at + half * HALF_BYTES + i * (CHUNK_BYTES / 2), from + 4 * i);
+        store_shared(at + half * HALF_BYTES + i * (CHUNK_BYTES / 2), four(from + 4 * i));
       }
     }
   }
@@ -88,9 +74,8 @@ __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, 
 #pragma unroll
   for (int i = 0; i < PART_CHUNKS; ++i) {
     const uint32_t from = at + part * HALF_BYTES + i * CHUNK_BYTES;
-    const uint4 low = load_words(from), high = load_words(from + CHUNK_BYTES / 2);
-    add(reinterpret_cast<float (&)[8]>(sums[8 * i]), reinterpret_cast<const float4&>(low),
-        reinterpret_cast<const float4&>(high));
+    add(reinterpret_cast<float (&)[8]>(sums[8 * i]), load_shared<float4>(from),
+        load_shared<float4>(from + CHUNK_BYTES / 2));
   }
 }
 
@@ -110,12 +95,14 @@ __device__ inline void exchange(const Args& g, Output* out, uint32_t ring, uint3
 #pragma unroll
   for (int c = 0; c < PART_CHUNKS; ++c) {
     const uint32_t address = to + in_ring((owner == last ? lasts : others) + offset);
+    const float4 low = four(sums + 8 * c), high = four(sums + 8 * c + 4);
     if (owner == rank) {
-      store_floats(address, sums + 8 * c);
-      store_floats(address + CHUNK_BYTES / 2, sums + 8 * c + 4);
+      store_shared(address, low);
+      store_shared(address + CHUNK_BYTES / 2, high);
     } else {
-      send(address, arrived, owner, sums + 8 * c);
-      send(address + CHUNK_BYTES / 2, arrived, owner, sums + 8 * c + 4);
+      store_async(cute::set_block_rank(address, owner), low, cute::set_block_rank(arrived, owner));
+      store_async(cute::set_block_rank(address + CHUNK_BYTES / 2, owner), high,
+                  cute::set_block_rank(arrived, owner));
     }
     if (owner++ == last) {
       owner = 0;
@@ -132,8 +119,7 @@ __device__ inline void exchange(const Args& g, Output* out, uint32_t ring, uint3
 #pragma unroll 4
     for (int block = 0; block < SPLITS; ++block, from += CHUNK_BYTES) {
       const uint32_t address = to + in_ring(from);
-      const uint4 low = load_words(address), high = load_words(address + CHUNK_BYTES / 2);
-      add(v, reinterpret_cast<const float4&>(low), reinterpret_cast<const float4&>(high));
+      add(v, load_shared<float4>(address), load_shared<float4>(address + CHUNK_BYTES / 2));
     }
 #pragma unroll
     for (float& sum : v) sum *= FACTOR;

@@ -1,1 +1,0 @@
-from jax_splitk.kernels.wgrad.refusals import *  # noqa: F403
