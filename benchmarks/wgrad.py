@@ -30,7 +30,7 @@ import jax_splitk
 from benchmarks import cases, ceilings, timing
 from benchmarks.cases import Case
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan, toolchain
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import Entry
@@ -339,9 +339,9 @@ def version_in_tree() -> str:
 
 
 def nvrtc_version() -> str | None:
-    if compiler.unavailable() is not None:
+    if toolchain.unavailable() is not None:
         return None
-    return ".".join(map(str, compiler.find_nvrtc().version))
+    return ".".join(map(str, toolchain.find_nvrtc().version))
 
 
 def driver() -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.runtime import compiler
+from jax_splitk.runtime.source import Source
 
 # Names of the custom calls; a name ends in the version of its attributes.
 LAUNCH_TARGET = "jax_splitk_launch_v2"
@@ -169,7 +170,7 @@ class Launch:
 class DevicePlan:
     """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
 
-    source: compiler.Source
+    source: Source
     buffers: tuple[Buffer, ...]
     maps: tuple[TiledMap | Im2colMap, ...]
     launches: tuple[Launch, ...]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler, disk, settings
+from jax_splitk.runtime import disk, settings, toolchain
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, store, tuner, watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, family_named, merge
@@ -114,7 +114,7 @@ def _refusal(family: kernels.Family, reason: str | None, target: Target, options
     # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
     together = measure and not options.explicit and agreement.needed()
     if reason is None and family.platform == "cuda" and not together:
-        reason = compiler.unavailable()
+        reason = toolchain.unavailable()
     return reason
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from jax_splitk import kernels
-from jax_splitk.runtime import compiler, settings
+from jax_splitk.runtime import settings, toolchain
 from jax_splitk.tuning import watch
 from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement, family_named, illegality
 from jax_splitk.tuning.key import Key
@@ -180,9 +180,9 @@ def _tune(key: Key, old: Entry | None, seconds: float, found: _Found) -> Entry:
     started, contestants, failures, tried = found.started, found.contestants, found.failures, found.tried
     deadline = started + SEARCH_SHARE * seconds
     ranking = ranked(key, limit)
-    missing = compiler.unavailable() if target.platform == "cuda" else None
+    missing = toolchain.unavailable() if target.platform == "cuda" else None
     if missing is not None:
-        raise compiler.CompilerUnavailable(missing)
+        raise toolchain.CompilerUnavailable(missing)
     progress = _Progress(key)
     with jax.default_device(jax.local_devices()[0]):
         first = _spread_over_variants(ranking, FIRST_ROUND)

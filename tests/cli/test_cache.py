@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.entry import XLA, Measurement
@@ -348,7 +348,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
     assert everything - gone() == {notes, cubin, fresh}
 
 
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache / "cubin"
 
@@ -366,7 +366,7 @@ def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatc
 
     current, old = put_cubin("current"), put_cubin("old", days=40)
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        patch.setattr(toolchain, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
         other, other_old = put_cubin("other"), put_cubin("other_old", days=40)
     damaged, fresh, dead = folder / "damaged.cubin", folder / ".tmp-fresh", folder / ".tmp-dead"
     for path in (damaged, fresh, dead):
@@ -375,7 +375,7 @@ def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatc
     assert prune("--damaged") == {damaged, dead}
     assert prune("--environment", "other", "--older-than", "30") == {other_old}
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+        patch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
         assert prune("--environment", "other") == set()
     assert prune("--environment", "other") == {other}
     assert prune("--older-than", "30") == {old}

@@ -22,7 +22,7 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
@@ -72,7 +72,7 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc
+from jax_splitk.runtime import nvrtc, toolchain
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
@@ -88,7 +88,7 @@ print(json.dumps([module, forbidden.call_count]))
 """
 
 
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
 def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
@@ -380,7 +380,8 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
     """Also when it is lowered again; what all can compile is not."""
     body = """
     from jax_splitk.runtime import plan
-    from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
+    from jax_splitk.runtime.compiler import CompilationError
+    from jax_splitk.runtime.toolchain import CompilerUnavailable
     build, asked = plan.HostPlan.custom_call, []
 
     def failing(error):
@@ -426,7 +427,7 @@ from unittest import mock
 import jax
 from jax import export
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, nvrtc
+from jax_splitk.runtime import disk, nvrtc
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden

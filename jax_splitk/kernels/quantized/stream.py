@@ -16,7 +16,8 @@ from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
 
 name = "quantized_stream"
@@ -294,9 +295,9 @@ def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) ->
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
+def source(problem: QuantizedMatmulProblem, config: Config) -> Source:
     """The device code's specialisation: it depends on types, groups, the config, and on what divides k and features."""
-    return compiler.Source(
+    return Source(
         "quantized/stream.cu",
         (
             ("FORMAT", FORMAT_CODES[problem.qtype]),

@@ -16,7 +16,8 @@ from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
 
 BLOCK_K = 128  # two tiles of the packed weight
@@ -416,7 +417,7 @@ class TileFamily(abc.ABC, Generic[C]):
         del problem, config, workspace
         return []
 
-    def source(self, problem: QuantizedMatmulProblem, config: C) -> compiler.Source:
+    def source(self, problem: QuantizedMatmulProblem, config: C) -> Source:
         """The device code's specialisation. Of the sizes it depends only on whether rows of the output, and the
         weight's k, end where its accesses do, on the tiles along the rows where they are few, and with splits on the
         ranges of k."""
@@ -439,7 +440,7 @@ class TileFamily(abc.ABC, Generic[C]):
             "WHOLE": int(problem.k_tiles % 2 == 0),
         }
         defines |= self.loop_defines(problem, config)
-        return compiler.Source(self.source_file, tuple(defines.items()), declarations(Args, *self.structs))
+        return Source(self.source_file, tuple(defines.items()), declarations(Args, *self.structs))
 
     def make_plan(self, problem: QuantizedMatmulProblem, config: C) -> plan.DevicePlan:
         """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""

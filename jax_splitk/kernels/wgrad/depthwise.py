@@ -19,7 +19,8 @@ from jax_splitk.kernels.device import split_k, split_search
 from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit
 
 name = "wgrad_depthwise"
@@ -438,10 +439,10 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 # ---- plan ----------------------------------------------------------------------------------------------------------
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+def source(problem: ConvWgradProblem, config: Config) -> Source:
     """The device code's specialisation: it does not depend on the batch, stages or splits."""
     t, g = tiling(problem, config), geometry(problem)
-    return compiler.Source(
+    return Source(
         "wgrad/depthwise.cu",
         (
             ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),

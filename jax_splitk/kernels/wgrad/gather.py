@@ -36,7 +36,8 @@ from jax_splitk.kernels.wgrad.gather_stage import (
 )
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit
 
 name = "wgrad_gather"
@@ -335,7 +336,7 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+def source(problem: ConvWgradProblem, config: Config) -> Source:
     """The device code's specialisation: it depends on the window, channels and tiles, not on batch, sizes or splits."""
     v = volume(problem)
     tma = _dy_by_tma(v)
@@ -364,7 +365,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
         "LHS_W": v.lhs_dilation[2],
         **{field.upper(): int(value) for field, value in dataclasses.asdict(layout(v, config)).items()},
     }
-    return compiler.Source("wgrad/gather.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
+    return Source("wgrad/gather.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
 
 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:

@@ -19,7 +19,8 @@ from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit
 
 name = "wgrad_grouped"
@@ -516,12 +517,12 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+def source(problem: ConvWgradProblem, config: Config) -> Source:
     """The device code's specialisation: it depends on the window, the groups and the image's tiles, not on splits."""
     s, j = plane(problem), job(problem, config)
     group_in, group_out = problem.group_channels
     _, tiles_h, tiles_w = tile_counts(problem, config)
-    return compiler.Source(
+    return Source(
         "wgrad/grouped.cu",
         (
             ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),

@@ -22,7 +22,8 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
 from jax_splitk.kernels.wgrad import limits
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit
 
 name = "wgrad_im2col"
@@ -360,9 +361,9 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
     return seconds
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+def source(problem: ConvWgradProblem, config: Config) -> Source:
     """The device code's specialisation: it depends on dtypes and tile, hardly on sizes."""
-    return compiler.Source(
+    return Source(
         "wgrad/im2col.cu",
         (
             ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),

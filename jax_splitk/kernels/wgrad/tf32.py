@@ -16,7 +16,8 @@ from jax_splitk.kernels.device.structs import declarations
 from jax_splitk.kernels.wgrad import im2col, limits
 from jax_splitk.kernels.wgrad.limits import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_limit
 
 name = "wgrad_tf32"
@@ -451,7 +452,7 @@ def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
+def source(problem: ConvWgradProblem, config: Config) -> Source:
     """The device code's specialisation: it depends on the window's geometry and the tile, not on sizes or splits."""
     v = view(problem)
     macros = {
@@ -470,7 +471,7 @@ def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
         "DY_STAGES": dy_stages(v, config),
         "RAGGED": int(v.out[1] % config.tile_q > 0),
     }
-    return compiler.Source("wgrad/tf32.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
+    return Source("wgrad/tf32.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
 
 
 def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
