@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jax_splitk.runtime.plan import DevicePlan, HostPlan
+from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 
 
@@ -42,4 +42,4 @@ class Family(Protocol):
 
     def workspace_bytes(self, problem: Any, config: Any) -> int: ...
 
-    def make_plan(self, problem: Any, config: Any) -> DevicePlan | HostPlan: ...
+    def make_plan(self, problem: Any, config: Any) -> DevicePlan | CustomCall: ...

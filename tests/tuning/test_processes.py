@@ -382,7 +382,7 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
     from jax_splitk.runtime import plan
     from jax_splitk.runtime.compiler import CompilationError
     from jax_splitk.runtime.toolchain import CompilerUnavailable
-    build, asked = plan.HostPlan.custom_call, []
+    build, asked = plan.CustomCall.custom_call, []
 
     def failing(error):
         def custom_call(self):
@@ -392,11 +392,11 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
             return build(self)
         return custom_call
 
-    plan.HostPlan.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+    plan.CustomCall.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
     out += [lower(4), lower(4, 1)]
-    plan.HostPlan.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+    plan.CustomCall.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
     out.append(lower(5))
-    plan.HostPlan.custom_call = build
+    plan.CustomCall.custom_call = build
     out += [lower(6), lower(4, 1, 2)]
     """
     caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]

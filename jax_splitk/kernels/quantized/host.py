@@ -12,7 +12,7 @@ import numpy as np
 from jax_splitk.kernels.host import ceil_div, threads
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
-from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, CustomCall, HostPlan
+from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, CustomCall
 from jax_splitk.runtime.target import Target
 
 name = "quantized_host"
@@ -86,7 +86,7 @@ def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     return _layout(problem, config).total_bytes
 
 
-def make_plan(problem: QuantizedMatmulProblem, config: Config) -> HostPlan:
+def make_plan(problem: QuantizedMatmulProblem, config: Config) -> CustomCall:
     """The custom call for a legal (problem, config): x, words, scale, zero points if any; out, workspace."""
     attributes = {
         "qtype": problem.qtype,
@@ -94,7 +94,7 @@ def make_plan(problem: QuantizedMatmulProblem, config: Config) -> HostPlan:
         "splits": np.int64(config.splits),
         "row_block": np.int64(config.row_block),
     }
-    return HostPlan(CustomCall(HOST_QUANTIZED_TARGET, attributes, workspace_bytes(problem, config)))
+    return CustomCall(HOST_QUANTIZED_TARGET, attributes, workspace_bytes(problem, config))
 
 
 def candidates(problem: QuantizedMatmulProblem, target: Target | None = None) -> list[Config]:

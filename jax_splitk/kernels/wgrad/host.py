@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_splitk.kernels.host import ceil_div, threads
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, CustomCall, HostPlan
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, CustomCall
 from jax_splitk.runtime.target import Target
 
 name = "wgrad_host"
@@ -121,7 +121,7 @@ def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
     return _layout(problem, config).total_bytes
 
 
-def make_plan(problem: ConvWgradProblem, config: Config) -> HostPlan:
+def make_plan(problem: ConvWgradProblem, config: Config) -> CustomCall:
     """The custom call for a legal (problem, config)."""
 
     def ints(*values: int) -> np.ndarray:
@@ -136,7 +136,7 @@ def make_plan(problem: ConvWgradProblem, config: Config) -> HostPlan:
         "splits": np.int64(config.splits),
         "block": np.int64(config.block),
     }
-    return HostPlan(CustomCall(HOST_WGRAD_TARGET, attributes, workspace_bytes(problem, config)))
+    return CustomCall(HOST_WGRAD_TARGET, attributes, workspace_bytes(problem, config))
 
 
 def candidates(problem: ConvWgradProblem, target: Target | None = None) -> list[Config]:
