@@ -160,14 +160,12 @@ def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
     Where no cache has a case, it is tuned later, with sources of its own.
     """
     target = target_for(local_platform())
-    plans = [
-        family.make_plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)
-    ]
+    plans = [family.plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)]
     for case in cases:
         decision = decide(case)
         for family in kernels.families("quantized_matmul", target.platform):
             if isinstance(decision.config, family.Config):
-                plans.append(family.make_plan(case.problem(), decision.config))
+                plans.append(family.plan(case.problem(), decision.config))
     # An error comes again, and is recorded, for the case that it belongs to.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
@@ -179,7 +177,7 @@ def configs(case: Case, families: Sequence[str], most: int | None) -> list[tuple
     found = [
         (family.estimate(problem, config, target), family, config)
         for family in kernels.families("quantized_matmul", target.platform)
-        if family.name in families and family.supports(problem, None, target) is None
+        if family.name in families and family.refusal(problem, None, target) is None
         for config in family.candidates(problem, target)
     ]
     return [(family, config) for _, family, config in sorted(found, key=lambda item: item[0])[:most]]
@@ -260,7 +258,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
 
 def compile_config(case: Case, family: kernels.Family, config: Any) -> Any:
     problem = case.problem()
-    call = family.make_plan(problem, config).custom_call()
+    call = family.plan(problem, config).custom_call()
     function = jax.jit(lambda *operands: execute.call(call, problem, *operands))
     return function.lower(*contestants.products(case)["ours"].arguments(case)).compile()
 

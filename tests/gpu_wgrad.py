@@ -47,7 +47,7 @@ def xla(p: ConvWgradProblem) -> Run:
 
 
 def plan(family: Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
-    made = family.make_plan(p, config)
+    made = family.plan(p, config)
     assert isinstance(made, DevicePlan)
     return made
 

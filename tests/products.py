@@ -133,7 +133,7 @@ def error(out: Any, exact: np.ndarray) -> float:
 
 def product(family: Any, case: Case, config: Any, packed: PackedWeight) -> Callable[[Any], np.ndarray]:
     """x to the family's result, with poisoned buffers."""
-    call = poison.function(family.make_plan(case.problem, config), case.problem)
+    call = poison.function(family.plan(case.problem, config), case.problem)
     return lambda x: np.asarray(call(*operands(packed, x, case.x_dtype)))
 
 
@@ -175,9 +175,9 @@ def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
 def check_only_hopper(family: Any, p: QuantizedMatmulProblem) -> None:
     ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
     expected = "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
-    assert family.supports(p, None, ampere) == expected
-    assert family.supports(p, None, DEFAULT_CUDA) is None
-    assert family.preferred(p, DEFAULT_CUDA) is None
+    assert family.refusal(p, None, ampere) == expected
+    assert family.refusal(p, None, DEFAULT_CUDA) is None
+    assert family.unmeasured_refusal(p) is None
 
 
 def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
@@ -186,7 +186,7 @@ def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
     assert found
     assert len(set(found)) == len(found) <= 40
     for config in found:
-        assert family.supports(p, config, DEFAULT_CUDA) is None, config
+        assert family.refusal(p, config, DEFAULT_CUDA) is None, config
     seconds = [family.estimate(p, config, DEFAULT_CUDA) for config in found]
     assert seconds == sorted(seconds)
     assert 1e-6 < seconds[0] < 1
@@ -215,7 +215,7 @@ def check_schedule(
     `pieces(args, worker, workers)` is what the device code makes of its arguments.
     """
     given = tiles.schedule(p, config)
-    launches = {launch.kernel: launch for launch in family.make_plan(p, config).launches}
+    launches = {launch.kernel: launch for launch in family.plan(p, config).launches}
     main = launches[family.name]
     (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
     length = args.values[9]
@@ -326,6 +326,6 @@ def check_repeats(family: Any, case: Case, configs: Iterable[Any]) -> None:
     q, _ = case.every_code()
     arguments = operands(prepack(q), normal(case), case.x_dtype)
     for config in configs:
-        custom_call = family.make_plan(case.problem, config).custom_call()
+        custom_call = family.plan(case.problem, config).custom_call()
         call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
         gpu_wgrad.check_repeats(call, *arguments)

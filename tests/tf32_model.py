@@ -50,7 +50,7 @@ class Block:
     """A thread block: shared memory as far as rings hold anything, and its constants."""
 
     def __init__(self, problem: ConvWgradProblem, config: Config):
-        plan = tf32.make_plan(problem, config)
+        plan = tf32.FAMILY.plan(problem, config)
         self.x_map, self.dy_map = (m for m in plan.maps if isinstance(m, TiledMap))
         struct = plan.launches[0].params[2]
         assert isinstance(struct, Int32Struct)

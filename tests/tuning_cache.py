@@ -113,4 +113,4 @@ def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     assert type(candidate.config) is family.Config
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type
-    assert family.supports(key.problem, candidate.config, target) is None
+    assert family.refusal(key.problem, candidate.config, target) is None

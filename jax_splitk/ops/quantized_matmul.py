@@ -93,10 +93,10 @@ def quantized_matmul(
         if back_layout.shape != (features, k):
             raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {(features, k)}, that of w.T")
         back = _Back(back_layout, dataclasses.replace(options, config=None))
-    limit = problems.limit(x.shape, x.dtype.name, layout.shape, layout.version)
-    if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
+    refusal = problems.refusal(x.shape, x.dtype.name, layout.shape, layout.version)
+    if refusal is not None and (options.config is not None or options.implementation not in (None, "xla")):
         asked = f"config={config!r}" if config is not None else f"implementation={options.implementation!r}"
-        raise NotImplementedError(f"{asked}: {limit}. Or use implementation=None or 'xla'.")
+        raise NotImplementedError(f"{asked}: {refusal}. Or use implementation=None or 'xla'.")
     # All vary over the mesh axes that any varies over, so that AD sums their cotangents over them.
     operands = (x, *leaves, back_leaves)
     every = jax.tree.leaves(operands)

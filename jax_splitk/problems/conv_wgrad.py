@@ -131,7 +131,7 @@ class ConvWgradProblem:
         return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
 
     @property
-    def limit(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why no kernel on any platform takes it: each family says for itself."""
         return None
 

@@ -15,7 +15,7 @@ X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def limit(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
+def refusal(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
     """Why no kernel on any platform takes x [..., k] and w [k, features]; None where one may.
 
     `layout` is that of a packed weight, None for one that is not packed. A symbolic size is taken for a positive one.
@@ -32,7 +32,7 @@ def limit(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: 
 class QuantizedMatmulProblem:
     """x @ w for an activation x [rows, k] and a packed weight w [k, features] (`prepack`, `LAYOUT_VERSION`).
 
-    Products that are XLA's on every platform (see `limit`) are described too, so that they appear where the others do.
+    Products that are XLA's on every platform (see `refusal`) are described too, to appear where the others do.
 
     As the kernels see it, it is D[m, n] = sum over k of A[m, k] B[k, n] with A the transposed weight (m over features),
     B the transposed activation (n over rows): see `gemm_shape`. The result is [rows, features].
@@ -89,9 +89,9 @@ class QuantizedMatmulProblem:
         require(self.layout == LAYOUT_VERSION, f"layout={self.layout!r}", f"{LAYOUT_VERSION}")
 
     @property
-    def limit(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why no kernel on any platform takes the operands; None where one may."""
-        return limit(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
+        return refusal(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
 
     @property
     def bits(self) -> int:

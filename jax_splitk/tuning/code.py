@@ -37,12 +37,12 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     if family is None:
         return choice, None
     if options.explicit:
-        return choice, family.make_plan(choice.problem, choice.config).custom_call()
+        return choice, family.plan(choice.problem, choice.config).custom_call()
     at = (choice.problem, family.name, choice.config)
     custom_call, obstacle = None, _obstacles.get(at)
     if obstacle is None:
         try:
-            custom_call = family.make_plan(choice.problem, choice.config).custom_call()
+            custom_call = family.plan(choice.problem, choice.config).custom_call()
         except (CompilationError, CompilerUnavailable, NvrtcError) as error:
             obstacle = f"{family.name}: {error}"
     with _in_flight.setdefault(at, threading.Lock()):  # a process asks the others once

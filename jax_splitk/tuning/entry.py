@@ -194,7 +194,7 @@ def illegality(candidate: Candidate, key: Key) -> str | None:
     family = family_named(key.problem.op, candidate.family)
     if family.platform != key.environment.platform:
         return f"runs on {family.platform}"
-    return family.supports(key.problem, candidate.config, key.target)
+    return family.refusal(key.problem, candidate.config, key.target)
 
 
 def family_named(op: str, name: str) -> kernels.Family:

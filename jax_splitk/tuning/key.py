@@ -92,7 +92,7 @@ class Key:
 
 def serving(problem: Problem, target: Target) -> tuple[kernels.Family, ...]:
     """The families that can compute a problem on `target`."""
-    return tuple(f for f in kernels.families(problem.op, target.platform) if f.supports(problem, None, target) is None)
+    return tuple(f for f in kernels.families(problem.op, target.platform) if f.refusal(problem, None, target) is None)
 
 
 def environment(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Environment:

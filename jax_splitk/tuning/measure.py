@@ -74,7 +74,7 @@ def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> None:
 
 def _plan(problem: Problem, candidate: Candidate) -> Any:
     family: kernels.Family = family_named(problem.op, candidate.family)
-    return family.make_plan(problem, candidate.config)
+    return family.plan(problem, candidate.config)
 
 
 def _compile_sources(plans: Iterable[Any]) -> None:

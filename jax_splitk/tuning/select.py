@@ -76,7 +76,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     serving: list[kernels.Family] = []
     refusals: dict[str, list[str]] = {}  # families by reason
     explicit = options.explicit
-    limits = {f.name: f.supports(problem, None, target) for f in kernels.families(problem.op, target.platform)}
+    limits = {f.name: f.refusal(problem, None, target) for f in kernels.families(problem.op, target.platform)}
     for family in kernels.families(problem.op):
         if options.implementation not in (None, family.implementation):
             continue
@@ -120,7 +120,7 @@ def _refusal(family: kernels.Family, reason: str | None, target: Target, options
 
 def _explicit(family: kernels.Family, problem: Problem, target: Target, options: Options) -> Choice:
     config, limit = options.config, options.workspace_limit
-    reason = family.supports(problem, config, target)
+    reason = family.refusal(problem, config, target)
     if reason is not None:
         raise ValueError(f"config={config!r} is not legal for {problem}: {reason}")
     size = family.workspace_bytes(problem, config)
@@ -285,7 +285,7 @@ def _predicted(
     found: list[tuple[float, int, kernels.Family, Any]] = []
     total = 0
     for family in serving:
-        reason = None if explicit else family.preferred(problem, target)
+        reason = None if explicit else family.unmeasured_refusal(problem)
         best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
         total += count
         if best is None:

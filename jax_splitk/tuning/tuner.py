@@ -159,7 +159,7 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
     target = key.target
     found: list[tuple[float, int, Candidate]] = []
     for family in kernels.families(key.problem.op, target.platform):
-        if family.supports(key.problem, None, target) is not None:
+        if family.refusal(key.problem, None, target) is not None:
             continue
         for config in family.candidates(key.problem, target):
             candidate = Candidate(family.name, config)

@@ -259,7 +259,7 @@ def test_explain_problems_selects_without_measuring(cache: pathlib.Path, capsys:
     assert decision["why"].startswith("the cost model's best of ")
     config = wgrad_host.Config(**decision["config"])
     assert decision["splits"] == config.splits
-    assert decision["workspace_bytes"] == wgrad_host.workspace_bytes(PROBLEM, config)
+    assert decision["workspace_bytes"] == wgrad_host.FAMILY.workspace_bytes(PROBLEM, config)
     assert not cache.exists()
     put(cache, key_of(), {X: 30.0, A: 20.0, B: 10.0})
     (decision,) = run(capsys, "explain", as_json(PROBLEM))["decisions"]

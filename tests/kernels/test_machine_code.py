@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def plan(self) -> DevicePlan:
-        made = self.family.make_plan(self.problem, self.config)
+        made = self.family.plan(self.problem, self.config)
         assert isinstance(made, DevicePlan)
         return made
 
@@ -215,10 +215,10 @@ def pool(family: Family) -> dict[compiler.Source, Sample]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
     samples = [Sample(family, run.problem, run.config) for run in every_kernel.RUNS if run.family is family]
     served = [p for p in (*gradients(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
-    served = [p for p in served if family.supports(p) is None]
+    served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:
         first, *others = family.candidates(p, DEFAULT_CUDA)
-        near = [c for c in family.neighbours(p, first, DEFAULT_CUDA) if family.supports(p, c) is None]
+        near = [c for c in family.neighbours(p, first, DEFAULT_CUDA) if family.refusal(p, c) is None]
         samples += [Sample(family, p, config) for config in (first, *others, *near)]
     return {sample.plan.source: sample for sample in samples}
 

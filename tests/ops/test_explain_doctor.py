@@ -163,7 +163,7 @@ def test_platform_cuda_on_a_machine_without_a_gpu() -> None:
     assert (decision.implementation, decision.family) == ("cutlass", choice.family.name)
     assert decision.config == choice.config
     assert decision.splits == choice.config.splits
-    assert decision.workspace_bytes == im2col.workspace_bytes(decision.problem, choice.config)
+    assert decision.workspace_bytes == im2col.FAMILY.workspace_bytes(decision.problem, choice.config)
     assert decision.why == choice.why
 
 

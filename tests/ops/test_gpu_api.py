@@ -125,7 +125,7 @@ def chosen(function: Callable[..., Any], *operands: Any) -> list[tuple[Any, Devi
     for decision in jax_splitk.explain(function, *operands, platform=PLATFORM).decisions:
         for family in kernels.families(decision.problem.op, PLATFORM):
             if type(decision.config) is family.Config:
-                found.append((decision, family.make_plan(decision.problem, decision.config)))
+                found.append((decision, family.plan(decision.problem, decision.config)))
     return found
 
 

@@ -209,13 +209,13 @@ def test_a_result_reaches_the_gradient_of_a_convolution() -> None:
 def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, g, expected = operands(generator(8))
     traces, plans = [], []
-    make_plan = wgrad_host.make_plan
+    make_plan = wgrad_host.FAMILY.plan
 
     def planned(problem: ConvWgradProblem, config: Any) -> Any:
         plans.append(config)
         return make_plan(problem, config)
 
-    monkeypatch.setattr(wgrad_host, "make_plan", planned)
+    monkeypatch.setattr(wgrad_host.FAMILY, "plan", planned)
 
     @jax.jit
     def run(lhs: jax.Array, g: jax.Array) -> jax.Array:

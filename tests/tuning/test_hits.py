@@ -66,7 +66,7 @@ def device_code() -> list[Source]:
         choice = select(problem, DEFAULT_CUDA, Options())
         assert choice.why.startswith("shipped table"), problem
         assert choice.family is not None
-        plan = choice.family.make_plan(problem, choice.config)
+        plan = choice.family.plan(problem, choice.config)
         assert isinstance(plan, DevicePlan)
         sources.append(plan.source)
     return sources

@@ -30,7 +30,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pa
 
 
 def size(candidate: Candidate) -> int:
-    return wgrad_host.workspace_bytes(PROBLEM, candidate.config)
+    return wgrad_host.FAMILY.workspace_bytes(PROBLEM, candidate.config)
 
 
 def entry_of(choice: Candidate, times: dict[Candidate, float], limit: int = DEFAULT_WORKSPACE_LIMIT) -> Entry:

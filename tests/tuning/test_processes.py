@@ -92,7 +92,7 @@ print(json.dumps([module, forbidden.call_count]))
 def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
-    config = im2col.candidates(problem, target)[3]
+    config = im2col.FAMILY.candidates(problem, target)[3]
     key = key_for(problem, target)
     choice = Candidate("wgrad_im2col", config)
     path = tmp_path / key.file

@@ -5,7 +5,6 @@ import functools
 import json
 import pathlib
 import re
-import types
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ def test_every_operation_is_registered() -> None:
 
 def test_keys_and_entries_survive_their_files() -> None:
     key = key_for(PROBLEM, CPU)
-    assert key.environment.abi == (f"quantized_host:{quantized_host.ABI}",)
+    assert key.environment.abi == (f"quantized_host:{quantized_host.FAMILY.ABI}",)
     assert key_from_dict(json.loads(json.dumps(key.as_dict()))) == key
     choice = Candidate("quantized_host", quantized_host.Config(2, 24))
     written = Entry(key.as_dict(), choice, (Measurement(Candidate(XLA), 9.0), Measurement(choice, 3.0)), choice, {})
@@ -138,11 +137,11 @@ def test_random_operands_are_a_fair_trial(qtype: str, zero_dtype: str, x_dtype: 
 
 def test_selection() -> None:
     choice = select.select(PROBLEM, CPU, Options())
-    assert (choice.implementation, choice.family) == ("host", quantized_host)
-    times = [quantized_host.estimate(PROBLEM, c, CPU) for c in quantized_host.candidates(PROBLEM, CPU)]
+    assert (choice.implementation, choice.family) == ("host", quantized_host.FAMILY)
+    times = [quantized_host.FAMILY.estimate(PROBLEM, c, CPU) for c in quantized_host.FAMILY.candidates(PROBLEM, CPU)]
     assert choice.why == f"the cost model's best of {len(times)} configs ({min(times) * 1e6:.1f} us predicted)"
     many = dataclasses.replace(PROBLEM, rows=2000)
-    reason = quantized_host.preferred(many)
+    reason = quantized_host.FAMILY.unmeasured_refusal(many)
     assert select.select(many, CPU, Options()).why == f"quantized_host: {reason}"
     assert select.select(many, CPU, Options(implementation="host")).implementation == "host"
     with pytest.raises(NotImplementedError, match="quantized_host: runs on cpu, not cuda"):
@@ -155,38 +154,6 @@ def test_configs_belong_to_an_operation() -> None:
         check_options("quantized_matmul", Options(wgrad_host.Config(1, 64)))
     with pytest.raises(TypeError, match=r"accepted: jax_splitk\.kernels\.wgrad\."):
         check_options("conv_wgrad", Options(quantized_host.Config(1, 24)))
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeConfig:
-    splits: int
-    seconds: float
-
-
-def test_a_family_needs_nothing_but_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.ModuleType("fake")
-    fake.__dict__.update(
-        name="fake",
-        implementation="host",
-        platform="cpu",
-        ABI=7,
-        Config=FakeConfig,
-        supports=lambda problem, config=None, target=None: "rows=3; accepted: others" if problem.rows == 3 else None,
-        preferred=lambda problem, target: None,
-        candidates=lambda problem, target: [FakeConfig(n, (4 - n) / 1e9) for n in (1, 2, 3)],
-        neighbours=lambda problem, config, target: [],
-        estimate=lambda problem, config, target: config.seconds,
-        workspace_bytes=lambda problem, config: 100 * config.splits,
-        make_plan=lambda problem, config: None,
-    )
-    monkeypatch.setitem(kernels.FAMILIES, "quantized_matmul", (fake, quantized_host))
-    key = key_for(PROBLEM, CPU)
-    assert key.environment.abi == ("fake:7", f"quantized_host:{quantized_host.ABI}")
-    assert [c.config for c in tuner.ranked(key)][:3] == [FakeConfig(n, (4 - n) / 1e9) for n in (3, 2, 1)]
-    assert select.select(PROBLEM, CPU, Options()).config == FakeConfig(3, 1e-9)
-    assert select.select(PROBLEM, CPU, Options(workspace_limit_bytes=200)).config == FakeConfig(2, 2e-9)
-    assert select.select(PROBLEM, CPU, Options(FakeConfig(5, 1.0))).why == "the config was given explicitly"
-    assert select.select(dataclasses.replace(PROBLEM, rows=3), CPU, Options()).family is quantized_host
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(CASE, batch=12))
     bad = tuner.ranked(key)[0]
-    make_plan, call = wgrad_host.make_plan, execute.call
+    make_plan, call = wgrad_host.FAMILY.plan, execute.call
 
     def raising_plan(problem: ConvWgradProblem, config: Any) -> Any:
         if where == "plan" and config == bad.config:
@@ -211,7 +211,7 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
                 custom_call = dataclasses.replace(custom_call, workspace_bytes=custom_call.workspace_bytes - 64)
         return call(custom_call, problem, *args)
 
-    monkeypatch.setattr(wgrad_host, "make_plan", raising_plan)
+    monkeypatch.setattr(wgrad_host.FAMILY, "plan", raising_plan)
     monkeypatch.setattr(execute, "call", raising_call)
     monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
     found = tuner.tune(key, seconds=0.05)
@@ -522,7 +522,7 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
             problem = random_tiny(rng, batch=len(cases) + 2).problem()
             key = key_for(problem, CPU)
             ranked = tuner.ranked(key)
-            if wgrad_host.preferred(problem) is None and ranked:
+            if wgrad_host.FAMILY.unmeasured_refusal(problem) is None and ranked:
                 times = [Measurement(Candidate(XLA), 50.0)]
                 times += [Measurement(ranked[i % len(ranked)], 40.0 + i) for i in range(40)]
                 assert store.save(key, Entry(key.as_dict(), ranked[-1], tuple(times), ranked[0], {"seconds": 1.0}))

@@ -159,7 +159,7 @@ def test_the_search_refines_around_the_best(scripted: Any) -> None:
     listed = {c.config for c in tuner.ranked(key)}
     goal = wgrad_host.Config(16, 2048)
     assert goal not in listed
-    assert wgrad_host.supports(key.problem, goal) is None
+    assert wgrad_host.FAMILY.refusal(key.problem, goal) is None
     distance = lambda c: abs(np.log2(c.config.splits / 16)) + abs(np.log2(c.config.block / 2048))  # noqa: E731
     scripted(lambda c: 9000.0 if c.family == XLA else 100.0 * (1 + distance(c)))
     found = tuner.tune(key)

@@ -73,7 +73,7 @@ def test_each_target_gets_what_it_can_run(problem: ConvWgradProblem, target: Tar
     else:
         assert choice.family.implementation == implementation
         assert choice.family.platform == target.platform
-        assert choice.family.supports(problem, choice.config, target) is None
+        assert choice.family.refusal(problem, choice.config, target) is None
         assert choice.workspace_bytes == choice.family.workspace_bytes(problem, choice.config)
         assert choice.estimated_seconds == choice.family.estimate(problem, choice.config, target)
 
@@ -90,9 +90,9 @@ def test_falling_back_says_why() -> None:
 
 def test_an_explicit_implementation_comes_before_preference() -> None:
     half = dataclasses.replace(PROBLEM, in_channels=256, dtype="float16")
-    assert wgrad_host.preferred(half) is not None
+    assert wgrad_host.FAMILY.unmeasured_refusal(half) is not None
     assert choose(half, CPU).implementation == "xla"
-    assert choose(half, CPU).why == f"wgrad_host: {wgrad_host.preferred(half)}"
+    assert choose(half, CPU).why == f"wgrad_host: {wgrad_host.FAMILY.unmeasured_refusal(half)}"
     assert choose(half, CPU, implementation="host").implementation == "host"
     assert choose(half, CPU, config=wgrad_host.Config(2, 128)).implementation == "host"
 
@@ -102,15 +102,15 @@ def test_an_explicit_config_comes_before_the_cost_model() -> None:
     other = dataclasses.replace(best, swap=not best.swap)
     choice = choose(PROBLEM, DEFAULT_CUDA, config=other)
     assert (choice.config, choice.why) == (other, "the config was given explicitly")
-    assert choice.workspace_bytes == im2col.workspace_bytes(PROBLEM, other)
+    assert choice.workspace_bytes == im2col.FAMILY.workspace_bytes(PROBLEM, other)
     assert choose(PROBLEM, DEFAULT_CUDA, config=other, implementation="cutlass") == choice
 
 
 def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(store, "SHIPPED", tmp_path)  # which has an answer for this problem
     choice = choose(PROBLEM, DEFAULT_CUDA)
-    serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.supports(PROBLEM, None, DEFAULT_CUDA) is None]
-    serving = [f for f in serving if f.preferred(PROBLEM, DEFAULT_CUDA) is None]
+    serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(PROBLEM, None, DEFAULT_CUDA) is None]
+    serving = [f for f in serving if f.unmeasured_refusal(PROBLEM) is None]
     assert len(serving) > 1
     times = [f.estimate(PROBLEM, c, DEFAULT_CUDA) for f in serving for c in f.candidates(PROBLEM, DEFAULT_CUDA)]
     assert choice.estimated_seconds == min(times)
@@ -141,7 +141,7 @@ def test_no_workspace_means_one_launch_on_hopper(case: cases.Case) -> None:
     choice = choose(case.problem("float32"), DEFAULT_CUDA, workspace_limit_bytes=0)
     assert choice.workspace_bytes == 0
     assert choice.family is not None
-    assert len(choice.family.make_plan(choice.problem, choice.config).launches) == 1
+    assert len(choice.family.plan(choice.problem, choice.config).launches) == 1
 
 
 def test_the_workspace_limit_is_the_limit() -> None:
@@ -189,7 +189,7 @@ def test_an_explicit_choice_that_cannot_serve_is_an_error(
 
 def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
     config = dataclasses.replace(choose(PROBLEM, DEFAULT_CUDA).config, stages=99)
-    reason = re.escape(str(im2col.supports(PROBLEM, config)))
+    reason = re.escape(str(im2col.FAMILY.refusal(PROBLEM, config)))
     with pytest.raises(ValueError, match=rf"config=Config\(.*stages=99.*\) is not legal for conv_wgrad .*: {reason}$"):
         choose(PROBLEM, DEFAULT_CUDA, config=config)
 
@@ -277,7 +277,7 @@ def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
     choice = choose(problem, DEFAULT_CUDA)
     assert choice.why.startswith("shipped table: ")
     if choice.family is not None:
-        assert choice.family.supports(problem, choice.config, DEFAULT_CUDA) is None
+        assert choice.family.refusal(problem, choice.config, DEFAULT_CUDA) is None
 
 
 def test_the_keys_of_the_suite_take_little_of_a_lookups_millisecond() -> None:

@@ -162,6 +162,7 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
 struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
   Tap tap[BOXES_PER_WARP];
+  bool issued[BOXES_PER_WARP];  // whether there is such a box
   int boxes;
   Pixel at;
 };
@@ -176,6 +177,7 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
     const bool is_x = box < X_BOXES;
     const int index = is_x ? box : box - X_BOXES;
     loads.boxes += box < BOXES;
+    loads.issued[i] = box < BOXES;
     loads.tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
     loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
@@ -217,7 +219,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
       FullBarrier::arrive_and_expect_tx(full, loads.boxes * BOX_BYTES);
 #pragma unroll
       for (int i = 0; i < BOXES_PER_WARP; ++i) {
-        if (warp + i * PRODUCERS >= BOXES) continue;
+        if (!loads.issued[i]) continue;
         uint8_t* to = shared(base + loads.offset[i]);
         if (warp + i * PRODUCERS < X_BOXES) {
           load_x(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);

@@ -24,36 +24,36 @@ def of_splits(family, p, config, blocks):
     """The config with each split count of SPLITS, or the nearest whole one."""
     wanted = dict.fromkeys(split_k.whole_splits(blocks, splits) for splits in SPLITS)
     found = [dataclasses.replace(config, splits=splits) for splits in wanted]
-    assert all(family.supports(p, c) is None for c in found)
+    assert all(family.refusal(p, c) is None for c in found)
     return found
 
 
 def lanes(family, p, config, index):
-    return family.make_plan(p, config).launches[-1].params[-1].values[index]
+    return family.plan(p, config).launches[-1].params[-1].values[index]
 
 
 def odd_configs(p):
-    config = gather.candidates(p, DEFAULT_CUDA)[0]
-    return of_splits(gather, p, config, gather.k_tiles(p, config))
+    config = gather.FAMILY.candidates(p, DEFAULT_CUDA)[0]
+    return of_splits(gather.FAMILY, p, config, gather.k_tiles(p, config))
 
 
 def tile_configs(p):
     config = halo.Config(2, 16, 1, 2, 1)
-    return of_splits(halo, p, config, halo.units_per_tile(p, config))
+    return of_splits(halo.FAMILY, p, config, halo.units_per_tile(p, config))
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 def test_reduce_splits_is_exact_with_any_lanes(out_dtype):
     p = dataclasses.replace(ODD, dtype=out_dtype, out_dtype=out_dtype)
     configs = odd_configs(p)
-    assert {lanes(gather, p, c, 3) for c in configs} == set(LANES)
-    gpu_wgrad.check_exact(gather, p, configs)
+    assert {lanes(gather.FAMILY, p, c, 3) for c in configs} == set(LANES)
+    gpu_wgrad.check_exact(gather.FAMILY, p, configs)
 
 
 def test_reduce_tiles_is_exact_with_any_lanes():
     configs = tile_configs(TILES)
-    assert {lanes(halo, TILES, c, 0) for c in configs} == set(LANES)
-    gpu_wgrad.check_exact(halo, TILES, configs)
+    assert {lanes(halo.FAMILY, TILES, c, 0) for c in configs} == set(LANES)
+    gpu_wgrad.check_exact(halo.FAMILY, TILES, configs)
 
 
 @pytest.mark.parametrize("channels", [(96, 40), (72, 200)])
@@ -61,7 +61,7 @@ def test_reduce_splits_gives_up_lines_that_nobody_else_needs(channels, monkeypat
     """Where they are few, too, so that the next call's splits write lines that have just been given up."""
     monkeypatch.setattr(split_k, "DISCARD_BYTES", 0)
     p = conv((12, 12), (1, 1), channels, batch=160)
-    configs = of_splits(im2col, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))
-    assert all(dict(im2col.source(p, c).defines)["DISCARD"] == 1 for c in configs)
-    assert {lanes(im2col, p, c, 3) for c in configs} >= {1, 2, 8, 32}
-    gpu_wgrad.check_exact(im2col, p, configs)
+    configs = of_splits(im2col.FAMILY, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))
+    assert all(dict(im2col.FAMILY.source(p, c).defines)["DISCARD"] == 1 for c in configs)
+    assert {lanes(im2col.FAMILY, p, c, 3) for c in configs} >= {1, 2, 8, 32}
+    gpu_wgrad.check_exact(im2col.FAMILY, p, configs)

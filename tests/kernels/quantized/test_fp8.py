@@ -63,8 +63,8 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert FAMILY.supports(good) is None
-    assert FAMILY.supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.refusal(bad) == reason
 
 
 def in_splits(splits: int, k_warpgroups: int = 1, tile_n: int = 64, tile_m: int = 128, stages: int = 8) -> Config:
@@ -147,15 +147,15 @@ CONFIG_EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 def test_wide_chunks_need_registers() -> None:
     config = dataclasses.replace(PLAIN, tile_n=256, chunk=128, blocks=8)
-    assert FAMILY.supports(product(group_size=128), config) is None
+    assert FAMILY.refusal(product(group_size=128), config) is None
     for p in (product(group_size=128, qtype="float8_e4m3fn"), product(group_size=128, scale_dtype="float32")):
-        assert FAMILY.supports(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
+        assert FAMILY.refusal(p, config) == ("chunk 128 of tile_n 256; accepted with this weight: at most 64")
 
 
 def test_only_hopper() -> None:
@@ -192,7 +192,7 @@ def test_few_rows_cut_k() -> None:
 def test_the_model_of_splits_is_close_to_measured_times(config: Config, us: float) -> None:
     """64 rows, 3584 features and 8192 k of int4 on an H200."""
     p = product(64, 8192, 3584)
-    assert FAMILY.supports(p, config) is None
+    assert FAMILY.refusal(p, config) is None
     assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.03)
 
 
@@ -226,7 +226,7 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
         if multicast == 1:
             each = dataclasses.replace(tile, stages=4)
             found += [tiles.split_tiles(p, each, splits) for splits in (2, 3, 4, 8)]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, cluster: int, clusters: int) -> list[products.Piece]:
@@ -261,7 +261,7 @@ def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem)
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = FAMILY.make_plan(p, PLAIN)
+    made = FAMILY.plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [256 * 1024, 1024 * 512, 16 * 1024 * 2, 256 * 1024 * 2, 0]
     x_map = made.maps[0]
     assert isinstance(x_map, plan.TiledMap)
@@ -276,7 +276,7 @@ def test_plan_of_a_plain_problem() -> None:
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
-        made = FAMILY.make_plan(p, config)
+        made = FAMILY.plan(p, config)
         products.check_buffers(p, made)
         assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
         # TMA's limits: strides of 16 bytes, boxes within 256; whole groups of 8 rows of the swizzle.

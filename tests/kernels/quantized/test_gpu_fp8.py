@@ -44,7 +44,7 @@ def in_splits(case: Case) -> list[Config]:
     for tile_n, tile_m, k_warpgroups, stages in ((64, 128, 1, 3), (64, 128, 2, 3), (32, 128, 2, 4), (32, 256, 1, 4)):
         config = Config(tile_m, tile_n, stages, 0, k_warpgroups=k_warpgroups, chunk=tile_n)
         found += [tiles.split_tiles(p, config, splits) for splits in (2, 3, 8)]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def plain(case: Case) -> list[Config]:

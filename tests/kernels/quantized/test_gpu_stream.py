@@ -25,8 +25,10 @@ TYPES = (*products.TYPES, E4M3, {**E4M3, "out_dtype": "float32", "scale_dtype": 
 def candidates(case: Case) -> list[Config]:
     """Legal configs, those predicted to be the fastest first."""
     p, target = case.problem, target_for("cuda")
-    found = [config for config in stream.candidates(p, target) if stream.supports(p, config, target) is None]
-    return sorted(found, key=lambda config: stream.estimate(p, config, target))
+    found = [
+        config for config in stream.FAMILY.candidates(p, target) if stream.FAMILY.refusal(p, config, target) is None
+    ]
+    return sorted(found, key=lambda config: stream.FAMILY.estimate(p, config, target))
 
 
 def configs(case: Case, most: int | None = None) -> list[Config]:
@@ -41,7 +43,7 @@ def configs(case: Case, most: int | None = None) -> list[Config]:
     ]
     fields = [field.name for field in dataclasses.fields(Config) if field.name not in ("stages", "clusters")]
     firsts = {(name, getattr(config, name)): config for config in reversed(found) for name in fields}
-    others = [config for config in others if stream.supports(p, config) is None]
+    others = [config for config in others if stream.FAMILY.refusal(p, config) is None]
     return list(dict.fromkeys([best, *others, *firsts.values()]))[:most]
 
 
@@ -128,17 +130,17 @@ OTHERS = [(case, FEW) for case in (*EXTREMES, *SPOILED, *products.FLOAT16_CASES,
 def device_code() -> set[compiler.Source]:
     wanted = [*CASES, *((case, config) for case, most in OTHERS for config in configs(case, most))]
     wanted += [(case, first(case, index)) for index, case in enumerate(DECODED)]
-    return {stream.source(case.problem, config) for case, config in wanted}
+    return {stream.FAMILY.source(case.problem, config) for case, config in wanted}
 
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=str)
 def test_exact_on_integers(case: Case, config: Config) -> None:
-    products.check_exact(stream, case, [config], 2)
+    products.check_exact(stream.FAMILY, case, [config], 2)
 
 
 @pytest.mark.parametrize("case", SUITE, ids=str)
 def test_the_suites_shapes_are_exact(case: Case) -> None:
-    products.check_exact(stream, case, configs(case, SEVERAL), 1, 2, np.float32)
+    products.check_exact(stream.FAMILY, case, configs(case, SEVERAL), 1, 2, np.float32)
 
 
 @pytest.mark.parametrize(("index", "case"), list(enumerate(DECODED)), ids=str)
@@ -146,7 +148,7 @@ def test_one_hot_activations_decode_every_weight(index: int, case: Case) -> None
     q, weight = case.every_code()
     # As it is defined: in float32, then rounded to the result's dtype.
     expected = products.rounded(weight, case.out_dtype)
-    call = products.product(stream, case, first(case, index), prepack(q))
+    call = products.product(stream.FAMILY, case, first(case, index), prepack(q))
     one_hot = np.eye(case.k)
     for k in range(0, case.k, case.rows):
         np.testing.assert_array_equal(call(one_hot[k : k + case.rows]), expected[k : k + case.rows])
@@ -169,7 +171,7 @@ def test_extreme_scales(case: Case, scales: tuple[float, ...]) -> None:
     allowed = step * np.abs(sums) + 2.0**-20 * (np.abs(dense) @ np.abs(weight))
     packed = prepack(q)
     for config in configs(case, FEW):
-        call = products.product(stream, case, config, packed)
+        call = products.product(stream.FAMILY, case, config, packed)
         expected = products.rounded(one_hot @ weight, case.out_dtype)
         np.testing.assert_array_equal(call(one_hot), expected, err_msg=str(config))
         assert (np.abs(call(dense).astype(np.float64) - sums) <= allowed).all(), config
@@ -178,17 +180,17 @@ def test_extreme_scales(case: Case, scales: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("sizes", products.FLOAT16_SCALES, ids=str)
 @pytest.mark.parametrize("case", [*products.FLOAT16_CASES, *E4M3_SCALES], ids=str)
 def test_the_largest_and_the_least_float16_scales(case: Case, sizes: tuple[float, ...]) -> None:
-    products.check_float16_scales(stream, case, configs(case, FEW), sizes)
+    products.check_float16_scales(stream.FAMILY, case, configs(case, FEW), sizes)
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_as_accurate_as_a_float32_product(case: Case) -> None:
-    products.check_accuracy(stream, case, configs(case, SEVERAL))
+    products.check_accuracy(stream.FAMILY, case, configs(case, SEVERAL))
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_bitwise_the_same_over_100_runs(case: Case) -> None:
-    products.check_repeats(stream, case, configs(case, SEVERAL))
+    products.check_repeats(stream.FAMILY, case, configs(case, SEVERAL))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -206,26 +208,26 @@ def test_infinities_and_nan_reach_what_depends_on_them(case: Case, value: float)
     spoiled_weight = prepack(dataclasses.replace(q, scale=q.scale.at[0, feature].set(value)))
     features = np.arange(case.features) != feature
     for config in configs(case, FEW):
-        call = products.product(stream, case, config, packed)
+        call = products.product(stream.FAMILY, case, config, packed)
         out = call(spoiled)
         np.testing.assert_array_equal(out[rows], expected[rows], err_msg=str(config))
         touched = weight[case.k // 2] != 0
         assert not np.isfinite(out[3].astype(np.float32)[touched]).any(), config
         # The same buffers of shared memory, now without it.
         np.testing.assert_array_equal(call(x), expected, err_msg=str(config))
-        out = products.product(stream, case, config, spoiled_weight)(x)
+        out = products.product(stream.FAMILY, case, config, spoiled_weight)(x)
         np.testing.assert_array_equal(out[:, features], expected[:, features], err_msg=str(config))
         assert not np.isfinite(out[:, feature].astype(np.float32)).any(), config
 
 
 @pytest.mark.parametrize("case", NAN_WEIGHTS, ids=str)
 def test_nan_in_the_weight_reaches_its_feature(case: Case) -> None:
-    products.check_nan_in_weight(stream, case, configs(case, FEW))
+    products.check_nan_in_weight(stream.FAMILY, case, configs(case, FEW))
 
 
 def test_every_kind_of_product_is_tried() -> None:
     problems = [case.problem for case in (*(case for case, _ in CASES), *DECODED)]
-    assert all(stream.supports(p, None, DEFAULT_CUDA) is None for p in problems)
+    assert all(stream.FAMILY.refusal(p, None, DEFAULT_CUDA) is None for p in problems)
     assert {(p.qtype, p.x_dtype) for p in problems} == set(
         itertools.product(formats.BITS, ("bfloat16", "float16", "float8_e4m3fn"))
     )

@@ -69,7 +69,7 @@ def in_k_warpgroups(case: Case, scaling: str) -> list[Config]:
     for tile_m, tile_n, stages in ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3)):
         config = Config(tile_m, tile_n, stages, 0, k_warpgroups=2, scaling=scaling)
         found += [tiles.split_tiles(p, config, splits) for splits in whole_splits(case, (2, 3))]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def in_each_scaling(case: Case) -> list[Config]:

@@ -7,7 +7,7 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import stream
-from jax_splitk.kernels.quantized.stream import Config, supports
+from jax_splitk.kernels.quantized.stream import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -22,7 +22,7 @@ def product(rows: int = 8, k: int = 4096, features: int = 4096, **changes: Any) 
 
 
 def best(p: QuantizedMatmulProblem, **changes: Any) -> Config:
-    first = min(stream.candidates(p, DEFAULT_CUDA), key=lambda c: stream.estimate(p, c, DEFAULT_CUDA))
+    first = min(FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: FAMILY.estimate(p, c, DEFAULT_CUDA))
     return dataclasses.replace(first, **changes)
 
 
@@ -71,9 +71,9 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert stream.candidates(good, DEFAULT_CUDA)
-    assert supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.candidates(good, DEFAULT_CUDA)
+    assert FAMILY.refusal(bad) == reason
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_x_has_to_fit_in_a_clusters_shared_memory(changes: dict[str, Any]) -> No
     good, bad = 64, 2**20
     while bad - good > 64:
         middle = (good + bad) // 128 * 64
-        good, bad = (middle, bad) if supports(product(k=middle, **changes)) is None else (good, middle)
+        good, bad = (middle, bad) if FAMILY.refusal(product(k=middle, **changes)) is None else (good, middle)
     rows = changes["rows"]
     assert 8192 <= good < 8 * SHARED_BYTES // (2 * rows)
-    assert stream.candidates(product(k=good, **changes), DEFAULT_CUDA)
+    assert FAMILY.candidates(product(k=good, **changes), DEFAULT_CUDA)
     expected = f"k {bad}: {rows} rows of x of a cluster's thread block do not fit in {SHARED_BYTES} bytes"
-    assert supports(product(k=bad, **changes)) == expected
+    assert FAMILY.refusal(product(k=bad, **changes)) == expected
 
 
 PLAIN = Config(8, 2, 2, 4, 2, 64)
@@ -143,20 +143,20 @@ CONFIG_EDGES = [
 @pytest.mark.parametrize(("problem", "good", "bad", "reason"), CONFIG_EDGES, ids=str)
 def test_limits_of_configs(problem: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
     p = product(**problem)
-    assert supports(p, dataclasses.replace(PLAIN, **good)) is None
-    assert supports(p, dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, **bad)) == reason
 
 
 def test_shared_memory_is_a_limit() -> None:
     p = product(32, qtype="int8", group_size=32, scale_dtype="float32", zero_dtype="float32")
     config = Config(32, 2, 2, 2, 8, 1)
-    while supports(p, config) is None:
+    while FAMILY.refusal(p, config) is None:
         assert stream.shared_bytes(p, config) <= SHARED_BYTES
         config = dataclasses.replace(config, stages=config.stages + 1)
     assert 2 < config.stages <= 14
     size = stream.shared_bytes(p, config)
     assert size > SHARED_BYTES
-    assert supports(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+    assert FAMILY.refusal(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -169,7 +169,7 @@ def test_shared_memory_is_a_limit() -> None:
 def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) -> None:
     p = product(8, **changes)
     assert stream.products(p) == expected
-    macros = dict(stream.source(p, PLAIN).defines)
+    macros = dict(FAMILY.source(p, PLAIN).defines)
     assert macros["E4M3_PRODUCTS"] == (expected == "float8_e4m3fn")
     assert macros["X_E4M3"] == (p.x_dtype == "float8_e4m3fn")
     # Activations of e4m3 take half the room.
@@ -177,7 +177,7 @@ def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) 
 
 
 def test_only_hopper() -> None:
-    products.check_only_hopper(stream, product())
+    products.check_only_hopper(FAMILY, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -185,28 +185,28 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_fit(p: QuantizedMatmulProblem) -> None:
-    if supports(p) is not None:
-        assert stream.candidates(p, DEFAULT_CUDA) == []
+    if FAMILY.refusal(p) is not None:
+        assert FAMILY.candidates(p, DEFAULT_CUDA) == []
         return
-    found = stream.candidates(p, DEFAULT_CUDA)
+    found = FAMILY.candidates(p, DEFAULT_CUDA)
     assert found
     assert len(set(found)) == len(found) <= 60
     seconds = []
     for config in found:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        (launch,) = stream.make_plan(p, config).launches
+        assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
+        (launch,) = FAMILY.plan(p, config).launches
         assert launch.shared_bytes == stream.shared_bytes(p, config) <= SHARED_BYTES, config
-        seconds.append(stream.estimate(p, config, DEFAULT_CUDA))
+        seconds.append(FAMILY.estimate(p, config, DEFAULT_CUDA))
     # No faster than the memory allows, and not absurd.
     assert p.bytes_moved / 4.8e12 < min(seconds) < 20 * p.bytes_moved / 4e12 + 20e-6
     config = found[seconds.index(min(seconds))]
-    near = stream.neighbours(p, config, DEFAULT_CUDA)
+    near = FAMILY.neighbours(p, config, DEFAULT_CUDA)
     assert config not in near
     assert len(set(near)) == len(near)
 
 
 def test_most_problems_are_served() -> None:
-    served = [supports(p) is None for p in PROBLEMS]
+    served = [FAMILY.refusal(p) is None for p in PROBLEMS]
     assert sum(served) > len(served) * 0.8
 
 
@@ -236,26 +236,26 @@ def test_the_model_is_close_to_measured_times(
     rows: int, features: int, types: dict[str, Any], config: Config, us: float
 ) -> None:
     p = product(rows, 8192, features, **types)
-    assert stream.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
+    assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
 
 
 @pytest.mark.parametrize(("rows", "features", "clusters"), [(16, 3584, 56), (16, 8192, 64), (16, 28672, 64)])
 def test_pairs_that_hold_half_of_x_are_among_the_first(rows: int, features: int, clusters: int) -> None:
     """The slice of x is loaded while the first words are."""
     p = product(rows, 8192, features)
-    found = sorted(stream.candidates(p, DEFAULT_CUDA), key=lambda c: stream.estimate(p, c, DEFAULT_CUDA))
+    found = sorted(FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: FAMILY.estimate(p, c, DEFAULT_CUDA))
     assert Config(16, 2, 4, 4, 2, clusters) in found[:4]
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if supports(p) is None], ids=str)
+@pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if FAMILY.refusal(p) is None], ids=str)
 def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
-    for config in stream.candidates(p, DEFAULT_CUDA):
-        made = stream.make_plan(p, config)
+    for config in FAMILY.candidates(p, DEFAULT_CUDA):
+        made = FAMILY.plan(p, config)
         products.check_buffers(p, made)
-        assert made.buffers[-1].bytes == stream.workspace_bytes(p, config) == 0
+        assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config) == 0
         (launch,) = made.launches
         assert launch.grid == (config.clusters * config.cluster, 1, 1)
         assert launch.cluster == (config.cluster, 1, 1)
@@ -276,7 +276,7 @@ def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
 def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, by_tma: bool) -> None:
     p = product(5, k, 640, group_size=k, x_dtype=x_dtype)
     config = best(p)
-    made = stream.make_plan(p, config)
+    made = FAMILY.plan(p, config)
     (launch,) = made.launches
     assert isinstance(launch.params[0], plan.MapParam) == by_tma
     if not by_tma:
@@ -302,7 +302,7 @@ def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, 
 ])  # fmt: skip
 def test_code_without_what_sizes_do_not_need(k: int, features: int, whole: int, fours: int) -> None:
     p = product(5, k, features, group_size=64 if k % 64 == 0 else k)
-    macros = dict(stream.source(p, PLAIN).defines)
+    macros = dict(FAMILY.source(p, PLAIN).defines)
     assert (macros["WHOLE"], macros["FOURS"]) == (whole, fours)
 
 
@@ -311,7 +311,7 @@ def test_code_depends_on_types_config_and_divisors_alone() -> None:
     config = best(p)
     other = dataclasses.replace(p, rows=3, k=8192, features=500)
     fewer = dataclasses.replace(config, clusters=1)
-    assert stream.source(other, fewer) == stream.source(p, config) == stream.make_plan(p, config).source
+    assert FAMILY.source(other, fewer) == FAMILY.source(p, config) == FAMILY.plan(p, config).source
     types = [
         *({"x_dtype": "float16"}, {"x_dtype": "float8_e4m3fn"}, {"out_dtype": "float32"}, {"scale_dtype": "float32"}),
         *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}),
@@ -319,4 +319,4 @@ def test_code_depends_on_types_config_and_divisors_alone() -> None:
     ]
     changed = [dataclasses.replace(p, **change) for change in types]
     changed[-1] = dataclasses.replace(changed[-1], group_size=1004)
-    assert len({stream.source(q, config) for q in (p, *changed)}) == 1 + len(changed)
+    assert len({FAMILY.source(q, config) for q in (p, *changed)}) == 1 + len(changed)

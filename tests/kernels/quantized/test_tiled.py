@@ -84,8 +84,8 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert FAMILY.supports(good) is None
-    assert FAMILY.supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.refusal(bad) == reason
 
 
 WEIGHT_DTYPES = "accepted: bfloat16 for x, result and scale"
@@ -180,8 +180,8 @@ CONFIG_EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,15 @@ def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: st
 )
 def test_where_scales_may_go(changes: dict[str, Any], scaling: str, reason: str | None) -> None:
     expected = None if reason is None else f"scaling {scaling!r} {reason}"
-    assert FAMILY.supports(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
+    assert FAMILY.refusal(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
 
 
 def test_a_float32_result_and_zero_points_leave_room_for_two_sets_of_sums() -> None:
     p = product(qtype="int8", group_size=32, zero_dtype="float32", scale_dtype="float32")
-    assert FAMILY.supports(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
     wide = dataclasses.replace(PLAIN, scaling="sum", tile_n=128)
-    assert FAMILY.supports(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
-    assert FAMILY.supports(dataclasses.replace(p, group_size=64), wide) is None
+    assert FAMILY.refusal(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
+    assert FAMILY.refusal(dataclasses.replace(p, group_size=64), wide) is None
 
 
 def test_only_hopper() -> None:
@@ -240,7 +240,7 @@ def test_every_scaling_that_is_legal_has_a_config(p: QuantizedMatmulProblem) -> 
     assert "sum" in tiled.scalings(p)
     for scaling in tiled.scalings(p):
         config = Config(128, 32, 2, 0, scaling=scaling)
-        assert FAMILY.supports(p, tiles.whole_tiles(p, config)) is None
+        assert FAMILY.refusal(p, tiles.whole_tiles(p, config)) is None
 
 
 def test_the_model_prefers_full_machines() -> None:
@@ -277,7 +277,7 @@ def test_two_k_warpgroups_are_tried_beside_one(
     assert config in found
     assert any((c.tile_m, c.tile_n, c.k_warpgroups) == (*tile, 1) and c.splits > 1 for c in found)
     threads = 128 * (2 * tile[0] // 64 + 1)
-    assert FAMILY.make_plan(p, config).launches[0].block == (threads, 1, 1)
+    assert FAMILY.plan(p, config).launches[0].block == (threads, 1, 1)
 
 
 def test_the_model_ranks_what_was_measured() -> None:
@@ -302,7 +302,7 @@ def test_the_model_ranks_what_was_measured() -> None:
 def test_every_legal_config_fits_into_shared_memory(p: QuantizedMatmulProblem) -> None:
     for tile, stages, k_warpgroups in itertools.product(((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)):
         config = in_splits(p, tile, stages, 2, k_warpgroups)
-        if FAMILY.supports(p, config) is None:
+        if FAMILY.refusal(p, config) is None:
             together = FAMILY.blocks_per_sm(p, config)
             assert together * (FAMILY.shared_bytes(p, config) + RESERVED_SHARED) <= SHARED_PER_SM
 
@@ -350,7 +350,7 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     found = [dataclasses.replace(tile, blocks=blocks, whole_tiles=whole) for blocks, whole in sorted(wanted)]
     found = [products.without_idle(p, config) for config in found]
     found += [tiles.split_tiles(p, tile, splits) for splits in (2, 3, 4, 8)]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, block: int, blocks: int) -> list[products.Piece]:
@@ -380,7 +380,7 @@ def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem)
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = FAMILY.make_plan(p, PLAIN)
+    made = FAMILY.plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [64 * 1024 * 2, 1024 * 512, 16 * 1024 * 2, 64 * 1024 * 2, 0]
     assert made.maps[0].dims == (1024, 64)
     assert made.maps[0].strides == (2048,)
@@ -393,7 +393,7 @@ def test_plan_of_a_plain_problem() -> None:
 def test_what_a_cluster_sends_to_a_block_fits_into_the_ring(p: QuantizedMatmulProblem) -> None:
     for tile, stages, splits in itertools.product(((64, 16), (128, 32), (128, 64), (256, 16)), (2, 3, 4), (2, 3, 5, 8)):
         config = in_splits(p, tile, stages, splits)
-        if FAMILY.supports(p, config) is None:
+        if FAMILY.refusal(p, config) is None:
             chunks = config.tile_m // 64 * config.tile_n // 16
             slots = max(len(range(rank, chunks, splits)) for rank in range(splits))
             assert slots * splits * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
@@ -487,8 +487,8 @@ def test_plan_with_everything() -> None:
     """x in rows that TMA cannot load, zero points, and tiles that are cut."""
     p = product(70, 333, 200, qtype="uint4", group_size=333, zero_dtype="float32", scale_dtype="float32")
     config = Config(128, 32, 2, 4, 1)
-    assert FAMILY.supports(p, config) is None
-    made = FAMILY.make_plan(p, config)
+    assert FAMILY.refusal(p, config) is None
+    made = FAMILY.plan(p, config)
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled", "reduce_ranges"]
     assert [launch.programmatic for launch in made.launches] == [False, True, True]
     x_map, workspace = made.maps[0], len(made.buffers) - 1
@@ -505,7 +505,7 @@ def test_plan_with_everything() -> None:
 def test_plan_of_an_activation_of_8_bits() -> None:
     """It is copied to fp16."""
     p = product(x_dtype="float8_e4m3fn")
-    made = FAMILY.make_plan(p, dataclasses.replace(PLAIN, scaling="sum"))
+    made = FAMILY.plan(p, dataclasses.replace(PLAIN, scaling="sum"))
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled"]
     assert [buffer.bytes for buffer in made.buffers[:1]] == [64 * 1024]
     assert made.workspace_bytes == 64 * 1024 * 2
@@ -517,7 +517,7 @@ def test_plan_of_an_activation_of_8_bits() -> None:
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     config = FAMILY.candidates(p, DEFAULT_CUDA)[0]
-    made = FAMILY.make_plan(p, config)
+    made = FAMILY.plan(p, config)
     products.check_buffers(p, made)
     assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
     # TMA's limits: strides of 16 bytes, boxes within 256.

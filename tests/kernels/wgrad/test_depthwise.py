@@ -13,7 +13,7 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import depthwise
-from jax_splitk.kernels.wgrad.depthwise import Axis, Config, supports
+from jax_splitk.kernels.wgrad.depthwise import FAMILY, Axis, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Int32Struct
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -87,42 +87,42 @@ EDGES = [
 
 @pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
 def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert supports(illegal) == reason
-    assert supports(illegal, Config(8, 1, 1, 1), DEFAULT_CUDA) == reason
+    assert FAMILY.refusal(legal) is None
+    assert FAMILY.refusal(illegal) == reason
+    assert FAMILY.refusal(illegal, Config(8, 1, 1, 1), DEFAULT_CUDA) == reason
 
 
 def test_far_padding_and_dilation() -> None:
     far = problem(height=4, padding=((MAX, 3 - MAX), (1, 1)), kernel=(1, 3))
-    assert supports(far) is None
-    assert "padding" in str(supports(problem(height=4, padding=((MAX + 1, 2 - MAX), (1, 1)), kernel=(1, 3))))
+    assert FAMILY.refusal(far) is None
+    assert "padding" in str(FAMILY.refusal(problem(height=4, padding=((MAX + 1, 2 - MAX), (1, 1)), kernel=(1, 3))))
     wide = problem(kernel=(1, 2), dilation=(1, MAX), padding=((0, 0), (0, MAX)))
-    assert supports(wide) is None
+    assert FAMILY.refusal(wide) is None
     wider = problem(kernel=(1, 2), dilation=(1, MAX + 1), padding=((0, 0), (0, MAX + 1)))
-    assert f"dilated window's reach {MAX + 1}" in str(supports(wider))
+    assert f"dilated window's reach {MAX + 1}" in str(FAMILY.refusal(wider))
 
 
 def test_ranks() -> None:
-    assert all(supports(p) is None for p in SEQUENCES)
+    assert all(FAMILY.refusal(p) is None for p in SEQUENCES)
     ones = (1, 1, 1)
     three = ConvWgradProblem(
         2, (8,) * 3, (8,) * 3, ones, 8, 8, ones, ((0, 0),) * 3, ones, ones, 8, "bfloat16", "float32"
     )
-    assert supports(three) == "3 spatial dimensions; accepted: 1 or 2"
+    assert FAMILY.refusal(three) == "3 spatial dimensions; accepted: 1, 2"
 
 
 def test_only_hopper() -> None:
     assert "needs a GPU of compute capability 9.0" in str(
-        supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108))
+        FAMILY.refusal(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108))
     )
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert depthwise.preferred(problem(), DEFAULT_CUDA) is None
+    assert FAMILY.refusal(problem(), None, DEFAULT_CUDA) is None
+    assert FAMILY.unmeasured_refusal(problem()) is None
 
 
 def test_config_limits() -> None:
     p = problem()  # 12x12, 3 images: one group of 4 images in one segment, 12 rows, 2 blocks
     good = Config(16, 1, 2, 2)
-    assert supports(p, good) is None
+    assert FAMILY.refusal(p, good) is None
     for change, reason in [
         ({"channels": 24}, "channels 24; accepted: 8, 16, 32"),
         ({"segments": 3}, "segments 3; accepted: 1, 2, 4"),
@@ -131,21 +131,21 @@ def test_config_limits() -> None:
         ({"splits": 0}, "splits 0; accepted for 2 blocks of rows: 1 to 2"),
         ({"splits": 3}, "splits 3; accepted for 2 blocks of rows: 1 to 2"),
     ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+        assert str(FAMILY.refusal(p, dataclasses.replace(good, **change))).startswith(reason), change
     for change in ({"stages": 1}, {"splits": 1}, {"channels": 8}, {"channels": 32, "stages": 1}):
-        assert supports(p, dataclasses.replace(good, **change)) is None, change
-    assert "leaves some of" in str(supports(problem(batch=20), Config(16, 1, 2, 6)))
+        assert FAMILY.refusal(p, dataclasses.replace(good, **change)) is None, change
+    assert "leaves some of" in str(FAMILY.refusal(problem(batch=20), Config(16, 1, 2, 6)))
     wide = Config(32, 4, 1, 1)
     for out, most in (("bfloat16", 5), ("float32", 3)):
-        assert supports(dataclasses.replace(PLAIN, kernel=(3, most)).problem(out), wide) is None
+        assert FAMILY.refusal(dataclasses.replace(PLAIN, kernel=(3, most)).problem(out), wide) is None
         more = dataclasses.replace(PLAIN, kernel=(3, most + 1)).problem(out)
-        assert str(supports(more, wide)) == f"channels 32 with {most + 1} taps in a row; accepted: at most {most}"
-    assert supports(problem(kernel=(3, 3), dilation=(1, 3)), wide) is None
+        assert str(FAMILY.refusal(more, wide)) == f"channels 32 with {most + 1} taps in a row; accepted: at most {most}"
+    assert FAMILY.refusal(problem(kernel=(3, 3), dilation=(1, 3)), wide) is None
     far = problem(kernel=(3, 3), dilation=(1, 4))
-    assert str(supports(far, wide)) == "channels 32 with taps 8 columns apart; accepted: at most 6"
-    assert "channels 32 with 2 output channels" in str(supports(problem(out_channels=32), wide))
+    assert str(FAMILY.refusal(far, wide)) == "channels 32 with taps 8 columns apart; accepted: at most 6"
+    assert "channels 32 with 2 output channels" in str(FAMILY.refusal(problem(out_channels=32), wide))
     strided = problem(width=500, stride=(1, 8), kernel=(3, 3))
-    assert supports(strided, Config(16, 4, 1, 1)) is None
+    assert FAMILY.refusal(strided, Config(16, 4, 1, 1)) is None
 
 
 # ---- how the work is cut -------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
                 assert (t.tiles - 1) * t.columns < g.width.size_out <= t.tiles * t.columns
                 last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.size_out - 1
                 assert last // 8 == t.blocks - 1
-                splits = depthwise.whole_splits(p, config, int(rng.integers(1, 50)))
+                splits = FAMILY.with_splits(p, config, int(rng.integers(1, 50))).splits
                 each = math.ceil(t.blocks / splits)
                 assert (splits - 1) * each < t.blocks <= splits * each
 
@@ -223,8 +223,8 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
         **channels(24) | {"out_channels": 48},
     )  # fmt: skip
     config = Config(8, 2, 1, 1)
-    config = dataclasses.replace(config, splits=depthwise.whole_splits(p, config, 3))
-    device_plan = depthwise.make_plan(p, config)
+    config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 3).splits)
+    device_plan = FAMILY.plan(p, config)
     text = re.sub(r"//.*", "", device_plan.source.text())
     declared = re.search(r"struct Args \{(.*?)\};", text, re.DOTALL)
     assert declared is not None
@@ -246,7 +246,7 @@ def test_plan() -> None:
     p = problem(batch=4, height=40, width=90, kernel=(5, 3), stride=(2, 2))
     for splits in (1, 3):
         config = Config(16, 2, 2, splits)
-        device_plan = depthwise.make_plan(p, config)
+        device_plan = FAMILY.plan(p, config)
         t, g = depthwise.tiling(p, config), depthwise.geometry(p)
         main, *rest = device_plan.launches
         assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
@@ -293,7 +293,7 @@ def test_zeros_beside_an_image_are_not_read_as_pixels() -> None:
 
 def test_shared_memory_fits() -> None:
     for p in PROBLEMS:
-        for config in depthwise.candidates(p, DEFAULT_CUDA):
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
             t = depthwise.tiling(p, config)
             assert t.shared_bytes(config.stages) <= depthwise.SHARED_BYTES
             assert t.x.plane_bytes % 16 == t.y.plane_bytes % 16 == 0
@@ -433,8 +433,8 @@ def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
         exact = float64.conv_wgrad(p, x, y)
         for channels, segments in ((8, 4), (8, 1), (16, 2), (16, 1), (32, 1), (32, 4)):
             config = Config(channels, segments, 1, 1)
-            config = dataclasses.replace(config, splits=depthwise.whole_splits(p, config, 2))
-            if supports(p, config) is None and (channels < 32 or p.out_channels > 16):
+            config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 2).splits)
+            if FAMILY.refusal(p, config) is None and (channels < 32 or p.out_channels > 16):
                 np.testing.assert_array_equal(simulate(p, config, x, y), exact, err_msg=str(config))
 
 
@@ -443,13 +443,13 @@ def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
-    configs = depthwise.candidates(p, DEFAULT_CUDA)
+    configs = FAMILY.candidates(p, DEFAULT_CUDA)
     assert 1 <= len(configs) == len(set(configs)) <= depthwise.MAX_CANDIDATES
     for config in configs:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        seconds = depthwise.estimate(p, config, DEFAULT_CUDA)
+        assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
+        seconds = FAMILY.estimate(p, config, DEFAULT_CUDA)
         assert p.bytes_moved / 4.8e12 < seconds < 1
-    near = depthwise.neighbours(p, configs[0], DEFAULT_CUDA)
+    near = FAMILY.neighbours(p, configs[0], DEFAULT_CUDA)
     assert configs[0] not in near
 
 
@@ -459,11 +459,11 @@ def test_float32_results_are_summed_in_short_chains() -> None:
         p = case.problem(out)
         each = [
             math.ceil(depthwise.tiling(p, config).blocks / config.splits)
-            for config in depthwise.candidates(p, DEFAULT_CUDA)
+            for config in FAMILY.candidates(p, DEFAULT_CUDA)
         ]
         assert (max(each) <= depthwise.MAX_FLOAT32_CHAIN) is chained
         config = Config(16, 4, 2, 22)
-        chain = dict(depthwise.source(p, config).defines)["CHAIN"]
+        chain = dict(FAMILY.source(p, config).defines)["CHAIN"]
         assert chain == (depthwise.CHAIN if chained else 0)
         assert depthwise.CHAIN.bit_count() == 1, "a power of two"
         t = depthwise.tiling(p, config)
@@ -474,15 +474,15 @@ def test_float32_results_are_summed_in_short_chains() -> None:
 def test_estimates_of_the_suite_are_below_cudnns_times() -> None:
     for case in cases.find(["depthwise"]):
         p = case.problem()
-        best = min(depthwise.estimate(p, c, DEFAULT_CUDA) for c in depthwise.candidates(p, DEFAULT_CUDA))
+        best = min(FAMILY.estimate(p, c, DEFAULT_CUDA) for c in FAMILY.candidates(p, DEFAULT_CUDA))
         assert case.floor_us is not None
         assert case.xla_us is not None
         assert case.floor_us < best * 1e6 < 0.5 * case.xla_us
 
 
 def test_depthwise_is_this_familys_before_any_other() -> None:
-    first = next(f for f in kernels.families("conv_wgrad", "cuda") if f.supports(problem()) is None)
-    assert first is depthwise
+    first = next(f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(problem()) is None)
+    assert first is FAMILY
 
 
 def test_planes_have_no_bank_conflicts() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks import cases
 from jax_splitk.kernels.wgrad import gather
-from jax_splitk.kernels.wgrad.gather import Config, supports
-from jax_splitk.kernels.wgrad.gather_stage import CHAINS
+from jax_splitk.kernels.wgrad.gather import CHAINS, FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -118,9 +117,9 @@ EDGES = [
 
 @pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES)
 def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert str(supports(illegal)).startswith(reason)
-    assert str(supports(illegal, CONFIG, DEFAULT_CUDA)).startswith(reason)
+    assert FAMILY.refusal(legal) is None
+    assert str(FAMILY.refusal(illegal)).startswith(reason)
+    assert str(FAMILY.refusal(illegal, CONFIG, DEFAULT_CUDA)).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +131,14 @@ def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvW
     ],
 )
 def test_only_hopper(target: Target, legal: bool) -> None:
-    reason = supports(conv(), None, target)
+    reason = FAMILY.refusal(conv(), None, target)
     assert reason is None if legal else "needs a GPU of compute capability 9.0 (Hopper)" in str(reason)
 
 
 def test_config_limits() -> None:
     p = conv(channels=(72, 64))  # 288 pixels, 2 x 2 x 2 tiles of 64
     good = Config(2, 1, 64, 1, 8, 8, 72, 3, 4)
-    assert supports(p, good) is None
+    assert FAMILY.refusal(p, good) is None
     for change, reason in [
         ({"consumers": 0}, "consumers 0; accepted: 1 to 4"),
         ({"consumers": 5}, "consumers 5; accepted: 1 to 4"),
@@ -161,7 +160,7 @@ def test_config_limits() -> None:
         ({"splits": 9}, "splits 9; accepted for 8 tiles of pixels: 1 to 8"),
         ({"splits": 5}, "splits 5 leaves some of 8 tiles of pixels' splits empty; use 4"),
     ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+        assert str(FAMILY.refusal(p, dataclasses.replace(good, **change))).startswith(reason), change
 
 
 def test_precision_decides_the_parts() -> None:
@@ -191,31 +190,31 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
-    assert supports(p, None, DEFAULT_CUDA) is None
-    configs = gather.candidates(p, DEFAULT_CUDA)
+    assert FAMILY.refusal(p, None, DEFAULT_CUDA) is None
+    configs = FAMILY.candidates(p, DEFAULT_CUDA)
     assert 0 < len(set(configs)) == len(configs) <= 60
     for config in configs:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        assert config.splits >= gather.least_splits(p, config)
-        seconds = gather.estimate(p, config, DEFAULT_CUDA)
+        assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
+        assert config.splits >= FAMILY.least_splits(p, config)
+        seconds = FAMILY.estimate(p, config, DEFAULT_CUDA)
         products = gather.volume(p).products
         assert max(p.flops * products / 990e12, p.bytes_moved / 4.8e12) < seconds < 1, config
-    for config in gather.neighbours(p, configs[0], DEFAULT_CUDA):
+    for config in FAMILY.neighbours(p, configs[0], DEFAULT_CUDA):
         assert config != configs[0]
 
 
 def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
-    assert gather.preferred(STEM, DEFAULT_CUDA) is None
-    assert gather.preferred(conv((56, 56), channels=(64, 64), batch=8, dtype="float32"), DEFAULT_CUDA) is None
-    assert gather.preferred(conv((112, 112), (7, 7), (8, 64), batch=64), DEFAULT_CUDA) is None
-    assert "64 input channels" in str(gather.preferred(conv(channels=(64, 64)), DEFAULT_CUDA))
+    assert FAMILY.unmeasured_refusal(STEM) is None
+    assert FAMILY.unmeasured_refusal(conv((56, 56), channels=(64, 64), batch=8, dtype="float32")) is None
+    assert FAMILY.unmeasured_refusal(conv((112, 112), (7, 7), (8, 64), batch=64)) is None
+    assert "64 input channels" in str(FAMILY.unmeasured_refusal(conv(channels=(64, 64))))
     strided = conv((56, 56), channels=(64, 64), batch=8, dtype="float32", strides=(2, 2))
-    assert "not known to be faster" in str(gather.preferred(strided, DEFAULT_CUDA))
+    assert "not known to be faster" in str(FAMILY.unmeasured_refusal(strided))
 
 
 def test_long_float32_chains_are_cut() -> None:
     for p in (STEM, conv((56, 56), channels=(64, 64), batch=256, dtype="float32")):
-        for config in gather.candidates(p, DEFAULT_CUDA):
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
             tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
             additions = tiles * (config.pixels // 16) * gather.volume(p).products
             assert additions <= gather.MAX_FLOAT32_CHAIN
@@ -224,7 +223,7 @@ def test_long_float32_chains_are_cut() -> None:
 def test_long_sums_of_chains_are_cut() -> None:
     p = conv((56, 56), channels=(64, 64), batch=256, dtype="float32", precision="highest")
     v = gather.volume(p)
-    for config in gather.candidates(p, DEFAULT_CUDA):
+    for config in FAMILY.candidates(p, DEFAULT_CUDA):
         tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
         assert config.pixels % (16 * gather.chain(v, config)) == 0
         assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
@@ -249,7 +248,7 @@ class Device:
     """wgrad/gather.cu's way from a plan and arrays to the result, with unwritten shared memory full of NaN."""
 
     def __init__(self, p: ConvWgradProblem, config: Config) -> None:
-        plan = gather.make_plan(p, config)
+        plan = FAMILY.plan(p, config)
         self.p, self.config = p, config
         self.m = {name: int(value) for name, value in plan.source.defines}
         values = plan.launches[0].params[1].values  # type: ignore[union-attr]
@@ -387,7 +386,7 @@ def random_problem(rng: np.random.Generator) -> ConvWgradProblem:
             rhs_dilation=draw(1, 4) if rng.random() < 0.4 else ones,
             dtype=str(rng.choice(["bfloat16", "float32"])),
         )
-        if supports(p) is None and p.flops < 1e7:
+        if FAMILY.refusal(p) is None and p.flops < 1e7:
             return p
 
 
@@ -396,7 +395,7 @@ def test_index_arithmetic_of_random_problems() -> None:
         for _ in range(25):
             p = random_problem(rng)
             x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
-            configs = gather.candidates(p, DEFAULT_CUDA)
+            configs = FAMILY.candidates(p, DEFAULT_CUDA)
             for i in rng.choice(len(configs), min(2, len(configs)), replace=False):
                 np.testing.assert_array_equal(
                     Device(p, configs[i])(x, dy), float64.conv_wgrad_on_host(p, x, dy), err_msg=f"{p} {configs[i]}"
@@ -409,7 +408,7 @@ def test_index_arithmetic_of_the_stem(pad: int) -> None:
     p = conv((32, 32), (7, 7), (3, 64), batch=1, strides=(2, 2), padding=((pad, 3), (pad, 3)))
     with seeded(32) as rng:
         x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
-        for config in gather.candidates(p, DEFAULT_CUDA)[::6]:
+        for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
             layout = gather.layout(gather.volume(p), config)
             assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
             np.testing.assert_array_equal(Device(p, config)(x, dy), float64.conv_wgrad_on_host(p, x, dy))
@@ -501,7 +500,7 @@ BLOCKS = {
 def test_chains_of_several_blocks() -> None:
     v = gather.volume(CHAINED)
     for (blocks, steps), config in BLOCKS.items():
-        assert supports(CHAINED, config) is None
+        assert FAMILY.refusal(CHAINED, config) is None
         assert (config.blocks, gather.chain(v, config)) == (blocks, steps)
     assert gather.chain(gather.volume(STEM), BLOCKS[2, 4]) == 1
 

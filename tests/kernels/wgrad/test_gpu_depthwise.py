@@ -28,14 +28,14 @@ def variants(problem):
         for segments in depthwise.SEGMENTS:
             for stages, splits in ((1, 1), (2, 3), (3, 1000)):
                 config = Config(channels, segments, stages, 1)
-                config = dataclasses.replace(config, splits=depthwise.whole_splits(problem, config, splits))
-                if depthwise.supports(problem, config) is None:
+                config = depthwise.FAMILY.with_splits(problem, config, splits)
+                if depthwise.FAMILY.refusal(problem, config) is None:
                     found[config] = None
     return list(found)
 
 
 def best(problem):
-    return depthwise.candidates(problem, DEFAULT_CUDA)[0]
+    return depthwise.FAMILY.candidates(problem, DEFAULT_CUDA)[0]
 
 
 def odd_problems():
@@ -67,7 +67,7 @@ def filling(segments):
     deepest = depthwise.tiling(problem, Config(16, segments, 1, 1)).max_stages
     configs = [Config(16, segments, stages, 64) for stages in (deepest, deepest - 1)]
     for config in configs:
-        (launch, *_) = depthwise.make_plan(problem, config).launches
+        (launch, *_) = depthwise.FAMILY.plan(problem, config).launches
         assert launch.shared_bytes > 150 * 1024
         assert launch.grid[0] * launch.grid[1] > DEFAULT_CUDA.cores, "only one fits a multiprocessor"
     return problem, configs
@@ -81,39 +81,39 @@ def fill_with_nan():
         problem, configs = filling(segments)
         operands = [jnp.full(shape, jnp.nan, problem.dtype) for shape in (problem.lhs_shape, problem.g_shape)]
         for config in configs:
-            run = gpu_wgrad.ours(depthwise, problem, config)
+            run = gpu_wgrad.ours(depthwise.FAMILY, problem, config)
             assert jnp.isnan(run(*operands)).all()
             found.append(functools.partial(run, *operands))
     return found
 
 
 def device_code():
-    sources = {depthwise.source(p, config) for _, p in odd_problems() for config in variants(p)}
+    sources = {depthwise.FAMILY.source(p, config) for _, p in odd_problems() for config in variants(p)}
     for case in (*SUITE, *SMALL_SUITE):
         for out in ("bfloat16", "float32"):
-            sources.add(depthwise.source(case.problem(out), best(case.problem(out))))
+            sources.add(depthwise.FAMILY.source(case.problem(out), best(case.problem(out))))
     for problem, configs in map(filling, depthwise.SEGMENTS):
-        sources.add(depthwise.source(problem, configs[0]))
+        sources.add(depthwise.FAMILY.source(problem, configs[0]))
     for rows in short_rows():
         problem, configs = rows.values
-        sources |= {depthwise.source(problem, config) for config in (*configs, Config(8, 1, 1, 1))}
+        sources |= {depthwise.FAMILY.source(problem, config) for config in (*configs, Config(8, 1, 1, 1))}
     return sources
 
 
 def ours(problem):
-    return gpu_wgrad.ours(depthwise, problem, best(problem))
+    return gpu_wgrad.ours(depthwise.FAMILY, problem, best(problem))
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
     problem = case.problem(out_dtype)
-    gpu_wgrad.check_exact(depthwise, problem, [best(problem)], limit=1)
+    gpu_wgrad.check_exact(depthwise.FAMILY, problem, [best(problem)], limit=1)
 
 
 @pytest.mark.parametrize(("name", "problem"), list(odd_problems()), ids=lambda v: v if isinstance(v, str) else "")
 def test_odd_shapes_are_exact_in_every_variant(name, problem):
-    gpu_wgrad.check_exact(depthwise, problem, variants(problem), seed=len(name))
+    gpu_wgrad.check_exact(depthwise.FAMILY, problem, variants(problem), seed=len(name))
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
@@ -158,7 +158,7 @@ def test_what_is_not_finite_reaches_only_what_depends_on_it(case, value):
         arrays = [jnp.asarray(a).astype(problem.dtype) for a in (bad, g)]
         reached = depends_on(problem, position)
         for config in configs:
-            out = poison.run(depthwise.make_plan(problem, config), problem, *arrays)
+            out = poison.run(depthwise.FAMILY.plan(problem, config), problem, *arrays)
             where = f"{position} {config}"
             assert not np.isfinite(out[reached]).any(), where
             np.testing.assert_array_equal(out[~reached], clean.astype(np.float32)[~reached], err_msg=where)
@@ -169,7 +169,7 @@ def test_what_was_in_shared_memory_enters_no_product(problem, configs):
     lhs, g = integers(problem, seed=5)
     want = gpu_wgrad.rounded(float64.conv_wgrad(problem, lhs, g), problem.out_dtype)
     for config in configs:
-        run = gpu_wgrad.ours(depthwise, problem, config)
+        run = gpu_wgrad.ours(depthwise.FAMILY, problem, config)
         run(lhs, g).block_until_ready()  # compiled, so that nothing runs in between
         for i, fill in enumerate(fill_with_nan()):
             fill().block_until_ready()

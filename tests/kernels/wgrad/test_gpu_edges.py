@@ -101,14 +101,14 @@ def float32(p: ConvWgradProblem) -> ConvWgradProblem:
 TILED = {
     # Boxes of 256 columns, strips of 64 rows.
     "halo_columns": Edge(
-        halo,
+        halo.FAMILY,
         halo.Config(1, 16, 1, 3, 2),
         lambda d: spatial(2, (5, 16), (1, 3), (72, 72), padding=((0, 0), (d, d)), dilation=(1, d)),
         120,
         "rows of 258 pixels; accepted: at most 256",
     ),
     "halo_rows": Edge(
-        halo,
+        halo.FAMILY,
         halo.Config(2, 16, 3, 2, 0),
         lambda d: spatial(2, (8, 17), (3, 2), (72, 72), padding=((d, d), (0, 0)), dilation=(d, 1)),
         31,
@@ -116,21 +116,21 @@ TILED = {
     ),
     # Filter columns that one thread block reads from one box, and those that are others'.
     "tf32_columns": Edge(
-        tf32,
+        tf32.FAMILY,
         tf32.Config(1, 3, 1, 32, 1, 1, 16, 2, 2),
         lambda d: float32(spatial(2, (5, 16), (1, 3), (36, 40), padding=((0, 0), (d, d)), dilation=(1, d))),
         120,
         "tile_q 16 needs 258 input columns; accepted: at most 256",
     ),
     "tf32_coordinates": Edge(
-        tf32,
+        tf32.FAMILY,
         tf32.Config(1, 1, 1, 32, 1, 1, 16, 2, 1),
         lambda d: float32(spatial(1, (16,), (3,), (36, 40), padding=((d, d),), dilation=(d,))),
         (INT32_MAX - 16 - tf32.MAX_PIXELS) // 4,
         "padded input of up to ",
     ),
     "grouped_columns": Edge(
-        grouped,
+        grouped.FAMILY,
         grouped.Config(32, 32, 1, 1, 8, 1, 2, 2),
         lambda s: spatial(2, (3, 300), (3, 3), (32, 32), padding=((1, 1), (0, 0)), stride=(1, s), groups=8),
         36,
@@ -147,7 +147,7 @@ def sm90_configs(p: ConvWgradProblem) -> list[im2col.Config]:
 
 
 def device_code() -> set[compiler.Source]:
-    plans = [gpu_wgrad.plan(im2col, p, config) for p, _ in IM2COL.values() for config in sm90_configs(p)]
+    plans = [gpu_wgrad.plan(im2col.FAMILY, p, config) for p, _ in IM2COL.values() for config in sm90_configs(p)]
     plans += [gpu_wgrad.plan(edge.family, edge.problem(edge.last), edge.config) for edge in TILED.values()]
     for beyond in (*(p for _, p in IM2COL.values()), *(TILED[name].problem(TILED[name].last + 1) for name in SERVED)):
         choice = select.select(beyond, target_for("cuda"), Options(), measure=False)
@@ -206,8 +206,8 @@ def test_im2cols_last_legal_values_are_exact(name: str) -> None:
     p, _ = IM2COL[name]
     lhs, g, expected = operands(p)
     for config in sm90_configs(p):
-        assert im2col.supports(p, config) is None
-        out = poison.run(gpu_wgrad.plan(im2col, p, config), p, lhs, g)
+        assert im2col.FAMILY.refusal(p, config) is None
+        out = poison.run(gpu_wgrad.plan(im2col.FAMILY, p, config), p, lhs, g)
         np.testing.assert_array_equal(out, expected, err_msg=str(config))
 
 
@@ -215,7 +215,7 @@ def test_im2cols_last_legal_values_are_exact(name: str) -> None:
 def test_beyond_im2cols_limits_others_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
     _, p = IM2COL[name]
-    assert im2col.supports(p) is not None
+    assert im2col.FAMILY.refusal(p) is not None
     lhs, g, expected = operands(p)
     np.testing.assert_array_equal(public(p, lhs, g), expected)
 
@@ -224,8 +224,8 @@ def test_beyond_im2cols_limits_others_serve(name: str, monkeypatch: pytest.Monke
 def test_the_last_legal_extents_are_exact(name: str) -> None:
     edge = TILED[name]
     p = edge.problem(edge.last)
-    assert edge.family.supports(p, edge.config, DEFAULT_CUDA) is None
-    assert edge.reason in str(edge.family.supports(edge.problem(edge.last + 1), edge.config, DEFAULT_CUDA))
+    assert edge.family.refusal(p, edge.config, DEFAULT_CUDA) is None
+    assert edge.reason in str(edge.family.refusal(edge.problem(edge.last + 1), edge.config, DEFAULT_CUDA))
     lhs, g, expected = operands(p)
     out = poison.run(gpu_wgrad.plan(edge.family, p, edge.config), p, lhs, g)
     np.testing.assert_array_equal(out, expected)

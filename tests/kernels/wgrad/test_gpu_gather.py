@@ -52,13 +52,13 @@ def integers(p, seed=0, limit=2):
 
 
 def run(p, config, lhs, g):
-    plan = gather.make_plan(p, config)
+    plan = gather.FAMILY.plan(p, config)
     return poison.run(plan, p, jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype))
 
 
 def varied(p, count):
     """Candidates that differ in what the device code is specialised by."""
-    configs = gather.candidates(p, target_for("cuda"))
+    configs = gather.FAMILY.candidates(p, target_for("cuda"))
     found = {}
     for config in configs:
         found.setdefault((config.consumers, config.blocks, config.tile_n, config.slice, config.pixels), config)
@@ -75,8 +75,8 @@ VARIANTS = [
 
 def device_code():
     problems = [p for p, _ in VARIANTS] + SUITE
-    sources = {gather.source(p, config) for p in problems for config in varied(p, 3)}
-    return sources | {gather.source(CHAINED, config) for config in BLOCKS.values()}
+    sources = {gather.FAMILY.source(p, config) for p in problems for config in varied(p, 3)}
+    return sources | {gather.FAMILY.source(CHAINED, config) for config in BLOCKS.values()}
 
 
 @pytest.mark.parametrize(("p", "index"), VARIANTS, ids=str)
@@ -101,7 +101,7 @@ def test_random_problems_are_exact():
     rng = np.random.default_rng([SEED, 1])
     problems = [random_problem(rng) for _ in range(30)]
     chosen = [(p, varied(p, 1)[0]) for p in problems]
-    compiler.compile_sources({gather.source(p, config) for p, config in chosen})
+    compiler.compile_sources({gather.FAMILY.source(p, config) for p, config in chosen})
     for seed, (p, config) in enumerate(chosen):
         lhs, g = integers(p, seed)
         exact = float64.conv_wgrad_on_host(p, lhs.astype(np.float64), g.astype(np.float64))
@@ -188,7 +188,7 @@ def test_finite_numbers_that_bfloat16_cannot_hold():
     big = np.finfo(np.float32).max
     lhs, g = np.zeros(p.lhs_shape, np.float32), np.zeros(p.g_shape, np.float32)
     lhs[0, 1, 2], g[0, 1, 2] = big, 0.5
-    out = run(p, gather.candidates(p, target_for("cuda"))[0], lhs, g)
+    out = run(p, gather.FAMILY.candidates(p, target_for("cuda"))[0], lhs, g)
     np.testing.assert_allclose(out, big / 2, rtol=1e-4)
 
 

@@ -46,20 +46,20 @@ def configs(case, out_dtype="float32"):
 
 
 def best(p):
-    return grouped.candidates(p, target_for("cuda"))[0]
+    return grouped.FAMILY.candidates(p, target_for("cuda"))[0]
 
 
 def device_code():
-    sources = {grouped.source(case.problem("float32"), c) for case in ODD.values() for c in configs(case)}
-    sources |= {grouped.source(TILED.problem("float32"), c) for c in TILINGS}
-    sources |= {grouped.source(p, best(p)) for case in SUITE for p in map(case.problem, OUT_DTYPES)}
+    sources = {grouped.FAMILY.source(case.problem("float32"), c) for case in ODD.values() for c in configs(case)}
+    sources |= {grouped.FAMILY.source(TILED.problem("float32"), c) for c in TILINGS}
+    sources |= {grouped.FAMILY.source(p, best(p)) for case in SUITE for p in map(case.problem, OUT_DTYPES)}
     return sources
 
 
 def check_exact(p, config, seed=0):
     config = dataclasses.replace(config, splits=min(config.splits, grouped.tiles(p, config)))
-    assert grouped.supports(p, config) is None
-    gpu_wgrad.check_exact(grouped, p, [config], seed)
+    assert grouped.FAMILY.refusal(p, config) is None
+    gpu_wgrad.check_exact(grouped.FAMILY, p, [config], seed)
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
@@ -91,7 +91,7 @@ def test_dtypes(dtype, out_dtype, splits):
 def test_one_dimension():
     for taps in (1, 5):
         p = line(200, taps)
-        for config in grouped.candidates(p, target_for("cuda"))[:2]:
+        for config in grouped.FAMILY.candidates(p, target_for("cuda"))[:2]:
             check_exact(p, config)
 
 
@@ -105,11 +105,11 @@ def test_suite_is_as_accurate_as_xla(case):
         forward = lambda rhs: lax.conv_general_dilated(lhs, rhs, **case.lax_arguments())  # noqa: E731
         return jax.linear_transpose(forward, jax.ShapeDtypeStruct(case.rhs_shape, lhs.dtype))(g)[0]
 
-    mine = error(poison.run(grouped.make_plan(p, best(p)), p, lhs, g), exact)
+    mine = error(poison.run(grouped.FAMILY.plan(p, best(p)), p, lhs, g), exact)
     theirs = error(jax.jit(through_lax)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
     unrounded = case.problem("float32")
-    mine = error(poison.run(grouped.make_plan(unrounded, best(unrounded)), unrounded, lhs, g), exact)
+    mine = error(poison.run(grouped.FAMILY.plan(unrounded, best(unrounded)), unrounded, lhs, g), exact)
     theirs = error(xla(unrounded)(lhs, g), exact)
     assert mine <= 2 * theirs, (mine, theirs)
 
@@ -138,7 +138,7 @@ def test_nan_reaches_only_what_depends_on_it(name):
             pixel = tuple(int(rng.integers(n)) for n in p.g_shape[:3])
             g[(*pixel, int(rng.integers(p.out_channels)))] = np.inf
             lhs, g = jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype)
-            out = poison.run(grouped.make_plan(p, config), p, lhs, g)
+            out = poison.run(grouped.FAMILY.plan(p, config), p, lhs, g)
             exact = float64.conv_wgrad(p, lhs, g)
             finite = np.isfinite(exact)
             assert finite.any()

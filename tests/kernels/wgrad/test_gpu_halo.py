@@ -12,7 +12,7 @@ from tests import gpu_wgrad
 
 pytestmark = pytest.mark.gpu
 
-SUITE = [case for case in cases.WGRAD_CASES if halo.supports(case.problem()) is None]
+SUITE = [case for case in cases.WGRAD_CASES if halo.FAMILY.refusal(case.problem()) is None]
 ODD = (
     Case("pairs_of_rows", 3, 10, 24, 72, 136, (3, 3)),
     Case("odd_height", 2, 7, 16, 64, 64, (3, 3)),
@@ -30,13 +30,15 @@ ODD = (
 def device_code():
     problems = [case.problem(out) for case in (*SUITE, *ODD) for out in ("float32", None)]
     problems += [dataclasses.replace(case, dtype="float16").problem() for case in ODD]
-    return {halo.source(p, c) for p in problems for c in some_configs(p)}
+    return {halo.FAMILY.source(p, c) for p in problems for c in some_configs(p)}
 
 
 def some_configs(problem, count=6):
     """Of every strip and schedule some, the model's best first."""
-    found = sorted(halo.candidates(problem, DEFAULT_CUDA), key=lambda c: halo.estimate(problem, c, DEFAULT_CUDA))
-    found = [c for c in found if halo.workspace_bytes(problem, c) <= 2**28]
+    found = sorted(
+        halo.FAMILY.candidates(problem, DEFAULT_CUDA), key=lambda c: halo.FAMILY.estimate(problem, c, DEFAULT_CUDA)
+    )
+    found = [c for c in found if halo.FAMILY.workspace_bytes(problem, c) <= 2**28]
     return [*found[: count // 2], *found[-(count // 2) :]]
 
 
@@ -44,23 +46,23 @@ def some_configs(problem, count=6):
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
     problem = case.problem(out_dtype)
-    gpu_wgrad.check_exact(halo, problem, some_configs(problem)[:1])
+    gpu_wgrad.check_exact(halo.FAMILY, problem, some_configs(problem)[:1])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
 def test_odd_shapes_are_exact(case, dtype):
     problem = dataclasses.replace(case, dtype=dtype).problem("float32" if dtype == "bfloat16" else None)
-    gpu_wgrad.check_exact(halo, problem, some_configs(problem), seed=1)
+    gpu_wgrad.check_exact(halo.FAMILY, problem, some_configs(problem), seed=1)
 
 
 @pytest.mark.parametrize("case", SUITE[:4], ids=lambda case: case.name)
 def test_is_as_accurate_as_xla_and_the_same_every_time(case):
     problem = case.problem("float32")
-    gpu_wgrad.check_accuracy_and_repeats(halo, problem, some_configs(problem, 4), *gpu_wgrad.normals(problem))
+    gpu_wgrad.check_accuracy_and_repeats(halo.FAMILY, problem, some_configs(problem, 4), *gpu_wgrad.normals(problem))
 
 
 @pytest.mark.parametrize("case", ODD[:6], ids=lambda case: case.name)
 def test_nan_reaches_what_depends_on_it_and_nothing_else(case):
     problem = case.problem("float32")
-    gpu_wgrad.check_nan_in_corners(halo, problem, some_configs(problem, 4))
+    gpu_wgrad.check_nan_in_corners(halo.FAMILY, problem, some_configs(problem, 4))

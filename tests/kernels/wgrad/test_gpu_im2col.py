@@ -13,6 +13,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks import cases
 from jax_splitk import _ffi
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.target import target_for
@@ -21,7 +22,7 @@ from tests.gpu_wgrad import error, integers, normals, xla
 
 pytestmark = pytest.mark.gpu
 
-LEGAL = [case for case in cases.WGRAD_CASES if im2col.supports(case.problem()) is None]
+LEGAL = [case for case in cases.WGRAD_CASES if im2col.FAMILY.refusal(case.problem()) is None]
 OUT_DTYPES = ("bfloat16", "float32")
 ODD_TILES = (((128, 128), False), ((64, 192), True), ((192, 64), False))
 ODD_CHANNELS = next(case for case in cases.SMALL_CASES if case.name == "c136k200")
@@ -34,15 +35,15 @@ SIXTEEN_BITS = [
 def device_code():
     image, matrix = LEGAL[2], LEGAL[0]
     half = dataclasses.replace(image, dtype="float16").problem()
-    sources = {im2col.source(image.problem("float32"), variant) for variant in im2col.variants()}
+    sources = {im2col.FAMILY.source(image.problem("float32"), variant) for variant in im2col.variants()}
     for variant in im2col.variants():
-        sources |= {im2col.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
-    sources |= {im2col.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
-    sources |= {im2col.source(p, config) for p in TURNS for config in turns(p)}
-    sources |= {im2col.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
+        sources |= {im2col.FAMILY.source(p, config) for p in SIXTEEN_BITS for config in whole_and_split(p, variant)}
+    sources |= {im2col.FAMILY.source(p, config) for p in SPATIAL for config in SPATIAL_CONFIGS}
+    sources |= {im2col.FAMILY.source(p, config) for p in TURNS for config in turns(p)}
+    sources |= {im2col.FAMILY.source(case.problem(out), chosen(case, out)) for case in LEGAL for out in OUT_DTYPES}
     for tile, swap in ODD_TILES:
         config = im2col.Config(*tile, im2col.max_stages(*tile), swap, 1)
-        sources |= {im2col.source(p, config) for p in (half, image.problem(), matrix.problem())}
+        sources |= {im2col.FAMILY.source(p, config) for p in (half, image.problem(), matrix.problem())}
     return sources
 
 
@@ -114,7 +115,7 @@ TURNS_CONFIGS = (
 
 def turns(problem):
     configs = [with_splits(problem, given, given.splits) for given in TURNS_CONFIGS]
-    return [config for config in configs if im2col.supports(problem, config) is None]
+    return [config for config in configs if im2col.FAMILY.refusal(problem, config) is None]
 
 
 def ours(case, out_dtype=None, **options):
@@ -136,13 +137,13 @@ def through_lax(case):
 def chosen(case, out_dtype=None):
     """The family's best by its model."""
     problem, target = case.problem(out_dtype), target_for("cuda")
-    return min(im2col.candidates(problem, target), key=lambda c: im2col.estimate(problem, c, target))
+    return min(im2col.FAMILY.candidates(problem, target), key=lambda c: im2col.FAMILY.estimate(problem, c, target))
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case, out_dtype):
-    gpu_wgrad.check_exact(im2col, case.problem(out_dtype), [chosen(case, out_dtype)])
+    gpu_wgrad.check_exact(im2col.FAMILY, case.problem(out_dtype), [chosen(case, out_dtype)])
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
@@ -161,14 +162,14 @@ def test_suite_is_as_accurate_as_xla(case):
 
 
 def with_splits(problem, variant, splits):
-    return dataclasses.replace(variant, splits=im2col.whole_splits(problem, splits))
+    return dataclasses.replace(variant, splits=split_k.whole_splits(im2col.k_tiles(problem), splits))
 
 
 def whole_and_split(problem, variant):
     """A single split, two of them, and a whole tile before tiles that are split."""
     split = with_splits(problem, variant, 2)
     found = (variant, split, dataclasses.replace(split, whole_tiles=1))
-    return [config for config in found if im2col.supports(problem, config) is None]
+    return [config for config in found if im2col.FAMILY.refusal(problem, config) is None]
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
@@ -177,7 +178,7 @@ def test_every_variant_is_exact(variant, splits):
     long = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
     for shape in (ODD_CHANNELS, next(c for c in cases.SMALL_CASES if c.in_channels == 72), long):
         problem = shape.problem("float32")
-        gpu_wgrad.check_exact(im2col, problem, [with_splits(problem, variant, splits)], seed=splits)
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [with_splits(problem, variant, splits)], seed=splits)
 
 
 @pytest.mark.parametrize("variant", list(im2col.variants()), ids=str)
@@ -186,15 +187,15 @@ def test_every_variant_is_exact_in_16_bits(variant):
     configs = {problem: whole_and_split(problem, variant) for problem in SIXTEEN_BITS}
     assert any(configs.values())
     for problem, legal in configs.items():
-        gpu_wgrad.check_exact(im2col, problem, legal)
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, legal)
 
 
 @pytest.mark.parametrize("problem", SPATIAL, ids=str)
 def test_ranks_and_groups_are_exact(problem):
     configs = [with_splits(problem, given, given.splits) for given in SPATIAL_CONFIGS]
-    legal = [config for config in configs if im2col.supports(problem, config) is None]
+    legal = [config for config in configs if im2col.FAMILY.refusal(problem, config) is None]
     assert len(legal) >= 3
-    gpu_wgrad.check_exact(im2col, problem, legal)
+    gpu_wgrad.check_exact(im2col.FAMILY, problem, legal)
 
 
 @pytest.mark.parametrize("problem", TURNS, ids=str)
@@ -202,17 +203,17 @@ def test_splits_that_take_turns_are_exact(problem):
     configs = turns(problem)
     assert len(configs) >= 4
     assert all(im2col.takes_turns(problem, config) for config in configs)
-    gpu_wgrad.check_exact(im2col, problem, configs)
+    gpu_wgrad.check_exact(im2col.FAMILY, problem, configs)
 
 
 @pytest.mark.parametrize("config", turns(TURNS[0]), ids=str)
 def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(config):
     problem = TURNS[0]
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col, problem, config), *normals(problem, seed=3))
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col.FAMILY, problem, config), *normals(problem, seed=3))
     lhs, g = integers(problem)
     expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
     lhs, g = lhs.at[0, 5002, 7].set(jnp.nan), g.at[0, 64, 197].set(jnp.inf)
-    out = poison.run(im2col.make_plan(problem, config), problem, lhs, g)
+    out = poison.run(im2col.FAMILY.plan(problem, config), problem, lhs, g)
     bad = np.zeros(out.shape, bool)
     bad[..., 7, :] = bad[..., 197] = True
     assert not np.isfinite(out[bad]).any()
@@ -223,11 +224,11 @@ def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(
 def test_nan_and_infinity_stay_with_their_channels(config):
     problem = ODD_CHANNELS.problem("float32")
     config = with_splits(problem, config, config.splits)
-    assert im2col.supports(problem, config) is None
+    assert im2col.FAMILY.refusal(problem, config) is None
     lhs, g = integers(ODD_CHANNELS)
     expected = float64.conv_wgrad(problem, lhs, g).astype(np.float32)
     out = poison.run(
-        im2col.make_plan(problem, config), problem, lhs.at[:, 3, 4, 130].set(jnp.nan), g.at[..., 197].set(jnp.inf)
+        im2col.FAMILY.plan(problem, config), problem, lhs.at[:, 3, 4, 130].set(jnp.nan), g.at[..., 197].set(jnp.inf)
     )
     bad = np.isnan(out) | np.isinf(out)
     assert bad[..., 130, :].any()
@@ -243,9 +244,9 @@ def test_split_tail_is_exact(tile, swap):
     case = dataclasses.replace(next(c for c in cases.SMALL_CASES if c.name == "c320k320"), batch=6)
     for out_dtype, whole, wanted in (("float32", 1, 2), ("bfloat16", 7, 3)):
         problem = case.problem(out_dtype)
-        splits = im2col.whole_splits(problem, wanted)
+        splits = split_k.whole_splits(im2col.k_tiles(problem), wanted)
         config = im2col.Config(*tile, im2col.max_stages(*tile), swap, splits, whole_tiles=whole)
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=whole)
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [config], seed=whole)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -255,8 +256,8 @@ def test_odd_shapes_are_exact(case, dtype):
     for seed, ((tile, swap), splits) in enumerate(zip(ODD_TILES, (1, 100, 5), strict=True)):
         problem = case.problem(dtype if seed else "float32")
         stages = im2col.max_stages(*tile)
-        config = im2col.Config(*tile, stages, swap, im2col.whole_splits(problem, splits))
-        gpu_wgrad.check_exact(im2col, problem, [config], seed=seed)
+        config = im2col.Config(*tile, stages, swap, split_k.whole_splits(im2col.k_tiles(problem), splits))
+        gpu_wgrad.check_exact(im2col.FAMILY, problem, [config], seed=seed)
 
 
 @pytest.mark.parametrize("case", LEGAL[2:16:3], ids=lambda case: case.name)
@@ -268,7 +269,7 @@ def test_bitwise_the_same_over_100_runs(case):
 def test_gives_bitwise_the_same(config):
     problem = ODD_CHANNELS.problem("float32")
     config = with_splits(problem, config, config.splits)
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col, problem, config), *normals(ODD_CHANNELS, seed=2))
+    gpu_wgrad.check_repeats(gpu_wgrad.ours(im2col.FAMILY, problem, config), *normals(ODD_CHANNELS, seed=2))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_replayed_in_a_command_buffer_with_moving_buffers(config):
     assert after["captured"] > before["captured"], (before, after)
     # XLA shares the six workspaces where it can, and reports them.
     temp = six.lower(lhs, g).compile().memory_analysis().temp_size_in_bytes
-    assert temp >= im2col.workspace_bytes(case.problem("float32"), config)
+    assert temp >= im2col.FAMILY.workspace_bytes(case.problem("float32"), config)
 
 
 def test_two_executables_at_once():
@@ -336,9 +337,9 @@ def test_workspace_is_visible():
     case = next(c for c in LEGAL if c.batch == 8 and c.in_channels == 64 and c.kernel == (3, 3))
     lhs, g = normals(case)
     problem = case.problem()
-    config = im2col.Config(64, 192, 4, True, im2col.whole_splits(problem, 40))
+    config = im2col.Config(64, 192, 4, True, split_k.whole_splits(im2col.k_tiles(problem), 40))
     compiled = ours(case, config=config).lower(lhs, g).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes >= im2col.workspace_bytes(problem, config)
+    assert compiled.memory_analysis().temp_size_in_bytes >= im2col.FAMILY.workspace_bytes(problem, config)
 
 
 def test_errors_are_python_errors():
@@ -359,7 +360,7 @@ def test_errors_are_python_errors():
 def test_a_plan_for_other_buffers_is_refused():
     case = next(c for c in LEGAL if c.batch == 8)
     problem = case.problem()
-    call = im2col.make_plan(problem, chosen(case)).custom_call()
+    call = im2col.FAMILY.plan(problem, chosen(case)).custom_call()
     lhs, g = normals(case)
     out = jax.ShapeDtypeStruct(problem.out_shape, jnp.bfloat16)
     short = jax.ShapeDtypeStruct((call.workspace_bytes + 512,), np.uint8)

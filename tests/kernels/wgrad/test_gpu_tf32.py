@@ -37,28 +37,28 @@ ODD = tuple(dataclasses.replace(case, dtype="float32") for case in ODD)
 def some_configs(problem, count=4):
     """Candidates that differ in what the device code is specialised by, the model's best first."""
     found = {}
-    for config in tf32.candidates(problem, DEFAULT_CUDA):
-        if tf32.workspace_bytes(problem, config) <= 2**28:
-            found.setdefault(tf32.source(problem, config), config)
+    for config in tf32.FAMILY.candidates(problem, DEFAULT_CUDA):
+        if tf32.FAMILY.workspace_bytes(problem, config) <= 2**28:
+            found.setdefault(tf32.FAMILY.source(problem, config), config)
     return list(found.values())[:count]
 
 
 def device_code():
     problems = [case.problem(out) for case in (*SUITE, *ODD) for out in (None, "bfloat16")]
-    return {tf32.source(p, c) for p in problems for c in some_configs(p)}
+    return {tf32.FAMILY.source(p, c) for p in problems for c in some_configs(p)}
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_suite_is_exact_on_integers(case):
     problem = case.problem()
-    gpu_wgrad.check_exact(tf32, problem, some_configs(problem, 2))
+    gpu_wgrad.check_exact(tf32.FAMILY, problem, some_configs(problem, 2))
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
 def test_odd_shapes_are_exact(case, out_dtype):
     problem = case.problem(out_dtype)
-    gpu_wgrad.check_exact(tf32, problem, some_configs(problem), seed=1)
+    gpu_wgrad.check_exact(tf32.FAMILY, problem, some_configs(problem), seed=1)
 
 
 @pytest.mark.parametrize("draw", [jax.random.normal, jax.random.uniform])
@@ -67,14 +67,14 @@ def test_is_as_accurate_as_xla_and_the_same_every_time(case, draw):
     """Also where all products have one sign, so that a rounding of one sign would show."""
     problem = case.problem()
     gpu_wgrad.check_accuracy_and_repeats(
-        tf32, problem, some_configs(problem, 2), *gpu_wgrad.normals(problem, draw=draw)
+        tf32.FAMILY, problem, some_configs(problem, 2), *gpu_wgrad.normals(problem, draw=draw)
     )
 
 
 @pytest.mark.parametrize("case", ODD[1:8], ids=lambda case: case.name)
 def test_nan_reaches_what_depends_on_it_and_nothing_else(case):
     problem = case.problem()
-    gpu_wgrad.check_nan_in_corners(tf32, problem, some_configs(problem))
+    gpu_wgrad.check_nan_in_corners(tf32.FAMILY, problem, some_configs(problem))
 
 
 def test_the_largest_floats_stay_finite():
@@ -83,6 +83,6 @@ def test_the_largest_floats_stay_finite():
     largest = np.finfo(np.float32).max
     lhs, g = np.zeros(problem.lhs_shape, np.float32), np.zeros(problem.g_shape, np.float32)
     lhs[0, 1, 2], g[0, 1, 2] = largest, 0.5
-    config = tf32.candidates(problem, DEFAULT_CUDA)[0]
-    out = poison.run(tf32.make_plan(problem, config), problem, jnp.asarray(lhs), jnp.asarray(g))
+    config = tf32.FAMILY.candidates(problem, DEFAULT_CUDA)[0]
+    out = poison.run(tf32.FAMILY.plan(problem, config), problem, jnp.asarray(lhs), jnp.asarray(g))
     np.testing.assert_allclose(out, largest / 2, rtol=1e-3)

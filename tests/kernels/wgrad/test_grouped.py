@@ -12,7 +12,7 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import grouped
-from jax_splitk.kernels.wgrad.grouped import Config, supports
+from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
@@ -83,7 +83,7 @@ ODD: dict[str, Case] = {
 
 def spread(p: ConvWgradProblem, count: int) -> list[Config]:
     """That many of the variants, from the first to the last."""
-    found = grouped.variants(p)
+    found = FAMILY.variants(p)
     return [found[i * (len(found) - 1) // max(1, count - 1)] for i in range(min(count, len(found)))]
 
 
@@ -141,14 +141,14 @@ def spread(p: ConvWgradProblem, count: int) -> list[Config]:
     ],
 )
 def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert grouped.candidates(legal, DEFAULT_CUDA)
-    assert str(supports(illegal)).startswith(reason)
-    assert str(supports(illegal, Config(32, 32, 1, 4, 8, 1, 2, 1), DEFAULT_CUDA)).startswith(reason)
+    assert FAMILY.refusal(legal) is None
+    assert FAMILY.candidates(legal, DEFAULT_CUDA)
+    assert str(FAMILY.refusal(illegal)).startswith(reason)
+    assert str(FAMILY.refusal(illegal, Config(32, 32, 1, 4, 8, 1, 2, 1), DEFAULT_CUDA)).startswith(reason)
 
 
 def test_an_input_of_no_pixels_is_not_legal() -> None:
-    assert "input of (0, 12) pixels" in str(supports(problem(height=0, padding=((2, 2), (1, 1)))))
+    assert "input of (0, 12) pixels" in str(FAMILY.refusal(problem(height=0, padding=((2, 2), (1, 1)))))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -157,7 +157,7 @@ def test_dimensions(rank: int) -> None:
     p = ConvWgradProblem(
         2, (8,) * rank, (8,) * rank, ones, 64, 64, ones, ((0, 0),) * rank, ones, ones, 8, "bfloat16", "float32"
     )
-    assert supports(p) == (None if rank < 3 else "3 spatial dimensions; accepted: 1, 2")
+    assert FAMILY.refusal(p) == (None if rank < 3 else "3 spatial dimensions; accepted: 1, 2")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_dimensions(rank: int) -> None:
     ],
 )
 def test_only_hopper(target: Target, legal: bool) -> None:
-    reason = supports(problem(), None, target)
+    reason = FAMILY.refusal(problem(), None, target)
     assert (reason is None) == legal
     assert legal or str(reason).startswith("needs a GPU of compute capability 9.0 (Hopper), not ")
 
@@ -178,7 +178,7 @@ def test_only_hopper(target: Target, legal: bool) -> None:
 def test_config_limits() -> None:
     p = grouped_case((20, 20), (4, 4), 8, batch=3).problem("float32")
     good = Config(32, 32, 2, 5, 16, 2, 3, 5)  # 2 x 4 x 2 tiles
-    assert supports(p, good) is None
+    assert FAMILY.refusal(p, good) is None
     for change, reason in [
         ({"in_block": 16}, "in_block 16, out_block 32; accepted with these groups: 64x64, 32x32, 16x16, 8x8"),
         ({"in_block": 24, "out_block": 24}, "in_block 24, out_block 24; accepted"),
@@ -196,7 +196,7 @@ def test_config_limits() -> None:
         ({"splits": 0}, "splits 0; accepted for 16 tiles: 1 to 16"),
         ({"splits": 17}, "splits 17; accepted for 16 tiles: 1 to 16"),
     ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+        assert str(FAMILY.refusal(p, dataclasses.replace(good, **change))).startswith(reason), change
     for change in (
         {"rows": 20, "stages": 2, "splits": 4},
         {"columns": 8, "slices": 1},
@@ -204,25 +204,25 @@ def test_config_limits() -> None:
         {"splits": 16},
         {"slices": 1},
     ):
-        assert supports(p, dataclasses.replace(good, **change)) is None, change
+        assert FAMILY.refusal(p, dataclasses.replace(good, **change)) is None, change
 
 
 def test_smaller_tiles_in_a_deeper_ring_are_tried() -> None:
-    near = grouped.neighbours(SUITE[1].problem(), Config(64, 64, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
+    near = FAMILY.neighbours(SUITE[1].problem(), Config(64, 64, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
     assert Config(64, 64, 1, 7, 14, 1, 6, 16) in near
 
 
 def test_registers_limit_warps() -> None:
     p = grouped_case((14, 14), (16, 16), 8).problem()
-    assert supports(p, Config(64, 64, 2, 7, 14, 2, 2, 1)) is None
-    reason = supports(grouped_case((14, 14), (64, 64), 2).problem(), Config(64, 64, 1, 7, 14, 1, 2, 1))
+    assert FAMILY.refusal(p, Config(64, 64, 2, 7, 14, 2, 2, 1)) is None
+    reason = FAMILY.refusal(grouped_case((14, 14), (64, 64), 2).problem(), Config(64, 64, 1, 7, 14, 1, 2, 1))
     assert re.fullmatch(r"16 warps of \d+ registers a thread; accepted: at most \d+ warps", str(reason))
 
 
 def test_is_the_first_family_for_grouped_problems() -> None:
     for case in SUITE:
-        serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.supports(case.problem()) is None]
-        assert serving[0] is grouped
+        serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(case.problem()) is None]
+        assert serving[0] is FAMILY
 
 
 # ---- channels, tiles and the plan ----------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ def test_blocks_and_jobs_cover_every_pair_of_a_group_once(case: Case) -> None:
     group_in, group_out = p.group_channels
     _, bundle_in, bundle_out = grouped.bundle(p)
     taps_w = p.kernel_spatial[1]
-    for config in {(c.in_block, c.out_block): c for c in grouped.variants(p)}.values():
+    for config in {(c.in_block, c.out_block): c for c in FAMILY.variants(p)}.values():
         j = grouped.job(p, config)
         bundles = max(1, config.in_block // bundle_in)
         in_units, out_units = config.in_block // 8 // bundles, config.out_block // 8 // bundles
         in_parts, out_parts = max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
         seen = set()
-        for block in range(grouped.block_count(p, config)):
+        for block in range(FAMILY.thread_blocks(p, config)):
             part, first = block % (in_parts * out_parts), block // (in_parts * out_parts) * bundles
             c0 = first * bundle_in + part // out_parts * config.in_block
             k0 = first * bundle_out + part % out_parts * config.out_block
@@ -269,8 +269,8 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
     case = grouped_case((20, 31), (8, 16), 3, batch=5, kernel=(5, 2), stride=(2, 1), padding=((4, 1), (7, 2)))
     p = case.problem("float32")
     config = Config(8, 16, 2, 4, 16, 1, 2, 6)
-    assert supports(p, config) is None
-    device_plan = grouped.make_plan(p, config)
+    assert FAMILY.refusal(p, config) is None
+    device_plan = FAMILY.plan(p, config)
     struct = re.search(r"struct Args \{(.*?)\};", device_plan.source.text(), re.DOTALL)
     assert struct is not None
     assert re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", struct[1])) == ARGS
@@ -289,8 +289,8 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
 
 def test_a_line_is_an_image_of_height_one() -> None:
     p = line(100, 5)
-    for config in grouped.candidates(p, DEFAULT_CUDA):
-        x, dy = grouped.make_plan(p, config).maps
+    for config in FAMILY.candidates(p, DEFAULT_CUDA):
+        x, dy = FAMILY.plan(p, config).maps
         assert (x.dims, dy.dims) == ((32, 100, 1, 3), (32, 98, 1, 3))
         assert config.rows == 1
 
@@ -298,9 +298,9 @@ def test_a_line_is_an_image_of_height_one() -> None:
 def test_workspace_is_one_float_for_each_result_and_split() -> None:
     p = problem()
     config = Config(32, 32, 1, 4, 12, 1, 2, 3)
-    assert grouped.workspace_bytes(p, config) == 3 * 3 * 3 * 4 * 32 * 4
-    assert grouped.workspace_bytes(p, dataclasses.replace(config, splits=1)) == 0
-    assert grouped.make_plan(p, dataclasses.replace(config, splits=1)).launches[0].kernel == "wgrad_direct"
+    assert FAMILY.workspace_bytes(p, config) == 3 * 3 * 3 * 4 * 32 * 4
+    assert FAMILY.workspace_bytes(p, dataclasses.replace(config, splits=1)) == 0
+    assert FAMILY.plan(p, dataclasses.replace(config, splits=1)).launches[0].kernel == "wgrad_direct"
 
 
 # ---- candidates and the cost model ---------------------------------------------------------------------------------
@@ -310,40 +310,40 @@ def test_workspace_is_one_float_for_each_result_and_split() -> None:
 def test_candidates_are_legal_unique_and_few(case: Case) -> None:
     for out_dtype in ("bfloat16", "float32"):
         p = case.problem(out_dtype)
-        configs = grouped.candidates(p, DEFAULT_CUDA)
+        configs = FAMILY.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(configs) <= 60
         assert len(set(configs)) == len(configs)
         for config in configs:
-            assert supports(p, config, DEFAULT_CUDA) is None, config
-            assert config.splits >= grouped.least_splits(p, config)
-            assert grouped.ctas_per_sm(p, config) >= 1
+            assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
+            assert config.splits >= FAMILY.least_splits(p, config)
+            assert FAMILY.blocks_per_sm(p, config) >= 1
         for config in configs[:3]:
-            for near in grouped.neighbours(p, config, DEFAULT_CUDA):
-                supports(p, near, DEFAULT_CUDA)  # need not be legal, but must have an answer
+            for near in FAMILY.neighbours(p, config, DEFAULT_CUDA):
+                FAMILY.refusal(p, near, DEFAULT_CUDA)  # need not be legal, but must have an answer
 
 
 def test_long_float32_sums_are_cut() -> None:
     p = grouped_case((56, 56), (4, 4), 32, batch=4096).problem("float32")
     config = Config(32, 32, 1, 8, 56, 4, 3, 1)
-    least = grouped.least_splits(p, config)
+    least = FAMILY.least_splits(p, config)
     chain = math.ceil(4096 * 7 / least) * 8  # one strip a slice, 8 rows
     assert chain <= grouped.MAX_FLOAT32_CHAIN < math.ceil(4096 * 7 / (least - 1)) * 8
-    assert grouped.least_splits(dataclasses.replace(p, out_dtype="bfloat16"), config) == 1
+    assert FAMILY.least_splits(dataclasses.replace(p, out_dtype="bfloat16"), config) == 1
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_estimate_of_the_suite_is_near_what_the_hardware_allows(case: Case) -> None:
     p = case.problem()
-    seconds = min(grouped.estimate(p, c, DEFAULT_CUDA) for c in grouped.candidates(p, DEFAULT_CUDA))
+    seconds = min(FAMILY.estimate(p, c, DEFAULT_CUDA) for c in FAMILY.candidates(p, DEFAULT_CUDA))
     assert case.floor_us is not None
     assert case.floor_us < seconds * 1e6 < 2 * case.floor_us + 10
-    assert grouped.preferred(p, DEFAULT_CUDA) is None
+    assert FAMILY.unmeasured_refusal(p) is None
 
 
 def test_more_work_never_takes_less_time() -> None:
     def best(case: Case) -> float:
         p = case.problem()
-        return min(grouped.estimate(p, c, DEFAULT_CUDA) for c in grouped.candidates(p, DEFAULT_CUDA))
+        return min(FAMILY.estimate(p, c, DEFAULT_CUDA) for c in FAMILY.candidates(p, DEFAULT_CUDA))
 
     for case in SUITE:
         assert best(dataclasses.replace(case, batch=2 * case.batch)) > best(case)
@@ -352,7 +352,7 @@ def test_more_work_never_takes_less_time() -> None:
 def test_code_does_not_depend_on_splits_or_batch() -> None:
     for case in SUITE:
         p = case.problem()
-        config = grouped.candidates(p, DEFAULT_CUDA)[0]
+        config = FAMILY.candidates(p, DEFAULT_CUDA)[0]
         other = dataclasses.replace(config, splits=config.splits + 1)
-        source = grouped.source(p, config)
-        assert grouped.source(dataclasses.replace(p, batch=p.batch + 1), other) == source
+        source = FAMILY.source(p, config)
+        assert FAMILY.source(dataclasses.replace(p, batch=p.batch + 1), other) == source

@@ -9,14 +9,14 @@ import pytest
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import halo
-from jax_splitk.kernels.wgrad.halo import Config, supports
+from jax_splitk.kernels.wgrad.halo import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import DevicePlan, Int32Struct
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.problems import seeded
 
 PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3))
-LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]
+LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if FAMILY.refusal(case.problem()) is None]
 
 
 def divisor(name: str) -> tuple[str, str, str]:
@@ -64,13 +64,13 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
 def test_both_sides_of_each_limit(good: ConvWgradProblem, bad: ConvWgradProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert reason in (supports(bad) or "")
+    assert FAMILY.refusal(good) is None
+    assert reason in (FAMILY.refusal(bad) or "")
 
 
 def test_needs_hopper() -> None:
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert "8.0" in (supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
+    assert FAMILY.refusal(problem(), None, DEFAULT_CUDA) is None
+    assert "8.0" in (FAMILY.refusal(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
 
 
 CONFIG = Config(tile_p=8, tile_q=32, taps_h=3, taps_w=3, splits=2)
@@ -91,24 +91,24 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("changes", "reason"), ILLEGAL, ids=[reason for _, reason in ILLEGAL])
 def test_illegal_configs(changes: dict[str, int], reason: str) -> None:
-    assert supports(problem(), CONFIG) is None
-    assert reason in (supports(problem(), dataclasses.replace(CONFIG, **changes)) or "")
+    assert FAMILY.refusal(problem(), CONFIG) is None
+    assert reason in (FAMILY.refusal(problem(), dataclasses.replace(CONFIG, **changes)) or "")
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_candidates_and_neighbours(case: Case) -> None:
     for out_dtype in ("bfloat16", "float32"):
         p = case.problem(out_dtype)
-        found = halo.candidates(p, DEFAULT_CUDA)
+        found = FAMILY.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(found) <= 60
         assert len(set(found)) == len(found)
         for config in found:
-            assert supports(p, config, DEFAULT_CUDA) is None
-            assert 1e-6 < halo.estimate(p, config, DEFAULT_CUDA) < 1
-            assert config not in halo.neighbours(p, config, DEFAULT_CUDA)
+            assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None
+            assert 1e-6 < FAMILY.estimate(p, config, DEFAULT_CUDA) < 1
+            assert config not in FAMILY.neighbours(p, config, DEFAULT_CUDA)
         if out_dtype == "float32":
-            near = [n for config in found for n in halo.neighbours(p, config, DEFAULT_CUDA)]
-            for config in (*found, *(n for n in near if supports(p, n, DEFAULT_CUDA) is None)):
+            near = [n for config in found for n in FAMILY.neighbours(p, config, DEFAULT_CUDA)]
+            for config in (*found, *(n for n in near if FAMILY.refusal(p, n, DEFAULT_CUDA) is None)):
                 pixels = halo.longest_part(p, config) * config.tile_p * config.tile_q
                 assert min(pixels, p.reduction_size) <= halo.MAX_FLOAT32_PIXELS
 
@@ -160,7 +160,7 @@ def random_problem(rng: Any) -> ConvWgradProblem:
             "random", int(rng.integers(1, 9)), int(rng.integers(1, 40)), int(rng.integers(1, 60)),
             8 * int(rng.integers(1, 30)), 8 * int(rng.integers(1, 30)), kernel, dilation=(1, int(rng.integers(1, 3))),
         )  # fmt: skip
-        if supports(case.problem()) is None:
+        if FAMILY.refusal(case.problem()) is None:
             return case.problem()
 
 
@@ -168,9 +168,9 @@ def test_every_unit_is_done_once_and_every_part_is_added() -> None:
     with seeded(61) as rng:
         for _ in range(40):
             p = random_problem(rng)
-            configs = halo.candidates(p, DEFAULT_CUDA)
+            configs = FAMILY.candidates(p, DEFAULT_CUDA)
             for config in (configs[int(i)] for i in rng.integers(0, len(configs), 4)):
-                plan = halo.make_plan(p, config)
+                plan = FAMILY.plan(p, config)
                 g, main = arguments(plan), plan.launches[0]
                 count, units = halo.tiles(p, config), g["units_per_tile"]
                 seen: list[tuple[int, int]] = []
@@ -214,8 +214,8 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
     with seeded(62) as rng:
         for _ in range(200):
             p = random_problem(rng)
-            for config in halo.candidates(p, DEFAULT_CUDA)[:5]:
-                plan = halo.make_plan(p, config)
+            for config in FAMILY.candidates(p, DEFAULT_CUDA)[:5]:
+                plan = FAMILY.plan(p, config)
                 g = arguments(plan)
                 rows = g["in_image"] // g["tiles_q"]
                 groups = halo.tiles(p, config) // (g["slots"] * g["k_blocks"])

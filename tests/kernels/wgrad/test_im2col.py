@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks import cases
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.kernels.wgrad.im2col import Config, supports
+from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.problems import random_case, seeded
 
-LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]
+LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if FAMILY.refusal(case.problem()) is None]
 PLAIN = next(case for case in cases.SMALL_CASES if case.name == "plain")
 
 
@@ -142,16 +143,16 @@ EDGES = [
 
 @pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES)
 def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert str(supports(illegal)).startswith(reason)
+    assert FAMILY.refusal(legal) is None
+    assert str(FAMILY.refusal(illegal)).startswith(reason)
     # A legal problem's plan is one that the launcher takes; an illegal one is refused with any config as well.
-    assert reason in str(supports(illegal, Config(64, 64, 4, False, 1), DEFAULT_CUDA))
+    assert reason in str(FAMILY.refusal(illegal, Config(64, 64, 4, False, 1), DEFAULT_CUDA))
 
 
 def test_an_input_of_no_pixels_is_not_legal() -> None:
     empty = problem(height=0, padding=((2, 2), (1, 1)))
     assert empty.reduction_size > 0
-    assert supports(empty) is not None
+    assert FAMILY.refusal(empty) is not None
 
 
 def matrix(rows: int, in_channels: int = 8, out_channels: int = 8, **changes: Any) -> ConvWgradProblem:
@@ -161,25 +162,25 @@ def matrix(rows: int, in_channels: int = 8, out_channels: int = 8, **changes: An
 
 def test_extents_fit_32_bit_integers() -> None:
     most = 2**31 - 1
-    assert supports(matrix(most - 64)) is None
-    assert supports(matrix(most - 63)) == f"{most - 63} output pixels; accepted: 1 to {most - 64}"
-    assert supports(matrix(64, 2**15, 2**16 - 8)) is None
-    assert supports(matrix(64, 2**15, 2**16)) == f"{2**31} weights; accepted: 1 to {most - 1024}"
+    assert FAMILY.refusal(matrix(most - 64)) is None
+    assert FAMILY.refusal(matrix(most - 63)) == f"{most - 63} output pixels; accepted: 1 to {most - 64}"
+    assert FAMILY.refusal(matrix(64, 2**15, 2**16 - 8)) is None
+    assert FAMILY.refusal(matrix(64, 2**15, 2**16)) == f"{2**31} weights; accepted: 1 to {most - 1024}"
 
 
 def test_input_coordinates_fit_32_bit_integers() -> None:
     """Of the 64 pixels beyond the output, too, that a block of them may reach."""
     row = lambda width: spatial((1, width), (1, 1), batch=1, window_strides=(1, 8))  # noqa: E731
-    assert supports(row(8 * (2**28 - 65))) is None
-    reason = supports(row(8 * (2**28 - 64)))
+    assert FAMILY.refusal(row(8 * (2**28 - 65))) is None
+    reason = FAMILY.refusal(row(8 * (2**28 - 64)))
     assert reason == f"padded input of up to {2**31 + 1} pixels in spatial dimension 1; accepted: at most {2**31 - 1}"
 
 
 def test_groups_fit_the_grid() -> None:
     most = 65535
-    assert supports(matrix(64, 64 * most, 64 * most, feature_group_count=most)) is None
+    assert FAMILY.refusal(matrix(64, 64 * most, 64 * most, feature_group_count=most)) is None
     beyond = matrix(64, 64 * (most + 1), 64 * (most + 1), feature_group_count=most + 1)
-    assert supports(beyond) == "feature_group_count 65536; accepted: 1 to 65535"
+    assert FAMILY.refusal(beyond) == "feature_group_count 65536; accepted: 1 to 65535"
 
 
 def at(axis: int, value: Any, other: Any, rank: int = 3) -> tuple[Any, ...]:
@@ -212,8 +213,8 @@ def test_limits_of_three_dimensions(axis: int) -> None:
             f"window stride 9 {where}: at most 8",
         ),
     ]:
-        assert supports(legal) is None
-        assert str(supports(illegal)).startswith(reason)
+        assert FAMILY.refusal(legal) is None
+        assert str(FAMILY.refusal(illegal)).startswith(reason)
 
 
 def test_one_dimension_has_the_limits_of_two() -> None:
@@ -226,8 +227,8 @@ def test_one_dimension_has_the_limits_of_two() -> None:
             "dilated window's reach 256 in spatial dimension 0; accepted: at most 255",
         ),
     ]:
-        assert supports(spatial((400,), (3,), **change)) is None
-        assert str(supports(spatial((400,), (3,), **other))).startswith(reason)
+        assert FAMILY.refusal(spatial((400,), (3,), **change)) is None
+        assert str(FAMILY.refusal(spatial((400,), (3,), **other))).startswith(reason)
 
 
 # ---- dimensions in which nothing moves -----------------------------------------------------------------------------
@@ -258,12 +259,12 @@ def test_folding(given: ConvWgradProblem, batch: int, size: tuple[int, ...], ker
     assert (folded.batch, folded.input_spatial, folded.kernel_spatial) == (batch, size, kernel)
     assert (folded.gemm_shape, folded.bytes_moved) == (given.gemm_shape, given.bytes_moved)
     assert im2col.folded(folded) == folded
-    assert dict(im2col.source(given, Config(64, 64, 4, False, 1)).defines)["RANK3"] == (len(size) == 3)
+    assert dict(FAMILY.source(given, Config(64, 64, 4, False, 1)).defines)["RANK3"] == (len(size) == 3)
 
 
 def test_folded_dimensions_have_no_limits() -> None:
     long = spatial((3, 1000, 30), (1, 1, 3), rhs_dilation=(99, 99, 99), padding=((0, 0), (0, 0), (0, 200)))
-    assert supports(long) is None
+    assert FAMILY.refusal(long) is None
     assert im2col.is_matrix_product(spatial((3, 4, 5), (1, 1, 1)))
     assert not im2col.is_matrix_product(spatial((3, 4, 5), (1, 1, 1), window_strides=(1, 2, 1)))
 
@@ -279,7 +280,7 @@ def test_folded_dimensions_have_no_limits() -> None:
     ],
 )
 def test_only_hopper(target: Target, legal: bool) -> None:
-    reason = supports(problem(), None, target)
+    reason = FAMILY.refusal(problem(), None, target)
     if legal:
         assert reason is None
     else:
@@ -293,7 +294,7 @@ def test_only_hopper(target: Target, legal: bool) -> None:
 def test_matrix_products_are_free_of_im2cols_limits() -> None:
     assert im2col.is_matrix_product(problem(kernel=(1, 1)))
     assert im2col.is_matrix_product(problem(kernel=(1, 1), dilation=(300, 300)))
-    assert supports(problem(kernel=(1, 1), dilation=(300, 300))) is None
+    assert FAMILY.refusal(problem(kernel=(1, 1), dilation=(300, 300))) is None
     for change in ({"stride": (2, 1)}, {"padding": ((0, 1), (0, 0))}, {"kernel": (1, 2)}):
         assert not im2col.is_matrix_product(problem(**{"kernel": (1, 1), **change})), change
 
@@ -301,7 +302,7 @@ def test_matrix_products_are_free_of_im2cols_limits() -> None:
 def test_config_limits() -> None:
     p = problem()  # 288 pixels: 5 blocks
     good = Config(128, 128, 6, False, 5)
-    assert supports(p, good) is None
+    assert FAMILY.refusal(p, good) is None
     for change, reason in [
         ({"tile_m": 64, "tile_n": 320}, "tile 64x320; accepted: 64x64, "),
         ({"tile_m": 256, "tile_n": 256}, "tile 256x256; accepted: 64x64, "),
@@ -312,9 +313,9 @@ def test_config_limits() -> None:
         ({"splits": 6}, "splits 6; accepted for 5 blocks of pixels: 1 to 5"),
         ({"splits": 4}, "splits 4 leaves some of 5 blocks of pixels' splits empty; use 3"),
     ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+        assert str(FAMILY.refusal(p, dataclasses.replace(good, **change))).startswith(reason), change
     for change in (*({"stages": 2}, {"stages": 7}, {"swap": True}, {"splits": 1}, {"splits": 2}, {"splits": 3}),):
-        assert supports(p, dataclasses.replace(good, **change)) is None, change
+        assert FAMILY.refusal(p, dataclasses.replace(good, **change)) is None, change
 
 
 @pytest.mark.parametrize("tile", im2col.TILES, ids=str)
@@ -323,7 +324,7 @@ def test_ring_holds_the_16_bit_tile(tile: tuple[int, int]) -> None:
     assert tile[0] * tile[1] * 2 <= fewest * Config(*tile, fewest, False, 1).stage_bytes
     assert fewest <= deepest
     for stages in range(1, 10):
-        reason = supports(problem(), Config(*tile, stages, False, 1))
+        reason = FAMILY.refusal(problem(), Config(*tile, stages, False, 1))
         if fewest <= stages <= deepest:
             assert reason is None
         else:
@@ -334,9 +335,9 @@ def test_grid_limits_splits() -> None:
     wide = matrix(64 * 65536)
     config = Config(64, 64, 8, False, 65535)
     assert "accepted for 65536 blocks of pixels: 1 to 65535" in str(
-        supports(wide, dataclasses.replace(config, splits=65536))
+        FAMILY.refusal(wide, dataclasses.replace(config, splits=65536))
     )
-    assert supports(matrix(64 * 65535), config) is None
+    assert FAMILY.refusal(matrix(64 * 65535), config) is None
 
 
 # ---- splits and tiles ----------------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ def test_whole_splits_leaves_no_split_empty() -> None:
         for _ in range(3000):
             p = matrix(int(rng.integers(1, 20_000)))
             wanted = int(rng.integers(1, 400))
-            splits = im2col.whole_splits(p, wanted)
+            splits = split_k.whole_splits(im2col.k_tiles(p), wanted)
             blocks = im2col.k_tiles(p)
             assert blocks == math.ceil(p.reduction_size / 64)
             assert 1 <= splits <= min(wanted, blocks)
@@ -356,7 +357,7 @@ def test_whole_splits_leaves_no_split_empty() -> None:
             sizes = [min(blocks, (s + 1) * per_split) - s * per_split for s in range(splits)]
             assert min(sizes) >= 1
             assert sum(sizes) == blocks
-            assert im2col.whole_splits(p, splits) == splits
+            assert split_k.whole_splits(im2col.k_tiles(p), splits) == splits
             # The nearest: nothing between it and what was wanted is legal.
             for other in range(splits + 1, min(wanted, blocks) + 1):
                 assert (other - 1) * math.ceil(blocks / other) >= blocks, (splits, other, blocks)
@@ -397,12 +398,12 @@ def test_tail_covers_every_block_of_every_tile_once() -> None:
             p = random_case(rng).problem()
             variant = list(im2col.variants())[int(rng.integers(0, 20))]
             tiles = math.prod(im2col.tile_counts(p, variant))
-            splits = im2col.whole_splits(p, int(rng.integers(2, 9)))
+            splits = split_k.whole_splits(im2col.k_tiles(p), int(rng.integers(2, 9)))
             if tiles < 2 or splits == 1:
                 continue
             config = dataclasses.replace(variant, splits=splits, whole_tiles=int(rng.integers(1, tiles)))
-            assert supports(p, config) is None
-            made, rest = im2col.make_plan(p, config), tiles - config.whole_tiles
+            assert FAMILY.refusal(p, config) is None
+            made, rest = FAMILY.plan(p, config), tiles - config.whole_tiles
             main, reduce = made.launches
             assert (main.kernel, reduce.kernel, reduce.programmatic) == ("wgrad_tail", "reduce_tail", True)
             seen = [work_of_block(p, config, index, rest) for index in range(main.grid[0])]
@@ -417,12 +418,12 @@ def test_tail_limits() -> None:
     p = problem(in_channels=256, out_channels=256, batch=16)
     config = Config(128, 128, 4, False, 2, whole_tiles=20)
     tiles = math.prod(im2col.tile_counts(p, config))
-    assert supports(p, config) is None
-    assert supports(p, dataclasses.replace(config, whole_tiles=tiles - 1)) is None
+    assert FAMILY.refusal(p, config) is None
+    assert FAMILY.refusal(p, dataclasses.replace(config, whole_tiles=tiles - 1)) is None
     for changes in ({"whole_tiles": tiles}, {"whole_tiles": -1}):
-        reason = supports(p, dataclasses.replace(config, **changes)) or ""
+        reason = FAMILY.refusal(p, dataclasses.replace(config, **changes)) or ""
         assert f"whole_tiles {changes['whole_tiles']}; accepted for {tiles} tiles: 0 to {tiles - 1}" == reason
-    reason = supports(p, dataclasses.replace(config, splits=1))
+    reason = FAMILY.refusal(p, dataclasses.replace(config, splits=1))
     assert reason == "whole_tiles 20; accepted but for several splits of one group: 0"
 
 
@@ -430,8 +431,8 @@ def test_tail_fits_the_grid() -> None:
     p = matrix(128, 16448, 16384)
     config = Config(64, 64, 4, False, 2, whole_tiles=257)
     assert math.prod(im2col.tile_counts(p, config)) == 65535 + 257
-    assert supports(p, config) is None
-    reason = supports(p, dataclasses.replace(config, whole_tiles=256))
+    assert FAMILY.refusal(p, config) is None
+    reason = FAMILY.refusal(p, dataclasses.replace(config, whole_tiles=256))
     assert reason == "whole_tiles 256; accepted for 65792 tiles: 0, or at least 257"
 
 
@@ -447,7 +448,7 @@ ARGS = [
 
 def device_args(p: ConvWgradProblem, config: Config) -> dict[str, int]:
     """The values in the struct's order; of a divisor the first of its three words."""
-    words = list(im2col.make_plan(p, config).launches[0].params[2].values)
+    words = list(FAMILY.plan(p, config).launches[0].params[2].values)
     found = {}
     for name in ARGS:
         found[name], words = words[0], words[3 if name in DIVISORS else 1 :]
@@ -472,9 +473,9 @@ def test_splits_share_the_blocks_of_pixels(taps: int) -> None:
     with seeded(8) as rng:
         for _ in range(300):
             p = spatial((int(rng.integers(100, 20_000)),), (taps,), batch=1)
-            splits = im2col.whole_splits(p, int(rng.integers(1, 300)))
+            splits = split_k.whole_splits(im2col.k_tiles(p), int(rng.integers(1, 300)))
             config = Config(64, 64, 4, False, splits)
-            assert supports(p, config) is None
+            assert FAMILY.refusal(p, config) is None
             assert im2col.takes_turns(p, config) == (taps == 1 and splits > 1)
             seen: list[int] = []
             for split in range(splits):
@@ -488,8 +489,8 @@ def test_splits_share_the_blocks_of_pixels(taps: int) -> None:
 def test_blocks_of_splits_that_take_turns_start_within_32_bits() -> None:
     most = 2**31 - 1
     p = matrix(most - 64)
-    config = Config(64, 64, 4, False, im2col.whole_splits(p, 60_000))
-    assert supports(p, config) is None
+    config = Config(64, 64, 4, False, split_k.whole_splits(im2col.k_tiles(p), 60_000))
+    assert FAMILY.refusal(p, config) is None
     first, count, step = split_blocks(p, config, config.splits - 1)
     assert 0 < (first + (count - 1) * step) * 64 < p.reduction_size < most
 
@@ -521,9 +522,9 @@ def test_producers_walk_over_pixels_is_division(rank: int) -> None:
             out = tuple(int(v) for v in rng.integers(1, most, rank))
             p = spatial(out, (3,) * rank, batch=int(rng.integers(1, 400)), padding=((1, 1),) * rank)
             assert p.output_spatial == out
-            if supports(p) is not None:
+            if FAMILY.refusal(p) is not None:
                 continue
-            splits = im2col.whole_splits(p, int(rng.integers(1, 9)))
+            splits = split_k.whole_splits(im2col.k_tiles(p), int(rng.integers(1, 9)))
             config = Config(64, 64, 4, False, splits)
             args = device_args(p, config)
             sizes = (args["out_d"], args["out_h"], args["out_w"])
@@ -548,8 +549,8 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
         batch=3, height=20, width=31, in_channels=24, out_channels=136, kernel=(5, 2), stride=(2, 3),
         padding=((4, 1), (7, 2)), dilation=(2, 6),
     )  # fmt: skip
-    config = Config(64, 128, 4, False, im2col.whole_splits(p, 3))
-    device_plan = im2col.make_plan(p, config)
+    config = Config(64, 128, 4, False, split_k.whole_splits(im2col.k_tiles(p), 3))
+    device_plan = FAMILY.plan(p, config)
     struct = re.search(r"struct Args \{(.*?)\};", device_plan.source.text(), re.DOTALL)[1]
     code = re.sub(r"//.*", "", struct)
     assert re.findall(r"\w+(?=[,;])", code) == ARGS
@@ -584,7 +585,7 @@ def test_args_and_map_of_three_dimensions_and_groups() -> None:
         "step": 64, "step_n": 0, "step_o": 64 // (out_h * out_w),
         "step_p": 64 % (out_h * out_w) // out_w, "step_q": 64 % out_w, "x_once": 0, "dy_once": 0,
     }  # fmt: skip
-    device_plan = im2col.make_plan(p, config)
+    device_plan = FAMILY.plan(p, config)
     x_map = device_plan.maps[0]
     assert (x_map.dims, x_map.element_strides) == ((128, 31, 20, 9, 3), (1, 3, 2, 1, 1))
     assert (x_map.lower, x_map.upper) == ((-7, -4, -1), (2 - 12, 1 - 8, 0 - 3))

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.kernels.wgrad.im2col import Config, supports
+from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.options import Options
@@ -16,17 +16,17 @@ from jax_splitk.tuning.select import select
 from tests.kernels.wgrad.test_im2col import matrix, problem
 from tests.problems import random_case, seeded
 
-LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]
+LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if FAMILY.refusal(case.problem()) is None]
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_candidates_are_legal_unique_and_of_known_code(case: cases.Case) -> None:
     p = case.problem()
-    configs = im2col.candidates(p, DEFAULT_CUDA)
-    variants = [v for v in im2col.variants() if supports(p, v) is None]
+    configs = FAMILY.candidates(p, DEFAULT_CUDA)
+    variants = [v for v in im2col.variants() if FAMILY.refusal(p, v) is None]
     assert 300 >= len(set(configs)) == len(configs) >= len(variants)
     for config in configs:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
+        assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
     plain = {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs}
     assert {dataclasses.replace(c, stages=min(c.stages, im2col.MAX_STAGES)) for c in plain} == set(variants)
     assert {config.splits for config in configs} >= {1}
@@ -35,20 +35,20 @@ def test_candidates_are_legal_unique_and_of_known_code(case: cases.Case) -> None
 
 
 def best_config(p: ConvWgradProblem) -> Config:
-    return min(im2col.candidates(p, DEFAULT_CUDA), key=lambda config: im2col.estimate(p, config, DEFAULT_CUDA))
+    return min(FAMILY.candidates(p, DEFAULT_CUDA), key=lambda config: FAMILY.estimate(p, config, DEFAULT_CUDA))
 
 
 def test_select_respects_the_workspace_limit_and_takes_the_best_within(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", (im2col,))
+    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", (FAMILY,))
     with seeded(4) as rng:
         for _ in range(40):
             p = random_case(rng).problem("float32")
             limit = int(10 ** rng.uniform(3, 8))
             choice = select(p, DEFAULT_CUDA, Options(implementation="cutlass", workspace_limit_bytes=limit))
-            legal = [c for c in im2col.candidates(p, DEFAULT_CUDA) if im2col.workspace_bytes(p, c) <= limit]
+            legal = [c for c in FAMILY.candidates(p, DEFAULT_CUDA) if FAMILY.workspace_bytes(p, c) <= limit]
             assert choice.config in legal
-            assert choice.workspace_bytes == im2col.workspace_bytes(p, choice.config) <= limit
-            best = min(im2col.estimate(p, c, DEFAULT_CUDA) for c in legal)
+            assert choice.workspace_bytes == FAMILY.workspace_bytes(p, choice.config) <= limit
+            best = min(FAMILY.estimate(p, c, DEFAULT_CUDA) for c in legal)
             assert choice.estimated_seconds == best
 
 
@@ -56,19 +56,19 @@ def test_workspace_is_one_float_for_each_result_and_split() -> None:
     p = problem()
     for splits in (2, 3, 5):
         config = Config(64, 64, 4, False, splits)
-        assert im2col.workspace_bytes(p, config) == splits * 3 * 3 * 64 * 64 * 4
-    assert im2col.workspace_bytes(p, Config(64, 64, 4, False, 1)) == 0
+        assert FAMILY.workspace_bytes(p, config) == splits * 3 * 3 * 64 * 64 * 4
+    assert FAMILY.workspace_bytes(p, Config(64, 64, 4, False, 1)) == 0
 
 
 def best_seconds(p: ConvWgradProblem, target: Target = DEFAULT_CUDA) -> float:
-    return min(im2col.estimate(p, c, target) for c in im2col.candidates(p, target))
+    return min(FAMILY.estimate(p, c, target) for c in FAMILY.candidates(p, target))
 
 
 def test_estimate_is_positive_and_bounded_by_the_hardware() -> None:
     for case in LEGAL:
         p = case.problem()
-        for config in im2col.candidates(p, DEFAULT_CUDA):
-            seconds = im2col.estimate(p, config, DEFAULT_CUDA)
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
+            seconds = FAMILY.estimate(p, config, DEFAULT_CUDA)
             assert math.isfinite(seconds)
             # No faster than the tensor cores (990 TFLOP/s) or the memory (4.8 TB/s) of an H200 could be, and no day.
             assert max(p.flops / 990e12, p.bytes_moved / 4.8e12) < seconds < 1, (case.name, config)
@@ -122,10 +122,10 @@ def test_small_outputs_with_long_reductions_are_split() -> None:
 
 def test_shared_memory_of_every_variant_fits() -> None:
     for config in im2col.variants():
-        assert config.shared_bytes * config.ctas_per_sm <= 227 * 1024
+        assert config.shared_bytes * config.blocks_per_sm <= 227 * 1024
         assert config.shared_bytes >= config.stages * (config.tile_m + config.tile_n) * 64 * 2 + 1024
         assert config.tile_m % (64 * config.consumers) == 0
-    assert {config.ctas_per_sm for config in im2col.variants()} == {1, 2}
+    assert {config.blocks_per_sm for config in im2col.variants()} == {1, 2}
 
 
 def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
@@ -135,8 +135,8 @@ def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
         Config(128, 256, 4, True, 2),
         Config(64, 64, 6, True, 1),
     ):
-        near = im2col.neighbours(p, config, DEFAULT_CUDA)
-        legal = [c for c in near if supports(p, c) is None]
+        near = FAMILY.neighbours(p, config, DEFAULT_CUDA)
+        legal = [c for c in near if FAMILY.refusal(p, c) is None]
         assert config not in near
         assert len(legal) >= len(near) - 3
         changed = {
@@ -152,11 +152,11 @@ def test_rings_have_at_most_8_stages() -> None:
     p = matrix(64 * 33 * 16, 64, 256)
     for splits in (1, 33):
         config = Config(64, 64, 9, True, splits)
-        assert supports(p, config) == "stages 9; accepted with this tile: 2 to 8"
-        assert supports(p, dataclasses.replace(config, stages=8)) is None
+        assert FAMILY.refusal(p, config) == "stages 9; accepted with this tile: 2 to 8"
+        assert FAMILY.refusal(p, dataclasses.replace(config, stages=8)) is None
     for case in cases.WGRAD_CASES:
-        if case.groups == 1 and case.dtype == "bfloat16" and supports(case.problem()) is None:
-            found = im2col.candidates(case.problem(), DEFAULT_CUDA)
+        if case.groups == 1 and case.dtype == "bfloat16" and FAMILY.refusal(case.problem()) is None:
+            found = FAMILY.candidates(case.problem(), DEFAULT_CUDA)
             assert max(config.stages for config in found) == 8
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import tf32
-from jax_splitk.kernels.wgrad.tf32 import Config, supports, view
+from jax_splitk.kernels.wgrad.tf32 import FAMILY, Config, view
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -20,7 +20,7 @@ from tests.problems import seeded
 PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3), dtype="float32")
 SUITE = [case for case in cases.WGRAD_CASES if case.dtype == "float32"]
 LEGAL = [*SUITE, *(dataclasses.replace(case, dtype="float32") for case in cases.WGRAD_CASES)]
-LEGAL = [case for case in LEGAL if supports(case.problem()) is None]
+LEGAL = [case for case in LEGAL if FAMILY.refusal(case.problem()) is None]
 
 
 def problem(**changes: Any) -> ConvWgradProblem:
@@ -45,19 +45,19 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
 def test_both_sides_of_each_limit(good: ConvWgradProblem, bad: ConvWgradProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert reason in (supports(bad) or "")
+    assert FAMILY.refusal(good) is None
+    assert reason in (FAMILY.refusal(bad) or "")
 
 
 def test_needs_hopper_and_at_most_two_spatial_dimensions() -> None:
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert "8.0" in (supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
+    assert FAMILY.refusal(problem(), None, DEFAULT_CUDA) is None
+    assert "8.0" in (FAMILY.refusal(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
     line = ConvWgradProblem(2, (30,), (30,), (3,), 8, 8, (1,), ((1, 1),), (1,), (1,), 1, "float32", "float32")
-    assert supports(line) is None
+    assert FAMILY.refusal(line) is None
     ones = {f: (*getattr(line, f), 1, 1) for f in ("input_spatial", "output_spatial", "kernel_spatial")}
     ones |= {f: (1, 1, 1) for f in ("window_strides", "lhs_dilation", "rhs_dilation")}
     volume = dataclasses.replace(line, **ones, padding=((1, 1), (0, 0), (0, 0)))
-    assert "3 spatial dimensions; accepted: 1, 2" in (supports(volume) or "")
+    assert "3 spatial dimensions; accepted: 1, 2" in (FAMILY.refusal(volume) or "")
 
 
 CONFIG = Config(taps_h=3, taps_w=3, blocks=1, tile_n=64, images=1, tile_p=8, tile_q=32, stages=4, splits=4)
@@ -80,8 +80,8 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("changes", "reason"), ILLEGAL, ids=[reason for _, reason in ILLEGAL])
 def test_illegal_configs(changes: dict[str, int], reason: str) -> None:
-    assert supports(problem(), CONFIG) is None
-    assert reason in (supports(problem(), dataclasses.replace(CONFIG, **changes)) or "")
+    assert FAMILY.refusal(problem(), CONFIG) is None
+    assert reason in (FAMILY.refusal(problem(), dataclasses.replace(CONFIG, **changes)) or "")
 
 
 def test_barriers_of_very_dilated_filters_must_fit() -> None:
@@ -90,7 +90,7 @@ def test_barriers_of_very_dilated_filters_must_fit() -> None:
     reasons = {}
     for dilation in (40, 54):
         case = Case("x", 2, 3 * dilation, 24, 32, 32, (3, 3), dilation=(dilation, 1), padding=((0, 0), (1, 1)))
-        reasons[dilation] = supports(dataclasses.replace(case, dtype="float32").problem(), config)
+        reasons[dilation] = FAMILY.refusal(dataclasses.replace(case, dtype="float32").problem(), config)
     assert "bytes of barriers" not in (reasons[40] or "")
     assert (
         reasons[54] == "filter rows that reach over 54 input rows take 1040 bytes of barriers; accepted: at most 1024"
@@ -101,42 +101,42 @@ def test_barriers_of_very_dilated_filters_must_fit() -> None:
 def test_images_of_any_number_have_candidates(shape: tuple[int, int, int]) -> None:
     """A 1x1 convolution sees them as one tall image, whose sums must still be cut into short chains."""
     p = Case("tall", *shape, 64, 64, (1, 1), dtype="float32").problem()
-    assert supports(p) is None
-    assert tf32.candidates(p, DEFAULT_CUDA)
+    assert FAMILY.refusal(p) is None
+    assert FAMILY.candidates(p, DEFAULT_CUDA)
 
 
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_candidates_and_neighbours(case: Case) -> None:
     for out_dtype in ("bfloat16", "float32"):
         p = case.problem(out_dtype)
-        found = tf32.candidates(p, DEFAULT_CUDA)
+        found = FAMILY.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(found) <= tf32.MAX_CANDIDATES
         assert len(set(found)) == len(found)
         for config in found:
-            assert supports(p, config, DEFAULT_CUDA) is None
-            assert 1e-6 < tf32.estimate(p, config, DEFAULT_CUDA) < 1
-            assert config not in tf32.neighbours(p, config, DEFAULT_CUDA)
+            assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None
+            assert 1e-6 < FAMILY.estimate(p, config, DEFAULT_CUDA) < 1
+            assert config not in FAMILY.neighbours(p, config, DEFAULT_CUDA)
             if out_dtype == "float32":
                 strips = -(-tf32.units(p, config) // config.splits)
                 assert strips == 1 or strips * config.tile_p * config.pixels <= tf32.MAX_FLOAT32_CHAIN
-        legal = [c for c in tf32.neighbours(p, found[0], DEFAULT_CUDA) if supports(p, c) is None]
+        legal = [c for c in FAMILY.neighbours(p, found[0], DEFAULT_CUDA) if FAMILY.refusal(p, c) is None]
         assert legal
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_suite_fills_the_machine_and_is_predicted_faster_than_xla(case: Case) -> None:
     p = case.problem()
-    best = tf32.candidates(p, DEFAULT_CUDA)[0]
+    best = FAMILY.candidates(p, DEFAULT_CUDA)[0]
     blocks = math.prod(tf32.tile_counts(p, best)) * best.splits
     assert 0.95 * DEFAULT_CUDA.cores <= blocks <= DEFAULT_CUDA.cores
     assert case.xla_us is not None
-    assert tf32.estimate(p, best, DEFAULT_CUDA) * 1e6 < case.xla_us
+    assert FAMILY.estimate(p, best, DEFAULT_CUDA) * 1e6 < case.xla_us
 
 
 def test_wide_strides_have_candidates() -> None:
     for stride in (9, 20, 33, 71):
         p = problem(width=400, stride=(1, stride), batch=1)
-        assert tf32.candidates(p, DEFAULT_CUDA)
+        assert FAMILY.candidates(p, DEFAULT_CUDA)
 
 
 # ---- the device code's arithmetic ----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ MODELLED = [
 
 
 def check_model(p: ConvWgradProblem, config: Config, rng: np.random.Generator) -> None:
-    assert supports(p, config) is None
+    assert FAMILY.refusal(p, config) is None
     x, dy = (rng.integers(-3, 4, shape).astype(np.float64) for shape in (p.lhs_shape, p.g_shape))
     sums = tf32_model.sums(p, config, x, dy)
     assert not np.isnan(sums).any()
@@ -195,9 +195,9 @@ def test_candidates_of_random_problems_are_exact_in_the_model() -> None:
                 padding=((top, bottom), (left, right)), dtype="float32",
             )  # fmt: skip
             p = case.problem()
-            if supports(p) is not None:
+            if FAMILY.refusal(p) is not None:
                 continue
-            found = tf32.candidates(p, DEFAULT_CUDA)
+            found = FAMILY.candidates(p, DEFAULT_CUDA)
             check_model(p, found[int(rng.integers(len(found)))], rng)
             done += 1
 
@@ -205,8 +205,8 @@ def test_candidates_of_random_problems_are_exact_in_the_model() -> None:
 def test_boxes_are_within_tmas_limits() -> None:
     for case in LEGAL:
         p = case.problem()
-        for config in tf32.candidates(p, DEFAULT_CUDA):
-            for tensor_map in tf32.make_plan(p, config).maps:
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
+            for tensor_map in FAMILY.plan(p, config).maps:
                 assert isinstance(tensor_map, TiledMap)
                 assert tensor_map.box[0] * 4 == 128
                 assert max(tensor_map.box) <= 256

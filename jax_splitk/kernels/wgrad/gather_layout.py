@@ -1,5 +1,8 @@
-"""What a thread block of wgrad_gather works on: its config, the problem in three dimensions, and where a stage's part
-of X lies in shared memory (device code: wgrad/gather.cu)."""
+"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X lies in shared memory
+(device code: wgrad/gather.cu).
+
+A stage is a tile of output pixels, (images, rows, columns).
+"""
 
 import dataclasses
 import functools
@@ -12,48 +15,9 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 SLICES = (128, 64, 32, 16, 8)  # about as many channels of X in a stage
-SHARED_PER_SM = 228 * 1024
-_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
-SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
-RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
 BANKS = 32
-# Consumers' registers by (thread blocks on an SM, consumer warpgroups): CONSUMER_REGS in the device code, and those
-# that remain for the accumulators and fragments.
-REGISTERS = {(1, 1): 240, (1, 2): 208, (1, 3): 152, (1, 4): 104, (2, 1): 184, (2, 2): 88, (2, 3): 72}
-EXACT_REGISTERS = 224  # with three parts ptxas spills above
-_OTHER_REGISTERS = 26
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a weight gradient is computed.
-
-    Attributes:
-      consumers, blocks: consumer warpgroups, and 64-row blocks of (filter tap, input channel) of each.
-      tile_n: output channels of a thread block; see `TILE_N` in wgrad_gather.py.
-      images, tile_p, tile_q: a stage's tile of output pixels, [images, tile_p rows, tile_q columns].
-      slice: input channels of a thread block.
-      stages: depth of the shared-memory ring.
-      splits: parts into which the reduction is cut; none may be empty.
-    """
-
-    consumers: int
-    blocks: int
-    tile_n: int
-    images: int
-    tile_p: int
-    tile_q: int
-    slice: int
-    stages: int
-    splits: int
-
-    @property
-    def pixels(self) -> int:
-        return self.images * self.tile_p * self.tile_q
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers * self.blocks
+Tile = tuple[int, int, int]
 
 
 # ---- the problem in three dimensions -------------------------------------------------------------------------------
@@ -139,9 +103,8 @@ class Layout:
     tap_row: int
     granule: int  # bytes
 
-    def stage_bytes(self, v: Volume, config: Config) -> int:
-        x_bytes = config.images * v.kernel[0] * self.rows * self.row_pitch * v.item
-        return v.copies * -(-config.tile_n // 64) * config.pixels * 128 + -(-x_bytes // 1024) * 1024
+    def stage_bytes(self, v: Volume, images: int) -> int:
+        return -(-images * v.kernel[0] * self.rows * self.row_pitch * v.item // 1024) * 1024
 
     def gemm_rows(self, v: Volume, channels: int) -> int:
         """Rows of the product for a slice of that many channels, with those that fill up segments."""
@@ -157,19 +120,19 @@ def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, in
     return step, ((tile - 1) * stride + (kernel - 1) * dilation) // step + 1
 
 
-def _pixel_places(layout: Layout, v: Volume, config: Config, count: int) -> list[int]:
+def _pixel_places(layout: Layout, v: Volume, tile: Tile, count: int) -> list[int]:
     image = v.kernel[0] * layout.rows * layout.row_pitch
     places = []
     for k in range(count):
-        rest, q = divmod(k, config.tile_q)
-        n, p = divmod(rest, config.tile_p)
+        rest, q = divmod(k, tile[2])
+        n, p = divmod(rest, tile[1])
         places.append(q * layout.pixel_col + p * layout.pixel_row + n * image)
     return places
 
 
-def conflicts(layout: Layout, v: Volume, config: Config) -> int:
+def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
     """Turns that shared memory takes to serve one of a warp's loads of A's elements (at best 1 for each 128 bytes)."""
-    places = _pixel_places(layout, v, config, 8)
+    places = _pixel_places(layout, v, tile, 8)
     width = v.item * (2 if layout.paired else 1)
     lanes_at_once = 16 if width == 8 else 32
     turns = 0
@@ -188,17 +151,17 @@ def _granule_items(v: Volume, channels: int) -> int:
     return next(n for n in (16 // v.item, 8 // v.item, 4 // v.item, 1) if v.channels % n == 0 and channels % n == 0)
 
 
-def _dense_granule_items(v: Volume, config: Config) -> int:
+def _dense_granule_items(v: Volume, tile_q: int) -> int:
     """The longest copy's elements, where rows are: also at the first pixel of each tile and at an image's edges."""
-    step = config.tile_q * v.stride[2] * v.channels if v.out[2] > config.tile_q else 0
+    step = tile_q * v.stride[2] * v.channels if v.out[2] > tile_q else 0
     sizes = (16 // v.item, 8 // v.item, 4 // v.item, 1)
     return next(n for n in sizes if v.size[2] * v.channels % n == 0 and step % n == 0)
 
 
 @functools.lru_cache(maxsize=65536)
-def _layout(v: Volume, images: int, tile_p: int, tile_q: int, channels: int) -> Layout:
-    """X's stage; pitches are chosen for few bank conflicts."""
-    config = Config(1, 1, 8, images, tile_p, tile_q, channels, 2, 1)
+def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
+    """X's stage for a slice of so many channels; pitches are chosen for few bank conflicts."""
+    _, tile_p, tile_q = tile
     (_, stride_h, stride_w), (_, kernel_h, kernel_w) = v.stride, v.kernel
     _, dilation_h, dilation_w = v.rhs_dilation
     grid_h, rows = lattice(tile_p, stride_h, kernel_h, dilation_h)
@@ -206,7 +169,7 @@ def _layout(v: Volume, images: int, tile_p: int, tile_q: int, channels: int) -> 
     few = channels == v.channels and (channels < 16 or channels * v.item % 4 != 0)
     dense = few and grid_w == 1 and v.lhs_dilation[2] == 1
     runs = dense and (dilation_w == 1 or kernel_w == 1)
-    items = _dense_granule_items(v, config) if dense else _granule_items(v, channels)
+    items = _dense_granule_items(v, tile_q) if dense else _granule_items(v, channels)
     lead = -v.pad[2] * channels % items if dense else 0
     even = math.lcm(items, 2)  # of pitches
     best, best_score = None, None
@@ -236,17 +199,13 @@ def _layout(v: Volume, images: int, tile_p: int, tile_q: int, channels: int) -> 
             tap_row=dilation_h // grid_h * row_pitch if kernel_h > 1 else 0,
             granule=items * v.item,
         )
-        score = (conflicts(found, v, config), row_pitch)
+        score = (conflicts(found, v, tile), row_pitch)
         if best_score is None or score < best_score:
             best, best_score = found, score
         if score[0] <= fewest:
             break
     assert best is not None
     return best
-
-
-def layout(v: Volume, config: Config) -> Layout:
-    return _layout(v, config.images, config.tile_p, config.tile_q, config.slice)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,56 +217,3 @@ def slices(v: Volume) -> tuple[int, ...]:
         items = _granule_items(v, 0)
         found.add(min(v.channels, -(-equal // items) * items))
     return tuple(sorted(found, reverse=True))
-
-
-def shared_bytes(v: Volume, config: Config) -> int:
-    return config.stages * layout(v, config).stage_bytes(v, config) + RESERVED_BYTES
-
-
-# Steps of 16 pixels that WGMMA adds up before a rounding addition, with three parts. It truncates: an error of one sign
-# that grows with what is added to large sums. So a chain's large products come last; 4 of them give 1.9e-7 in all.
-CHAINS = (4, 2)
-
-
-def chain(v: Volume, config: Config) -> int:
-    """The longest that costs no thread block its place on an SM (CHAIN in the device code); 1 with fewer parts."""
-    if v.parts < 3:
-        return 1
-    *longer, shortest = CHAINS
-    most = REGISTERS[_ctas_per_sm(v, config, shortest), config.consumers]
-    fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
-    return next(fitting, shortest)
-
-
-def most_registers(v: Volume, config: Config) -> int:
-    most = REGISTERS[1, config.consumers]
-    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
-
-
-def registers(v: Volume, config: Config) -> int:
-    """A consumer thread's, about."""
-    return _registers(v, config, chain(v, config))
-
-
-def _registers(v: Volume, config: Config, steps: int) -> int:
-    exact = v.parts == 3
-    accumulators = config.blocks * config.tile_n // 2 * (2 if exact else 1)
-    # Two fragments in turn; with three parts the first one is kept for the whole chain.
-    fragments = 2 * 4 * (v.copies - exact) + (4 * config.blocks * steps if exact else 0)
-    masks = 8 if is_ragged(v, config) else 0
-    return accumulators + fragments + 2 * config.blocks + masks + _OTHER_REGISTERS
-
-
-def is_ragged(v: Volume, config: Config) -> bool:
-    """Some tiles of pixels reach beyond the output."""
-    return v.batch % config.images + v.out[1] % config.tile_p + v.out[2] % config.tile_q > 0
-
-
-def ctas_per_sm(v: Volume, config: Config) -> int:
-    """2 where shared memory and registers allow it."""
-    return _ctas_per_sm(v, config, chain(v, config))
-
-
-def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
-    fits = _registers(v, config, steps) <= REGISTERS.get((2, config.consumers), 0)
-    return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1

@@ -4,11 +4,31 @@ Each function returns the reason, or None where there is none, so that `or` betw
 """
 
 import math
+from collections.abc import Sequence
 
+from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 INT32_MAX = 2**31 - 1
 MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyond them
+
+
+HALVES = ("bfloat16", "float16")
+
+
+def rank(p: ConvWgradProblem, accepted: Sequence[int]) -> str | None:
+    if p.rank in accepted:
+        return None
+    return f"{p.rank} spatial dimensions; accepted: {', '.join(map(str, accepted))}"
+
+
+def dtypes(p: ConvWgradProblem, accepted: Sequence[str]) -> str | None:
+    """Of the inputs, and of the result."""
+    if p.dtype not in accepted:
+        return f"dtype {p.dtype}; accepted: {', '.join(accepted)}"
+    if p.out_dtype not in OUT_CODES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+    return None
 
 
 def groups(p: ConvWgradProblem) -> str | None:
