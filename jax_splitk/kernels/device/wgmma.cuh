@@ -15,11 +15,38 @@ struct MakeIndices<0, I...> {
   using type = Indices<I...>;
 };
 
-// Keeps the compiler from moving accumulators while products that write them are under way.
-template <int N>
-__device__ inline void fence(float (&acc)[N]) {
+// The name of an instruction in CUTLASS, of which the middle is a macro.
+#define PASTE_(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
+
+// Keeps the compiler from moving accumulators and A's registers while products that use them are under way.
+__device__ inline void fence(float& value) { cute::warpgroup_fence_operand(value); }
+__device__ inline void fence(uint32_t& value) { cute::warpgroup_fence_operand(value); }
+template <class T, int N>
+__device__ inline void fence(T (&values)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(acc[i]);
+  for (int i = 0; i < N; ++i) fence(values[i]);
+}
+
+__device__ inline void clear(float& sum) { sum = 0.f; }
+template <class T, int N>
+__device__ inline void clear(T (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) clear(sums[i]);
+}
+
+// acc += a * b, or acc = a * b, by an instruction of CUTLASS with A in registers. Products under way across a
+// call are serialized, so what holds them is inlined.
+template <class Instruction, int N, int... I>
+__device__ __forceinline__ void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[N],
+                                      GMMA::ScaleOut scale, Indices<I...>) {
+  Instruction::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+}
+
+template <class Instruction, int N>
+__device__ __forceinline__ void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[N],
+                                      GMMA::ScaleOut scale) {
+  wgmma<Instruction>(a, b, acc, scale, typename MakeIndices<N>::type{});
 }
 
 // Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are `block_bytes`

@@ -34,7 +34,7 @@ def lanes(family, p, config, index):
 
 def odd_configs(p):
     config = gather.FAMILY.candidates(p, DEFAULT_CUDA)[0]
-    return of_splits(gather.FAMILY, p, config, gather.k_tiles(p, config))
+    return of_splits(gather.FAMILY, p, config, gather.FAMILY.reduction_blocks(p, config))
 
 
 def tile_configs(p):

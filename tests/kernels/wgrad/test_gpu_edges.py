@@ -143,7 +143,7 @@ SERVED = ("halo_columns", "halo_rows", "tf32_columns", "grouped_columns")
 
 
 def sm90_configs(p: ConvWgradProblem) -> list[im2col.Config]:
-    return [with_splits(p, config, config.splits, config.reduction) for config in SM90_CONFIGS]
+    return [with_splits(p, config, config.splits) for config in SM90_CONFIGS]
 
 
 def device_code() -> set[compiler.Source]:

@@ -117,7 +117,7 @@ def test_candidates_and_neighbours(case: Case) -> None:
             assert 1e-6 < FAMILY.estimate(p, config, DEFAULT_CUDA) < 1
             assert config not in FAMILY.neighbours(p, config, DEFAULT_CUDA)
             if out_dtype == "float32":
-                strips = -(-tf32.units(p, config) // config.splits)
+                strips = -(-FAMILY.reduction_blocks(p, config) // config.splits)
                 assert strips == 1 or strips * config.tile_p * config.pixels <= tf32.MAX_FLOAT32_CHAIN
         legal = [c for c in FAMILY.neighbours(p, found[0], DEFAULT_CUDA) if FAMILY.refusal(p, c) is None]
         assert legal
