@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-constexpr int FLOAT = 0, BF16 = 1, HALF_FLOAT = 2;
+enum { FLOAT, BF16, HALF_FLOAT };
 
 template <int TYPE>
 struct TypeOf {
