@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-enum { FLOAT, BF16, HALF_FLOAT };
+[[maybe_unused]] constexpr int FLOAT = 0, BF16 = 1, HALF_FLOAT = 2;
 
 template <int TYPE>
 struct TypeOf {
