@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk import kernels
+from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import search, session, table
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests.problems import random_case
@@ -29,9 +32,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     for name in ENVIRONMENT:
         monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(store, "_warned", set())
-    monkeypatch.setattr(store, "_looked_at", set())
+    monkeypatch.setattr(table, "FOLDER", tmp_path / "shipped")
     return tmp_path / "user"
 
 
@@ -75,27 +76,35 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
         else:
             problem = random_product(rng)
         key = key_for(problem, target)
-        if len(tuner.ranked(key)) >= 4:
+        if len(search.ranked(key)) >= 4:
             return key
 
 
 def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
     """A legal choice, timings of several candidates and XLA, and failures."""
-    ranked = tuner.ranked(key)
+    ranked = search.ranked(key)
     picked = [ranked[i] for i in rng.permutation(len(ranked))[:12]]
     failed = max(0, len(picked) - 3)
-    measurements = [Measurement(Candidate(XLA), float(rng.uniform(1, 1e4)))]
+    measurements = [Measurement(XLA, float(rng.uniform(1, 1e4)))]
     measurements += [Measurement(c, float(rng.uniform(1, 1e4))) for c in picked[:failed]]
     measurements += [Measurement(c, None, f"wrong result: {rng.random()} \u00b5 \"'\n") for c in picked[failed:]]
-    choice = Candidate(XLA) if rng.random() < 0.2 else picked[0]
+    choice = XLA if rng.random() < 0.2 else picked[0]
     predicted = ranked[0] if rng.random() < 0.8 else None
     metadata = {"date": "now", "seconds": float(rng.random())}
     limit = DEFAULT_WORKSPACE_LIMIT if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
-    return Entry(key.as_dict(), choice, tuple(measurements), predicted, metadata, limit)
+    return Entry.of(key, choice, tuple(measurements), predicted, metadata, limit)
 
 
-def entry_of(key: Key, config: Any, family: str = "wgrad_host") -> Entry:
-    return Entry(key.as_dict(), Candidate(family, config), (), None, {})
+def entry_of(key: Key, config: Any, family: kernels.Family = wgrad_host.FAMILY) -> Entry:
+    return Entry.of(key, Candidate(family, config))
+
+
+def ship(key: Key, choice: Candidate, us: float = 5.0, xla_us: float = 9.0) -> pathlib.Path:
+    """A row of a shipped table, which the process has not read yet."""
+    times = {choice: us, XLA: xla_us}
+    (path,) = tables.update([Entry.of(key, choice, [Measurement(c, us) for c, us in times.items()])])
+    session._session = session.Session()
+    return path
 
 
 def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
@@ -107,9 +116,10 @@ def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
 
 def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     """By the family's own predicate, and with fields of exactly the right types."""
-    if candidate == Candidate(XLA):
+    family = candidate.family
+    if family is None:
         return
-    family = next(f for f in kernels.families(key.problem.op, target.platform) if f.name == candidate.family)
+    assert family in kernels.families(key.problem.op, target.platform)
     assert type(candidate.config) is family.Config
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type

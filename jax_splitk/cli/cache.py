@@ -12,7 +12,7 @@ from jax_splitk.cli.output import UsageError
 from jax_splitk.cli.stored import Stored, Unusable
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import store
+from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.result import TuningResult
@@ -52,7 +52,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         sources = [(text, *stored.read_source("PATH", text)) for text in arguments.paths]
     else:
         layers = store.layers() if arguments.all else store.layers()[:1]
-        sources = [(f"{name} {folder}", *stored.read_folder(folder)) for name, folder in layers]
+        sources = [(f"{name} {folder}", *_read_layer(folder)) for name, folder in layers]
     lines, listed = [], []
     for name, usable, unusable in sources:
         machines: dict[str, list[Stored]] = {}
@@ -71,13 +71,17 @@ def _ls(arguments: argparse.Namespace) -> int:
     return 0 if all(item.foreign for _, _, unusable in sources for item in unusable) else 1
 
 
+def _read_layer(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    return stored.read_tables() if folder == table.FOLDER else stored.read_folder(folder)
+
+
 def _machine(key: Key) -> str:
     e = key.environment
     return f"{e.device_kind}, {e.cores} cores" + (f", CUDA {e.cuda_major}" if e.cuda_major else "")
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    item = stored.read(_entry_file(arguments.what))
+    item = _entry(arguments.what)
     if isinstance(item, Unusable):
         output.emit(dataclasses.asdict(item), f"{item.path}: {item.reason}", arguments.json)
         return 1
@@ -103,18 +107,21 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _entry_file(what: str) -> pathlib.Path:
-    """A file as such, or the one entry, in the first layer that has it, whose digest begins so."""
+def _entry(what: str) -> Stored | Unusable:
+    """A file's, or the one entry, in the first layer that has it, whose digest begins so."""
     argument = f"DIGEST_PREFIX_OR_FILE={what!r}"
     if os.path.isfile(what):
-        return pathlib.Path(what)
+        return stored.read(pathlib.Path(what))
     files = [path for _, folder in reversed(store.layers()) for path in store.files(folder)]
-    found = {path.stem: path for path in files if what and path.stem.startswith(what)}
+    found: dict[str, Stored | pathlib.Path] = {item.key.digest[:40]: item for item in stored.read_tables()[0]}
+    found |= {path.stem: path for path in files}
+    found = {digest: item for digest, item in found.items() if what and digest.startswith(what)}
     if not found:
         raise UsageError(f"{argument}: there is none; accepted: a file, or how a digest shown by `cache ls` begins")
     if len(found) > 1:
         raise UsageError(f"{argument} is how {len(found)} digests begin; accepted: more of one of {', '.join(found)}")
-    return next(iter(found.values()))
+    (item,) = found.values()
+    return item if isinstance(item, Stored) else stored.read(item)
 
 
 def _merge(arguments: argparse.Namespace) -> int:

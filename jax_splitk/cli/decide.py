@@ -15,7 +15,7 @@ from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.options import current, options
 from jax_splitk.tuning.select import select
-from jax_splitk.tuning.watch import Watched, watching
+from jax_splitk.tuning.session import Watched, session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -88,7 +88,7 @@ def _decided(arguments: argparse.Namespace, measure: bool) -> tuple[Explanation,
             stack.enter_context(output.stdout_to_stderr())
         if measure:
             _log_to_stderr(stack)
-        watched = stack.enter_context(watching(again=arguments.again))
+        watched = stack.enter_context(session().watching(again=arguments.again))
         if isinstance(what, list):
             platform = arguments.platform or local_platform()
             choices = {select(problem, target_for(platform), current(), measure=measure): 1 for problem in what}

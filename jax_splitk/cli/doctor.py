@@ -14,7 +14,7 @@ from jax_splitk import _ffi
 from jax_splitk.cli import output
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, select, store, tuner
+from jax_splitk.tuning import agreement, decide, store, tuner
 
 _PACKAGES = (
     "jax_splitk",
@@ -107,7 +107,7 @@ def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
     target = target_for(local_platform()) if backend else Target("", "", "", 0)
     read: dict[str, Callable[[], object]] = {
         "JAX_SPLITK_CACHE_MODE": disk.mode,
-        "JAX_SPLITK_AUTOTUNE": lambda: "on_miss" if select.autotune(target) else "off",
+        "JAX_SPLITK_AUTOTUNE": lambda: "on_miss" if decide.autotune(target) else "off",
         "JAX_SPLITK_TUNE_BUDGET_S": tuner.budget_seconds,
         "JAX_SPLITK_AGREEMENT_TIMEOUT_S": agreement.timeout_seconds,
     }

@@ -14,8 +14,9 @@ from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
-from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Candidate, Entry
+from jax_splitk.tuning import store, table
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.result import TuningResult
 
@@ -58,7 +59,8 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     try:
         fields = json.loads(data)
         key = keys.key_from_dict(fields.get("key") if isinstance(fields, dict) else None)
-        entry = entries.loads(data, key)
+        entry = entries.from_dict(fields, key)
+        entry.read_evidence()
     except _DAMAGE as error:
         return Unusable(path, str(error))
     if folder is not None and path != folder / key.file:
@@ -75,6 +77,34 @@ def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
         [f for f in found if isinstance(f, Stored)],
         [dataclasses.replace(f, foreign=f.path.parent.name not in local) for f in unusable],
     )
+
+
+def read_table(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    """Every row of a table that ships with the package."""
+    usable: list[Stored] = []
+    unusable: list[Unusable] = []
+    try:
+        found = table.read(path)
+    except _DAMAGE as error:
+        return [], [Unusable(path, str(error))]
+    for text in found.rows:
+        try:
+            problem = keys.problem_from_dict(path.stem, json.loads(text))
+            key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target)
+            entry = found.entry(key)
+            if entry is None:
+                unusable.append(Unusable(path, f"for another version of CUDA: {key.problem}", foreign=True))
+            else:
+                usable.append(Stored(path, key, entry))
+        except _DAMAGE as error:
+            unusable.append(Unusable(path, str(error)))
+    return usable, unusable
+
+
+def read_tables() -> tuple[list[Stored], list[Unusable]]:
+    """Every row of all of them."""
+    found = [read_table(path) for path in sorted(table.FOLDER.glob("*/*.json"))]
+    return [item for usable, _ in found for item in usable], [item for _, unusable in found for item in unusable]
 
 
 def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
@@ -112,7 +142,7 @@ def date(entry: Entry) -> datetime.datetime:
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
     """(us of the choice, us of XLA, how many times faster the choice is)."""
-    us, xla_us = entry.us(entry.choice), entry.us(Candidate(XLA))
+    us, xla_us = entry.us(entry.choice), entry.us(XLA)
     return us, xla_us, xla_us / us if us and xla_us else None
 
 

@@ -44,6 +44,12 @@ def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     return jax.lax.pcast(x, axes, to="varying")
 
 
+def vary_alike(operands: Any) -> Any:
+    """The pytree with each of its arrays varying over every mesh axis that any of them varies over."""
+    every = jax.tree.leaves(operands)
+    return jax.tree.map(lambda x: vary_like(x, *every), operands)
+
+
 def is_automatically_partitioned(ctx: Any) -> bool:
     """Whether XLA's partitioner will see the code lowered in this context on more than one device.
 

@@ -7,7 +7,6 @@ of one kind (the cost model counts their cores, and they are part of the key). A
 them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
 """
 
-import collections
 import hashlib
 import json
 import logging
@@ -15,8 +14,10 @@ from collections.abc import Callable
 
 from jax_splitk.runtime import _compat, settings
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning.entry import Candidate, Entry, InvalidEntry
+from jax_splitk.tuning.choice import Candidate
+from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.session import session
 
 logger = logging.getLogger("jax_splitk")
 
@@ -42,12 +43,6 @@ def needed() -> bool:
     return client is not None and processes > 1
 
 
-_rounds: collections.Counter[str] = collections.Counter()
-
-# Digests of the keys that this process decided by itself: it need not wait for the others a second time.
-_alone: set[str] = set()
-
-
 def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
     """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
 
@@ -57,15 +52,15 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
     if client is None or processes == 1:
         return True, decide()
     # A name serves once: the key-value store refuses to set a key again.
-    asked = f"{key.digest}/{workspace_limit}"
-    name = f"jax_splitk/{asked}/{_rounds[asked]}"
-    _rounds[asked] += 1
+    asked = f"jax_splitk/{key.digest}/{workspace_limit}"
+    session().rounds[asked] += 1
+    name = f"{asked}/{session().rounds[asked]}"
     wait_ms = int(timeout_seconds() * 1000)
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
         logger.warning("%s: the processes did not agree (%s); the deterministic choice is used", key.problem, error)
-        _alone.add(key.digest)
+        session().alone.add(key.digest)
         return False, None
     if process == 0:
         entry = None
@@ -93,7 +88,7 @@ def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     Each process asks once, with what keeps itself. Where not all of them ask, its own obstacle is the answer.
     """
     client, process, processes = _compat.distributed()
-    if client is None or processes == 1 or key.digest in _alone:
+    if client is None or processes == 1 or key.digest in session().alone:
         return own
     which = hashlib.sha256(json.dumps(chosen.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
     name = f"jax_splitk/{key.digest}/{which}"

@@ -49,6 +49,10 @@ class Environment:
     def target(self) -> Target:
         return Target(self.platform, self.device_kind, self.compute_capability, self.cores)
 
+    def __str__(self) -> str:
+        machine = f"{self.platform}, {self.cores} cores, CUDA {self.cuda_major}"
+        return f"{self.device_kind} ({machine}, {', '.join(self.abi)})"
+
     @functools.lru_cache(maxsize=256)  # noqa: B019 - few, small, and each lowering asks
     def digest(self) -> str:
         text = json.dumps(_fields(self), sort_keys=True)

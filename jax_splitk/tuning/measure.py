@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from jax_splitk import kernels
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import profile
-from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Measurement
 
 logger = logging.getLogger("jax_splitk")
 
@@ -68,13 +68,8 @@ class Contestant:
 
 def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> None:
     """Compiles the candidates' device code, in processes of its own, so that a `Bench` finds it done."""
-    plans = [_attempt(lambda c=c: _plan(problem, c)) for c in candidates]
+    plans = [_attempt(lambda c=c: c.plan(problem)) for c in candidates]
     _compile_sources(plans)
-
-
-def _plan(problem: Problem, candidate: Candidate) -> Any:
-    family: kernels.Family = family_named(problem.op, candidate.family)
-    return family.plan(problem, candidate.config)
 
 
 def _compile_sources(plans: Iterable[Any]) -> None:
@@ -125,7 +120,7 @@ class Bench:
         with an error."""
         if self.abandoned:
             raise Abandoned
-        plans = {c: _attempt(lambda c=c: _plan(self.problem, c)) for c in candidates if c.family != XLA}
+        plans = {c: _attempt(lambda c=c: c.plan(self.problem)) for c in candidates if c != XLA}
         _compile_sources(plans.values())
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -147,7 +142,7 @@ class Bench:
         problem = self.problem
         if isinstance(plan, str):
             raise RuntimeError(plan)
-        if candidate.family == XLA:
+        if candidate == XLA:
             one = lambda *operands: self.operation.reference(problem, *operands)  # noqa: E731
         else:
             custom_call = plan.custom_call()
@@ -156,7 +151,7 @@ class Bench:
         def every_set(inputs: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             return [one(*operands) for operands in inputs]
 
-        together = XLA_INPUT_SETS if candidate.family == XLA else self.sets
+        together = XLA_INPUT_SETS if candidate == XLA else self.sets
         groups = [self._inputs[i : i + together] for i in range(0, self.sets, together)]
         compiled = jax.jit(every_set).lower(groups[0]).compile()
         return lambda: [result for group in groups for result in compiled(group)]

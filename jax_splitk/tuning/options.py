@@ -38,6 +38,13 @@ class Options:
         return DEFAULT_WORKSPACE_LIMIT if limit is None else int(limit)
 
 
+def settled(op: str, call: Options) -> Options:
+    """A call's options on top of the enclosing blocks', as `check_options` accepts them."""
+    options = merged(call)
+    check_options(op, options)
+    return options
+
+
 def check_options(op: str, options: Options) -> None:
     """Raises ValueError or TypeError for options that no problem of the operation could make right."""
     _check_values(options)

@@ -176,7 +176,7 @@ CODE = {
     "quantized_stream": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
-        "OUT_TYPE TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
+        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
     ),
     "quantized_fp8": Code(_fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N CONSUMERS PARTS CLUSTER SPLITS"),
     "quantized_tiled": Code(
@@ -254,7 +254,7 @@ def check(sample: Sample, compiled: compiler.Compiled) -> None:
             assert not kernel.opcodes.keys() & cubin.PRODUCTS
             continue
         # Registers are allocated by the eight, warps to four parts in turns.
-        threads, together = main.block[0], macros.get("CTAS_PER_SM", 1)
+        threads, together = main.block[0], sample.family.blocks_per_sm(sample.problem, sample.config)
         registers = -(-report.registers // 8) * 8
         assert registers * 32 * -(-threads * together // 128) <= REGISTERS, name
         assert (main.shared_bytes + kernel.shared_bytes) * together <= SHARED_BYTES, name
@@ -262,8 +262,8 @@ def check(sample: Sample, compiled: compiler.Compiled) -> None:
         shares = sorted(set(kernel.immediates(cubin.USETMAXREG)))
         assert len(shares) in (0, 2), shares
         if shares:
-            loaders = 32 * macros.get("LOADERS", 4)
-            assert shares[0] * loaders + shares[1] * (threads - loaders) <= registers * threads, name
+            producers = 32 * macros.get("PRODUCERS", 4)
+            assert shares[0] * producers + shares[1] * (threads - producers) <= registers * threads, name
         consumer = shares[1] if shares else registers
         CODE[sample.family.name].check(Main(macros, kernel, threads, consumer, bool(shares)))
 

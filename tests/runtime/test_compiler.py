@@ -22,7 +22,6 @@ import jax_splitk
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable, Source
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
-from jax_splitk.tuning import code
 from tests import cubin
 from tests.runtime.test_plan import small_hopper_plan
 
@@ -384,7 +383,6 @@ def test_a_kernel_that_does_not_compile_falls_back_to_xla_with_one_warning(
 
         return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
 
-    monkeypatch.setattr(code, "_obstacles", {})
     machine.source_text('#error "these headers do not do"\n')
     with caplog.at_level(logging.INFO, "jax_splitk"):
         for _ in range(2):

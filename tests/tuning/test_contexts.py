@@ -29,13 +29,14 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import agreement, select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, check_options, current, merged
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, isolate, put
+from tests.tuning_cache import CASE, CPU, entry_of, isolate, put, ship
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ def test_a_result_can_be_copied_and_sent() -> None:
     assert held != held.entries
     # What differs in a measurement alone differs.
     ((key, entry),) = result_of(ONE)
-    slower = dataclasses.replace(entry, measurements=(*entry.measurements, Measurement(Candidate(XLA), 1e6)))
+    slower = Entry.of(key, entry.choice, (*entry.measurements, Measurement(XLA, 1e6)))
     assert TuningResult(((key, slower),)) != result_of(ONE)
 
 
@@ -177,7 +178,6 @@ def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lhs, g, _ = operands(generator(18))
-    monkeypatch.setattr(select, "_mismatches", set())
     key = key_for(CASE.problem(), CPU)
     elsewhere = dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind="z80", cores=1))
     predicted = lowered_config(wgrad, lhs, g)
@@ -357,12 +357,12 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
     key = key_for(problem, CPU)
     near, far = tmp_path / "near", tmp_path / "far"
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{os.pathsep}{far}{os.pathsep}")
-    layers = [(cache, TWO), (near, THREE), (far, FOUR), (store.SHIPPED, FIVE)]
+    layers = [(cache, TWO), (near, THREE), (far, FOUR)]
     for folder, config in layers:
         put(folder, key, entry_of(key, config).dumps())
+    shipped = ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     folders = [("user cache", cache), ("read-only cache", near), ("read-only cache", far)]
-    assert store.layers() == [*folders, ("shipped table", store.SHIPPED)]
-    assert store.shipped(key) == entry_of(key, FIVE)
+    assert store.layers() == [*folders, ("shipped table", table.FOLDER)]
 
     def found(**options: Any) -> tuple[Any, str]:
         config = lowered_config(lambda x, y: wgrad(x, y, **options), lhs, g)
@@ -375,11 +375,14 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         assert found(config=SIX) == (SIX, "the config was given explicitly")
         assert found() == (ONE, "the TuningResult in force")
     assert found(config=SIX) == (SIX, "the config was given explicitly")
-    for (folder, config), (name, _) in zip(layers, store.layers(), strict=True):
+    for (folder, config), (name, _) in zip(layers, folders, strict=True):
         assert found() == (config, name)
         # Without a time for the host family the decision stands; XLA's would not do for an explicit "host".
         assert found(implementation="host") == (config, name)
         (folder / key.file).unlink()
+    assert found() == found(implementation="host") == (FIVE, "shipped table: 5.0 us, XLA 9.0 us")
+    shipped.unlink()
+    monkeypatch.setattr(session, "_session", session.Session())  # a process reads a table once
     config, why = found()
     assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
     assert why.startswith("the cost model's best of ")
@@ -388,7 +391,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
 def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     key = key_for(CASE.problem(), CPU)
     put(cache, key, entry_of(key, TWO).dumps()[:-20])
-    put(store.SHIPPED, key, entry_of(key, FIVE).dumps())
+    ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     assert select.select(CASE.problem(), CPU, Options()).config == FIVE
 
 
@@ -396,10 +399,10 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     lhs, g, expected = operands(generator(11))
     key = key_for(CASE.problem(), CPU)
     times = (
-        Measurement(Candidate(XLA), 1.0),
-        *(Measurement(Candidate("wgrad_host", c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
+        Measurement(XLA, 1.0),
+        *(Measurement(Candidate(wgrad_host.FAMILY, c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
     )
-    assert store.save(key, Entry(key.as_dict(), Candidate(XLA), times, None, {}))
+    assert store.save(Entry.of(key, XLA, times, None, {}))
     assert lowered_config(wgrad, lhs, g) is None
     assert select.select(CASE.problem(), CPU, Options()).why == "user cache: XLA 1.0 us, ours 2.0 us"
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
@@ -430,7 +433,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="xla"), lhs, g) is None
         with result_of(FOUR):
             assert lowered_config(wgrad, lhs, g) == FOUR
-    assert store.save(key, entry_of(key, TWO)) is (mode == "update")
+    assert store.save(entry_of(key, TWO)) is (mode == "update")
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
     put(cache, key, entry_of(key, ONE).dumps())
     assert (lowered_config(wgrad, lhs, g) == ONE) is (mode != "off")
@@ -456,7 +459,7 @@ def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
 
 WRONG = {
     "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], disk.mode),
-    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: select.autotune(CPU)),
+    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: decide.autotune(CPU)),
     "TUNE_BUDGET_S": ("-3", ["seconds above 0"], tuner.budget_seconds),
     "AGREEMENT_TIMEOUT_S": ("soon", ["seconds above 0"], agreement.timeout_seconds),
 }
@@ -516,7 +519,7 @@ def test_tune_says_what_it_did_not_store(
     mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 2)
+    monkeypatch.setattr(search, "FIRST_ROUND", 2)
     ((key, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.01)
     assert entry.measurements
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
@@ -575,16 +578,16 @@ def test_the_wait_for_a_measurement_is_an_hour_at_least(
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
     key = key_for(CASE.problem(), CPU)
     assert agreement.agree(key, 0, lambda: None) == (True, None)
-    assert agreement.obstacle(key, Candidate("wgrad_host", ONE), None) is None
+    assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
     assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
 
 def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (select.autotune(CPU), select.autotune(DEFAULT_CUDA)) == (False, True)
+    assert (decide.autotune(CPU), decide.autotune(DEFAULT_CUDA)) == (False, True)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    assert select.autotune(DEFAULT_CUDA) is False
+    assert decide.autotune(DEFAULT_CUDA) is False
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
-    assert select.autotune(CPU) is True
+    assert decide.autotune(CPU) is True
     assert tuner.budget_seconds() == 10
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2.5")
     assert tuner.budget_seconds() == 2.5
@@ -606,7 +609,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     else:
         (folder / key.file).mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "jax_splitk"):
-        assert store.save(key, entry_of(key, ONE)) is False
+        assert store.save(entry_of(key, ONE)) is False
     assert "cannot write" in caplog.text
     assert store.lookup(key) is None
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
@@ -673,5 +676,6 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    assert store._looked_at == {str(cache)}
+    looked_at = [session.session().is_first("layer", str(folder)) for folder in (cache, near, tmp_path / "far")]
+    assert looked_at == [False, True, True]
     assert "CACHE_PATH" not in caplog.text

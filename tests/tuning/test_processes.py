@@ -26,8 +26,9 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import search, store
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from tests.problems import SEED, generator, seeded
 
@@ -94,10 +95,10 @@ def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_pat
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
     config = im2col.FAMILY.candidates(problem, target)[3]
     key = key_for(problem, target)
-    choice = Candidate("wgrad_im2col", config)
+    choice = Candidate(im2col.FAMILY, config)
     path = tmp_path / key.file
     path.parent.mkdir(parents=True)
-    path.write_text(Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {}).dumps())
+    path.write_text(Entry.of(key, choice, (Measurement(choice, 5.0),), None, {}).dumps())
     ((first, _),) = finish(start(LOWER_FOR_CUDA, "first", CACHE_DIR=str(tmp_path)))
     assert list((tmp_path / "cubin").glob("*.cubin")), "the first process compiles"
     ((second, _),) = finish(start(LOWER_FOR_CUDA, "second", CACHE_DIR=str(tmp_path)))
@@ -112,7 +113,7 @@ TUNE_TWENTY = """
 import json, logging, random, sys, time
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.tuning import measure, store, tuner
+from jax_splitk.tuning import measure, search
 logging.basicConfig(level=logging.WARNING)
 rng = random.Random(int(sys.argv[1]))
 
@@ -125,7 +126,7 @@ class FakeBench(measure.Bench):
         time.sleep(rng.random() * 1e-4)
         return rng.uniform(10, 1000)
 
-tuner.Bench = FakeBench
+search.Bench = FakeBench
 cases = [Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32") for i in range(20)]
 while time.time() < float(sys.argv[2]):  # all at once
     time.sleep(1e-3)
@@ -154,7 +155,7 @@ def test_eight_processes_tune_the_same_problems_into_one_cache(
         assert store.lookup(key) == (entry, "user cache")
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
-        assert {Candidate(XLA), entry.choice, entry.predicted} <= set(candidates)
+        assert {XLA, entry.choice, entry.predicted} <= set(candidates)
         # At least what the last writer had measured.
         assert len(candidates) >= min(counts[i] for (_, counts), _ in outcomes)
     assert list(tmp_path.rglob(".tmp-*")) == []
@@ -169,10 +170,10 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import search, store
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 
 seed, kills = int(sys.argv[1]), int(sys.argv[2])
 warned = []
@@ -181,7 +182,7 @@ handler.emit = lambda record: warned.append(record.getMessage())
 logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
-ranked = {key: tuner.ranked(key) for key in keys}
+ranked = {key: search.ranked(key) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
 # Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
@@ -190,10 +191,10 @@ cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image 
 def write_entries(rng):
     while True:
         key = rng.choice(keys)
-        times = [Measurement(c, rng.uniform(1, 100)) for c in ranked[key]] + [Measurement(Candidate(XLA), 9.0)]
+        times = [Measurement(c, rng.uniform(1, 100)) for c in ranked[key]] + [Measurement(XLA, 9.0)]
         # Entries of many sizes, so that one written over another would show.
         metadata = {"padding": "x" * rng.randrange(200_000)}
-        store.save(key, Entry(key.as_dict(), rng.choice(ranked[key]), tuple(times), ranked[key][0], metadata))
+        store.save(Entry.of(key, rng.choice(ranked[key]), tuple(times), ranked[key][0], metadata))
 
 def write_cubins(rng):
     while True:
@@ -202,13 +203,17 @@ def write_cubins(rng):
 
 def check():
     for key in keys:
+        there = (disk.cache_dir() / key.file).exists()  # before it is read: a writer may live
         found = store.lookup(key)
-        assert found is not None or not (disk.cache_dir() / key.file).exists(), key
+        assert found is not None or not there, key
+        if found is not None:
+            found[0].read_evidence()
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
     for name in names:
+        there = compiler._cubin_path(name).exists()
         found = compiler._load(name)
-        assert found is not None or not compiler._cubin_path(name).exists(), name
+        assert found is not None or not there, name
         assert found is None or hashlib.sha256(found.image).hexdigest() == found.log, name
     return sum(entries_seen.values())
 
@@ -245,8 +250,8 @@ def test_writers_killed_at_random_points_leave_no_damage(
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     assert len(list(store.files(tmp_path))) == 5
     key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
-    choice = tuner.ranked(key)[0]
-    assert store.save(key, Entry(key.as_dict(), choice, (), None, {"last": True}))
+    choice = search.ranked(key)[0]
+    assert store.save(Entry.of(key, choice, (), None, {"last": True}))
     last = store.lookup(key)
     assert last is not None
     assert last[0].metadata == {"last": True}
@@ -303,8 +308,8 @@ def configs(text: str) -> list[wgrad_host.Config]:
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
     key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
-    choice = Candidate(XLA) if config is None else Candidate("wgrad_host", config)
-    entry = Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {})
+    choice = XLA if config is None else Candidate(wgrad_host.FAMILY, config)
+    entry = Entry.of(key, choice, (Measurement(choice, 5.0),), None, {})
     path = folder / key.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(entry.dumps())
@@ -339,10 +344,10 @@ def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Pa
 
 def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     body = """
-    from jax_splitk.tuning import tuner
-    search, count = tuner._tune, []
-    tuner._tune = lambda *args: count.append(1) or search(*args)
-    tuner.FIRST_ROUND = 3
+    from jax_splitk.tuning import search
+    run, count = search.Search.run, []
+    search.Search.run = lambda self: count.append(1) or run(self)
+    search.FIRST_ROUND = 3
     out.append([lower(4), lower(5)])
     out.append(len(count))
     """

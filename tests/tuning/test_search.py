@@ -28,8 +28,9 @@ from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.compiler import CompilerUnavailable
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, CustomCall
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import entry, measure, profile, select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import entry, measure, profile, search, select, store, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
@@ -51,16 +52,16 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pa
 def tuned(monkeypatch: pytest.MonkeyPatch) -> list[ConvWgradProblem]:
     """Turns tuning on, in a small search, and collects the problems that are tuned."""
     problems: list[ConvWgradProblem] = []
-    search = tuner._tune
+    run = search.Search.run
 
-    def counting(key: Key, *rest: Any) -> Entry:
-        problems.append(key.problem)
-        return search(key, *rest)
+    def counting(this: search.Search) -> Entry:
+        problems.append(this.key.problem)
+        return run(this)
 
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
-    monkeypatch.setattr(tuner, "_tune", counting)
+    monkeypatch.setattr(search, "FIRST_ROUND", 3)
+    monkeypatch.setattr(search.Search, "run", counting)
     return problems
 
 
@@ -95,14 +96,14 @@ def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pat
     configs = []
     for key, found in result:
         assert entry.loads((cache / key.file).read_text(), key) == found
-        assert entry.illegality(found.choice, key) is None
-        xla_us = found.us(Candidate(XLA))
-        ours = [m.us for m in found.measurements if m.candidate.family == "wgrad_host"]
+        assert found.choice.refusal(key.problem, CPU) is None
+        xla_us = found.us(XLA)
+        ours = [m.us for m in found.measurements if m.candidate.family is wgrad_host.FAMILY]
         assert xla_us > 0
-        assert len(ours) >= min(tuner.BATCH, len(tuner.ranked(key)))
+        assert len(ours) >= min(search.BATCH, len(search.ranked(key)))
         assert None not in ours
         assert found.us(found.choice) > 0
-        assert found.predicted == tuner.ranked(key)[0]
+        assert found.predicted == search.ranked(key)[0]
         assert {"date", "jax", "jaxlib", "platform_version", "seconds", "candidates"} == set(found.metadata)
         configs.append(select.select(key.problem, CPU, Options()).config)
     script = f"""
@@ -113,9 +114,9 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.runtime import nvrtc
-from jax_splitk.tuning import measure, tuner
+from jax_splitk.tuning import measure, search, tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
-tuner.tune = tuner._tune = measure.Bench.__init__ = forbidden
+tuner.tune = search.Search.run = measure.Bench.__init__ = forbidden
 nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
 out = []
 for case in {cases!r}:
@@ -155,12 +156,12 @@ print(json.dumps([out, [str(e.choice) for _, e in result], forbidden.call_count]
 )
 def test_every_dtype_is_tuned(dtype: str, out_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    monkeypatch.setattr(search, "FIRST_ROUND", 3)
     case = Case("long", 16, 30, 31, 4, 8, (2, 2), dtype=dtype)
     key = key_for(case.problem(out_dtype), CPU)
     found = tuner.tune(key, seconds=0.05)
     assert [m.error for m in found.measurements if m.error] == []
-    assert found.us(Candidate(XLA)) > 0
+    assert found.us(XLA) > 0
 
 
 def config_of(custom_call: CustomCall) -> wgrad_host.Config:
@@ -170,7 +171,7 @@ def config_of(custom_call: CustomCall) -> wgrad_host.Config:
 @pytest.mark.parametrize("fault", ["zeros", "nan", "one in a thousand"])
 def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
-    bad = tuner.ranked(key)[0]
+    bad = search.ranked(key)[0]
     call = execute.call
 
     def wrong(custom_call: CustomCall, problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> jax.Array:
@@ -183,7 +184,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
         return jnp.full(problem.out_shape, 0.0 if fault == "zeros" else jnp.nan, problem.out_dtype)
 
     monkeypatch.setattr(execute, "call", wrong)
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    monkeypatch.setattr(search, "FIRST_ROUND", 3)
     found = tuner.tune(key, seconds=0.05)
     assert found.choice != bad
     assert found.predicted == bad
@@ -195,7 +196,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("where", ["plan", "call", "run"])
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(CASE, batch=12))
-    bad = tuner.ranked(key)[0]
+    bad = search.ranked(key)[0]
     make_plan, call = wgrad_host.FAMILY.plan, execute.call
 
     def raising_plan(problem: ConvWgradProblem, config: Any) -> Any:
@@ -213,13 +214,13 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
 
     monkeypatch.setattr(wgrad_host.FAMILY, "plan", raising_plan)
     monkeypatch.setattr(execute, "call", raising_call)
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 3)
+    monkeypatch.setattr(search, "FIRST_ROUND", 3)
     found = tuner.tune(key, seconds=0.05)
     (failure,) = [m for m in found.measurements if m.error]
     assert failure.candidate == bad
     assert ("ZeroDivisionError: scripted" if where != "run" else "workspace") in failure.error
     assert found.choice != bad
-    assert len([m for m in found.measurements if m.us and m.candidate.family == "wgrad_host"]) >= 2
+    assert len([m for m in found.measurements if m.us and m.candidate.family is wgrad_host.FAMILY]) >= 2
 
 
 def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> None:
@@ -227,9 +228,9 @@ def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> No
     script = """
 import threading
 import jax_splitk
-from tests.tuning.test_search import CASE, CPU, Candidate, XLA, key_of
-from jax_splitk.tuning import measure, store, tuner
-bad = tuner.ranked(key_of(CASE))[0]
+from tests.tuning.test_search import CASE, XLA, key_of
+from jax_splitk.tuning import measure, search, store, tuner
+bad = search.ranked(key_of(CASE))[0]
 check = measure.Bench._check
 def hanging(self, run):
     if self.running[0] == bad:
@@ -238,9 +239,9 @@ def hanging(self, run):
 measure.Bench._check = hanging
 tuner.STUCK_SECONDS = 5
 ((_, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.05)
-assert entry.choice == Candidate(XLA), entry
+assert entry.choice == XLA, entry
 assert [m.candidate for m in entry.measurements if m.error] == [bad]
-assert store.lookup(key_of(CASE))[0].choice == Candidate(XLA)
+assert store.lookup(key_of(CASE))[0].choice == XLA
 print("decided")
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
@@ -260,7 +261,7 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
     def broken(*args: Any) -> Any:
         raise MemoryError("scripted")
 
-    monkeypatch.setattr(tuner, "Bench", broken)
+    monkeypatch.setattr(search, "Bench", broken)
     np.testing.assert_array_equal(jax.jit(lambda x, y: wgrad(x, y, case))(lhs, g), expected)
     assert len(tuned) == 1
     assert "tuning failed (MemoryError: scripted); the cost model decides" in caplog.text
@@ -281,7 +282,7 @@ def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.Monke
     monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * CASE.problem().bytes_moved)
     bench = Bench(CASE.problem(), "cpu")
     assert max(wanted, 2) <= bench.sets <= max(wanted, 2) + measure.XLA_INPUT_SETS - 1
-    (ours, xla), failures = bench.prepare([tuner.ranked(key_of(CASE))[0], Candidate(XLA)])
+    (ours, xla), failures = bench.prepare([search.ranked(key_of(CASE))[0], XLA])
     assert not failures
     got = [np.asarray(result) for result in xla.run()]
     assert len(got) == bench.sets
@@ -300,7 +301,7 @@ def test_the_budget_is_kept_on_the_real_clock(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(0.02)
         return real(self, contestant)
 
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 6)
+    monkeypatch.setattr(search, "FIRST_ROUND", 6)
     monkeypatch.setattr(Bench, "_round", slow)
     found = tuner.tune(key, seconds=1e-3)
     # Nothing was refined; at most one round of each, and the finalists' half second.
@@ -521,11 +522,11 @@ def test_a_hit_takes_less_than_a_millisecond(cache: pathlib.Path) -> None:
         while len(cases) < 150:
             problem = random_tiny(rng, batch=len(cases) + 2).problem()
             key = key_for(problem, CPU)
-            ranked = tuner.ranked(key)
+            ranked = search.ranked(key)
             if wgrad_host.FAMILY.unmeasured_refusal(problem) is None and ranked:
-                times = [Measurement(Candidate(XLA), 50.0)]
+                times = [Measurement(XLA, 50.0)]
                 times += [Measurement(ranked[i % len(ranked)], 40.0 + i) for i in range(40)]
-                assert store.save(key, Entry(key.as_dict(), ranked[-1], tuple(times), ranked[0], {"seconds": 1.0}))
+                assert store.save(Entry.of(key, ranked[-1], tuple(times), ranked[0], {"seconds": 1.0}))
                 cases.append((problem, ranked[-1].config))
     medians = []
     for attempt in range(3):
@@ -645,11 +646,11 @@ def contestant(name: str, *device_times: float) -> measure.Contestant:
 def test_a_disturbed_round_does_not_hide_a_faster_candidate() -> None:
     """The model's choice had one bad round: it is no tie, and certainly no reason to take XLA."""
     best, predicted = contestant("best", 65.5, 65.6, 65.7), contestant("predicted", 74.9, 90.1, 74.8)
-    assert tuner._decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
+    assert search.decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
 
 
 def test_the_models_choice_is_kept_within_the_noise_unless_xla_beats_it() -> None:
     best, predicted = contestant("best", 99.0, 99.2, 99.1), contestant("predicted", 100.0, 100.1, 100.2)
-    assert tuner._decide([best, predicted], contestant("xla", 130.0, 130.0, 130.0), predicted.candidate) is predicted
+    assert search.decide([best, predicted], contestant("xla", 130.0, 130.0, 130.0), predicted.candidate) is predicted
     xla = contestant("xla", 97.0, 97.1, 97.2)
-    assert tuner._decide([best, predicted], xla, predicted.candidate) is xla
+    assert search.decide([best, predicted], xla, predicted.candidate) is xla

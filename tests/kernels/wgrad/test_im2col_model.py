@@ -49,7 +49,7 @@ def test_select_respects_the_workspace_limit_and_takes_the_best_within(monkeypat
             assert choice.config in legal
             assert choice.workspace_bytes == FAMILY.workspace_bytes(p, choice.config) <= limit
             best = min(FAMILY.estimate(p, c, DEFAULT_CUDA) for c in legal)
-            assert choice.estimated_seconds == best
+            assert FAMILY.estimate(p, choice.config, DEFAULT_CUDA) == best
 
 
 def test_workspace_is_one_float_for_each_result_and_split() -> None:
