@@ -262,8 +262,8 @@ def check(sample: Sample, compiled: compiler.Compiled) -> None:
         shares = sorted(set(kernel.immediates(cubin.USETMAXREG)))
         assert len(shares) in (0, 2), shares
         if shares:
-            loaders = 32 * macros.get("LOADERS", 4)
-            assert shares[0] * loaders + shares[1] * (threads - loaders) <= registers * threads, name
+            producers = 32 * macros.get("PRODUCERS", 4)
+            assert shares[0] * producers + shares[1] * (threads - producers) <= registers * threads, name
         consumer = shares[1] if shares else registers
         CODE[sample.family.name].check(Main(macros, kernel, threads, consumer, bool(shares)))
 

@@ -35,9 +35,8 @@ struct Position {
 
 // A generic pointer to an address in shared memory. Arithmetic is for the 32-bit address: it takes half of
 // the instructions.
-template <class T = uint8_t>
-__device__ inline T* shared_pointer(uint32_t address) {
-  return static_cast<T*>(__cvta_shared_to_generic(address));
+__device__ inline uint8_t* shared_pointer(uint32_t address) {
+  return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -49,37 +48,35 @@ __device__ inline uint32_t aligned_address(const void* pointer) {
   return (shared_address(pointer) + 1023) & ~1023u;
 }
 
-// A view of the barriers: those of `full` of all stages, then those of `empty`.
-template <int COUNT>  // of stages
+__device__ inline uint8_t* aligned(uint8_t* pointer) {
+  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(pointer) + 1023) & ~uintptr_t(1023));
+}
+
+// Barriers of COUNT stages, in shared memory.
+template <int COUNT>
 struct Pipeline {
-  uint32_t barriers;
+  uint64_t full[COUNT], empty[COUNT];
 
-  __device__ explicit Pipeline(const uint64_t* barriers) : barriers(shared_address(barriers)) {}
-
-  __device__ uint64_t* full(int stage) const { return shared_pointer<uint64_t>(barriers + stage * 8); }
-  __device__ uint64_t* empty(int stage) const { return full(COUNT + stage); }
-
-  // By one thread, before any other comes to the barriers.
-  __device__ void init(int producers, int consumers) const {
+  // By one thread, before any other comes to the barriers; a fence (fence_barrier_init) is to follow.
+  __device__ void init(int producers, int consumers) {
     for (int i = 0; i < COUNT; ++i) {
-      FullBarrier::init(full(i), producers);
-      EmptyBarrier::init(empty(i), consumers);
+      FullBarrier::init(&full[i], producers);
+      EmptyBarrier::init(&empty[i], consumers);
     }
-    cutlass::arch::fence_barrier_init();
   }
 
   // For a producer: waits until the stage may be filled.
-  __device__ void wait_empty(const Position& at) const { EmptyBarrier::wait(empty(at.stage), at.phase ^ 1); }
+  __device__ void wait_empty(const Position& at) { EmptyBarrier::wait(&empty[at.stage], at.phase ^ 1); }
 
   // Announces so many bytes of copies, which the returned barrier counts.
-  __device__ uint64_t* expect(const Position& at, int bytes) const {
-    FullBarrier::arrive_and_expect_tx(full(at.stage), bytes);
-    return full(at.stage);
+  __device__ uint64_t* expect(const Position& at, int bytes) {
+    FullBarrier::arrive_and_expect_tx(&full[at.stage], bytes);
+    return &full[at.stage];
   }
 
   // For a consumer.
-  __device__ void wait_full(const Position& at) const { FullBarrier::wait(full(at.stage), at.phase); }
-  __device__ void release(int stage) const { EmptyBarrier::arrive(empty(stage)); }
+  __device__ void wait_full(const Position& at) { FullBarrier::wait(&full[at.stage], at.phase); }
+  __device__ void release(int stage) { EmptyBarrier::arrive(&empty[stage]); }
 };
 
 // A warp's number, uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the

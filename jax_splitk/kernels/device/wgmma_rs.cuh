@@ -6,6 +6,8 @@
 #ifndef COLUMNS
 #define COLUMNS TILE_N
 #endif
+#define PASTE_(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE_(a, b, c)
 #if E4M3_PRODUCTS
 constexpr int STEP_K = 32;  // of an instruction
 using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x32_F32E4M3E4M3_RS_TN)<>;
@@ -20,6 +22,12 @@ using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x16_F32BF16BF16_RS)<GMMA::Major::K, 
 constexpr int ACCUMULATORS = COLUMNS / 2;  // of a lane: four for each 8 columns
 using Accumulator = float[ACCUMULATORS];
 using Fragments = uint32_t[64 / STEP_K][4];  // A registers of a tile of 64 k, by steps
+
+template <int... I>
+__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
+                             Indices<I...>) {
+  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+}
 
 // Descriptor of a B whose rows of ROW_BYTES (128, or 64) lie one behind the other under the swizzle of that
 // width.
@@ -36,11 +44,12 @@ template <int STEPS>
 __device__ inline void multiply_batch(uint32_t (*a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale) {
   fence(acc);
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step) fence(a[step]);
+  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    wgmma<Wgmma>(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale);
+    wgmma(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale,
+          typename MakeIndices<ACCUMULATORS>::type{});
   }
   cute::warpgroup_commit_batch();
 }

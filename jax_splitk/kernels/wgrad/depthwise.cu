@@ -117,12 +117,12 @@ static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
 static_assert(PAD % 2 == 0 && (SEGMENTS == 1 || (PAD == 0 && X_COLUMNS == USED + REACH)));
 
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
-__device__ inline void wait_full(const Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+__device__ inline void wait_full(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
   pipeline.wait_full(at);
   fence_compiler();
 }
 
-__device__ inline void wait_empty(const Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+__device__ inline void wait_empty(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
   pipeline.wait_empty(at);
   fence_compiler();
 }
@@ -273,7 +273,7 @@ struct Producer {
     for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch<true>(slot, 0, v[slot]);
   }
 
-  __device__ void run(const Args& g, uint32_t stages, const Pipeline<MAX_STAGES>& pipeline) {
+  __device__ void run(const Args& g, uint32_t stages, Pipeline<MAX_STAGES>& pipeline) {
     const uint32_t x_row = stages + warp * (X::ROW * 16), y_row = stages + X::BYTES + warp * (Y::ROW * 16);
     Position at;
     for (int block = 0; block < blocks; ++block, at.advance(g.stages)) {
@@ -290,7 +290,7 @@ struct Producer {
         const bool now = slot + IN_FLIGHT < ROUND;
         fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? block : block + 1, pixel);
       }
-      arrive(pipeline.full(at.stage));
+      arrive(&pipeline.full[at.stage]);
     }
   }
 };
@@ -376,9 +376,8 @@ __device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
 }
 
 // All blocks of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
-__device__ inline void consume(const Args& g, int blocks, uint8_t* stages,
-                               const Pipeline<MAX_STAGES>& pipeline, int x_channel, int channel,
-                               float (&acc)[PASSES][TAPS][4]) {
+__device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Pipeline<MAX_STAGES>& pipeline,
+                               int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
   const uint8_t* x_planes = segment_of<X>(stages, x_channel);
   const uint8_t* y_planes = segment_of<Y>(stages + X::BYTES, channel);
   Columns y[PASSES];
@@ -408,7 +407,7 @@ __device__ inline void consume(const Args& g, int blocks, uint8_t* stages,
       }
       multiply(x, y[pass], acc[pass]);
     }
-    arrive(pipeline.empty(place.stage));
+    arrive(&pipeline.empty[place.stage]);
     place.advance(g.stages);
     if constexpr (CHAIN > 0) {
       if ((blocks & (CHAIN - 1)) == 0) {
@@ -507,8 +506,7 @@ __device__ inline void clear(uint8_t* planes, int stages) {
 template <class T>
 __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, T* out) {
   extern __shared__ uint4 raw[];
-  __shared__ uint64_t barriers[2 * MAX_STAGES];
-  const Pipeline<MAX_STAGES> pipeline(barriers);
+  __shared__ Pipeline<MAX_STAGES> pipeline;
   uint8_t* stages = reinterpret_cast<uint8_t*>(raw);
   const Work work(g);
   // A class with fewer blocks than others.
@@ -519,8 +517,8 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     if (threadIdx.x == 32 * PRODUCERS) {
 #pragma unroll 1  // shorter
       for (int i = 0; i < g.stages; ++i) {
-        EmptyBarrier::init(pipeline.full(i), PRODUCERS);
-        EmptyBarrier::init(pipeline.empty(i), WARPS);
+        EmptyBarrier::init(&pipeline.full[i], PRODUCERS);
+        EmptyBarrier::init(&pipeline.empty[i], WARPS);
       }
     }
     clear<X>(stages, g.stages);

@@ -40,6 +40,7 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
 using Element = TypeOf<ELEMENT>::type;
@@ -52,9 +53,9 @@ using Gradient = const Element*;
 #endif
 
 #if ELEMENT == 2
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #else
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #endif
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
@@ -190,9 +191,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        if (base + j * PRODUCERS < GRANULES) {
-          store_shared(stage + to[j], value[j]);
-        }
+        if (base + j * PRODUCERS < GRANULES) store_shared(stage + to[j], value[j]);
       }
     }
   }
@@ -223,7 +222,7 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
     for (int j = 0; j < BATCH; ++j) {
       const int i = base + j * PRODUCERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
       if (i >= TOTAL) continue;
-      const uint32_t to = stage + chunk / 8 * BOX_BYTES + pixel * 128 + ((chunk % 8) ^ (pixel % 8)) * 16;
+      const uint32_t to = stage + chunk / 8 * BOX_BYTES + swizzled(pixel, chunk % 8);
       uint32_t words[COPIES][4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -240,15 +239,15 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int copy = 0; copy < COPIES; ++copy) {
-        store_shared(to + copy * COPY_BYTES,
-                     make_uint4(words[copy][0], words[copy][1], words[copy][2], words[copy][3]));
+        const uint32_t (&v)[4] = words[copy];
+        store_shared(to + copy * COPY_BYTES, make_uint4(v[0], v[1], v[2], v[3]));
       }
     }
   }
 }
 
 __device__ inline void produce(const Gradient& dy, const Args& g, const Element* x, uint32_t stages,
-                               const Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
+                               Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
   Tile tile = tile_at(g, kt);
   Position at;
   for (; kt < kt_end; ++kt, advance(g, tile), at.advance(STAGES)) {
@@ -259,19 +258,17 @@ __device__ inline void produce(const Gradient& dy, const Args& g, const Element*
       uint64_t* full = pipeline.expect(at, COPY_BYTES);
 #pragma unroll
       for (int box = 0; box < DY_BOXES; ++box) {
-        cute::SM90_TMA_LOAD_5D::copy(&dy, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     shared_pointer(stage + box * BOX_BYTES), k0 + box * 64, tile.q, tile.p,
-                                     tile.d, tile.image);
+        load_box(dy, full, stage + box * BOX_BYTES, k0 + box * 64, tile.q, tile.p, tile.d, tile.image);
       }
     }
 #endif
     load_x(g, x, stage + COPIES * COPY_BYTES, tile, c0);
-    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(pipeline.full(at.stage));
+    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&pipeline.full[at.stage]);
 #if !DY_TMA
     load_dy(g, dy, stage, tile, k0);
     cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
 #endif
-    if constexpr (STORES) EmptyBarrier::arrive(pipeline.full(at.stage));
+    if constexpr (STORES) EmptyBarrier::arrive(&pipeline.full[at.stage]);
   }
 }
 
@@ -284,8 +281,8 @@ __device__ constexpr int pixel_offset(int k) {
 
 // A row of the A operand.
 struct Row {
-  int segment,
-      position;  // position: from the segment's first element, negative or beyond its end in filled up places
+  int segment;
+  int position;  // from the segment's first element; negative or beyond its end in filled up places
 };
 
 __device__ inline Row row_of(int m) { return {m / SEGMENT_ROWS, m % SEGMENT_ROWS - PARITY}; }
@@ -293,8 +290,8 @@ __device__ inline Row row_of(int m) { return {m / SEGMENT_ROWS, m % SEGMENT_ROWS
 // Elements from the stage's start to the row's element for the tile's first pixel.
 __device__ inline int row_offset(int m) {
   Row row = row_of(m);
-  const int segment =
-      min(row.segment, SEGMENTS - 1);  // rows beyond the filter read something, and are not stored
+  // Rows beyond the filter read something, and are not stored.
+  const int segment = min(row.segment, SEGMENTS - 1);
   const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
   return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
 }
@@ -404,13 +401,13 @@ __device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMU
 }
 
 // Tells the producer that the warp, all of its lanes, has read a stage (none: -1).
-__device__ inline void release(const Pipeline<STAGES>& pipeline, int stage) {
+__device__ inline void release(Pipeline<STAGES>& pipeline, int stage) {
   __syncwarp();
   if (stage >= 0 && threadIdx.x % 32 == 0) pipeline.release(stage);
 }
 
-__device__ inline void consume(const Args& g, uint32_t stages, const Pipeline<STAGES>& pipeline, int m0,
-                               int kt, int kt_end, Accumulator& sum) {
+__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, int m0, int kt,
+                               int kt_end, Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2;
   uint32_t at[BLOCKS][2];
 #pragma unroll
@@ -424,7 +421,13 @@ __device__ inline void consume(const Args& g, uint32_t stages, const Pipeline<ST
   [[maybe_unused]] Tile tile = tile_at(g, kt);
   [[maybe_unused]] Accumulator chain;
   Accumulator& acc = PROMOTE ? chain : sum;
-  if constexpr (PROMOTE) clear(sum);
+  if constexpr (PROMOTE) {
+#pragma unroll
+    for (auto& sums : sum) {
+#pragma unroll
+      for (float& element : sums) element = 0.f;
+    }
+  }
   // Two fragments take turns: one is gathered while the tensor cores read the other.
   Fragment a[2];
   [[maybe_unused]] High high[BLOCKS];
@@ -527,8 +530,7 @@ __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accu
 template <class T>
 __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * STAGES];
-  const Pipeline<STAGES> pipeline(barriers);
+  __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
   if (threadIdx.x == 0) pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
   __syncthreads();

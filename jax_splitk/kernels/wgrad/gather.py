@@ -298,21 +298,6 @@ class Args(Struct):
     partial_stride: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    v, tiles = volume(p), FAMILY.reduction_blocks(p, config)
-    _, m_tiles, n_tiles = tile_counts(p, config)
-    return Args(
-        *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
-        m_tiles=m_tiles,
-        n_tiles=n_tiles,
-        tiles_h=-(-v.out[1] // config.tile_p),
-        tiles_w=-(-v.out[2] // config.tile_q),
-        k_tiles=tiles,
-        k_tiles_per_split=-(-tiles // config.splits),
-        partial_stride=partial_stride(p),
-    )
-
-
 class Gather(SplitFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
@@ -480,6 +465,20 @@ class Gather(SplitFamily[Config]):
         box = (64, config.tile_q, config.tile_p, 1, config.images)
         return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, tiles = volume(p), self.reduction_blocks(p, config)
+        _, m_tiles, n_tiles = tile_counts(p, config)
+        return Args(
+            *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
+            m_tiles=m_tiles,
+            n_tiles=n_tiles,
+            tiles_h=-(-v.out[1] // config.tile_p),
+            tiles_w=-(-v.out[2] // config.tile_q),
+            k_tiles=tiles,
+            k_tiles_per_split=-(-tiles // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         v = volume(problem)
         dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
@@ -487,7 +486,7 @@ class Gather(SplitFamily[Config]):
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(dy, _args(problem, config).param(), plan.Pointer(0)),
+            params=(dy, self._args(problem, config).param(), plan.Pointer(0)),
             shared_bytes=shared_bytes(v, config),
         )
 

@@ -38,6 +38,7 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 
 using Element = TypeOf<ELEMENT_BF16 ? BF16 : HALF_FLOAT>::type;
 
@@ -93,9 +94,8 @@ __device__ inline Channels block_channels(int block) {
 // after.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               uint32_t stages, const Pipeline<STAGES>& pipeline, Channels channels,
-                               Tile tile, int tiles) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+                               uint32_t stages, Pipeline<STAGES>& pipeline, Channels channels, Tile tile,
+                               int tiles) {
   Position at;
   if (!FIRST) at.phase = 1;
 #pragma unroll 1
@@ -104,10 +104,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     uint64_t* full = pipeline.expect(at, IMAGES * (X_IMAGE + DY_IMAGE));
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-    cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, shared_pointer(stage), channels.in,
-                                 q * STRIDE_W - g.pad_w, p * STRIDE_H - g.pad_h, n);
-    cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, shared_pointer(stage + DY_OFFSET), channels.out, q, p,
-                                 n);
+    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad_w, p * STRIDE_H - g.pad_h, n);
+    load_box(dy_map, full, stage + DY_OFFSET, channels.out, q, p, n);
   }
 }
 
@@ -126,14 +124,6 @@ __device__ inline Job job_at(int index) {
   const int in = index / (COLUMN_JOBS * OUT_JOBS) % IN_JOBS;
   const int bundle = index / (COLUMN_JOBS * OUT_JOBS * IN_JOBS);
   return {bundle * IN_UNITS + in * WARP_IN, bundle * OUT_UNITS + out * WARP_OUT, column * WARP_COLUMNS};
-}
-
-// Byte of a pixel's unit under the TMA swizzle: its number's bits, taken modulo the units of a pixel, are
-// flipped by the number of the 128-byte line.
-template <int PIXEL>
-__device__ inline uint32_t swizzled(int pixel, int unit) {
-  const int byte = pixel * PIXEL;
-  return byte + ((unit ^ (byte >> 7 & (PIXEL / 16 - 1))) << 4);
 }
 
 // Where a lane's pixel lies in shared memory, for each load of a row. Lanes come in groups of 8, a pixel of
@@ -260,9 +250,8 @@ __device__ inline void add_strip(const Cursor& cursor, int rows, Accumulator& ac
   }
 }
 
-__device__ inline void consume(const Args& g, uint32_t stages, const Pipeline<STAGES>& pipeline,
-                               uint32_t zeros, const Job& job, int slice, Tile tile, int tiles,
-                               Accumulator& acc) {
+__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, uint32_t zeros,
+                               const Job& job, int slice, Tile tile, int tiles, Accumulator& acc) {
   const int lane = threadIdx.x % 32;
   const Lane lane_at = lane_offsets(job, lane);
   Position at;
@@ -373,9 +362,8 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * STAGES];
+  __shared__ Pipeline<STAGES> pipeline;
   __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
-  const Pipeline<STAGES> pipeline(barriers);
   const uint32_t stages = aligned_address(raw);
   const int split = blockIdx.y, tiles = g.each + (split < g.more);
   const int first = split * g.each + min(split, g.more);

@@ -367,13 +367,6 @@ class Args(Struct):
     more: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    s = plane(p)
-    each, more = divmod(FAMILY.reduction_blocks(p, config), config.splits)
-    stride = partial_stride(p) if config.splits > 1 else 0
-    return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
-
-
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
     dims = (channels, size[1], size[0], p.batch)
     return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box, _SWIZZLES[box[0] * 2])
@@ -599,12 +592,18 @@ class Grouped(SplitFamily[Config]):
             _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        s = plane(p)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        stride = partial_stride(p) if config.splits > 1 else 0
+        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=threads(problem, config),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 

@@ -39,9 +39,10 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x8_F32TF32TF32_RS_TN)<>;
+using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;
 
 constexpr int TRANSPOSERS = 3;  // warps
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -58,26 +59,15 @@ constexpr int CHUNK_BYTES = TILE_N * 16;  // four pixels of dY transposed
 
 using Accumulator = float[TAPS_H][ACCUMULATORS];
 
-// Addresses of the stages, and the barriers.
-struct Shared {
+struct Pipelines {
+  Pipeline<X_STAGES> x;
+  Pipeline<RAW_STAGES> raw;
+  Pipeline<DY_STAGES> dy;
+};
+
+// Their stages' addresses.
+struct Stages {
   uint32_t x, raw, dy;
-  Pipeline<X_STAGES> x_pipeline;
-  Pipeline<RAW_STAGES> raw_pipeline;
-  Pipeline<DY_STAGES> dy_pipeline;
-
-  __device__ Shared(uint32_t stages, const uint64_t* barriers)
-      : x(stages),
-        raw(x + X_STAGES * X_BYTES),
-        dy(raw + RAW_STAGES * DY_BYTES),
-        x_pipeline(barriers),
-        raw_pipeline(barriers + 2 * X_STAGES),
-        dy_pipeline(barriers + 2 * (X_STAGES + RAW_STAGES)) {}
-
-  __device__ void init() const {
-    x_pipeline.init(1, 4 * CONSUMERS);
-    raw_pipeline.init(1, TRANSPOSERS);
-    dy_pipeline.init(TRANSPOSERS, 4 * CONSUMERS);
-  }
 };
 
 struct Unit {
@@ -113,8 +103,8 @@ __device__ constexpr bool spaced(int step) {
 // ---- producer ---------------------------------------------------------------------------------------------
 
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               const Tile& tile, int unit, int end, const Shared& shared) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+                               const Tile& tile, int unit, int end, const Stages& stages,
+                               Pipelines& pipelines) {
   Position x_at, raw_at;
   for (; unit < end; ++unit) {
     const Unit u = unit_of(g, unit);
@@ -123,25 +113,24 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
 #pragma unroll 1
     for (int line = 0; line < u.lines; ++line, x_at.advance(X_STAGES)) {
       if (line % STRIDE_H == 0 && line / STRIDE_H < u.rows) {
-        shared.raw_pipeline.wait_empty(raw_at);
-        uint64_t* full = shared.raw_pipeline.expect(raw_at, DY_BYTES);
-        const uint32_t to = shared.raw + raw_at.stage * DY_BYTES;
+        pipelines.raw.wait_empty(raw_at);
+        uint64_t* full = pipelines.raw.expect(raw_at, DY_BYTES);
+        const uint32_t to = stages.raw + raw_at.stage * DY_BYTES;
 #pragma unroll
         for (int box = 0; box < DY_BOXES; ++box) {
-          cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, shared_pointer(to + box * DY_BOX_BYTES),
-                                       tile.k0 + box * 32, u.q0, u.p0 + line / STRIDE_H, u.n);
+          load_box(dy_map, full, to + box * DY_BOX_BYTES, tile.k0 + box * 32, u.q0, u.p0 + line / STRIDE_H,
+                   u.n);
         }
         raw_at.advance(RAW_STAGES);
       }
-      shared.x_pipeline.wait_empty(x_at);
-      uint64_t* full = shared.x_pipeline.expect(x_at, X_TMA_BYTES);
-      uint32_t to = shared.x + x_at.stage * X_BYTES;
+      pipelines.x.wait_empty(x_at);
+      uint64_t* full = pipelines.x.expect(x_at, X_TMA_BYTES);
+      uint32_t to = stages.x + x_at.stage * X_BYTES;
 #pragma unroll
       for (int image = 0; image < TILE_IMAGES; ++image) {
 #pragma unroll
         for (int box = 0; box < 2 * BLOCKS; ++box, to += PITCH_BYTES) {
-          cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, shared_pointer(to), tile.c0 + box * 32, w,
-                                       h + line, u.n + image);
+          load_box(x_map, full, to, tile.c0 + box * 32, w, h + line, u.n + image);
         }
       }
     }
@@ -174,7 +163,7 @@ __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int la
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = first + j * apart;
-      pixel[j] = load_shared<Four>(from + at * PIXEL_BYTES + (a ^ at % 8) * 16);
+      pixel[j] = load_shared<Four>(from + swizzled(at, a));
     }
     const uint32_t to = dy + chunk * CHUNK_BYTES + (box * 8 + a) * 16;
 #pragma unroll
@@ -185,20 +174,21 @@ __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int la
   }
 }
 
-__device__ inline void transpose(const Args& g, int unit, int end, const Shared& shared, int warp) {
+__device__ inline void transpose(const Args& g, int unit, int end, const Stages& stages, Pipelines& pipelines,
+                                 int warp) {
   const int lane = threadIdx.x % 32;
   Position raw_at, dy_at;
   for (; unit < end; ++unit) {
     const int rows = unit_of(g, unit).rows;
     for (int p = 0; p < rows; ++p, raw_at.advance(RAW_STAGES), dy_at.advance(DY_STAGES)) {
-      shared.raw_pipeline.wait_full(raw_at);
-      shared.dy_pipeline.wait_empty(dy_at);
-      transpose_row(shared.raw + raw_at.stage * DY_BYTES, shared.dy + dy_at.stage * DY_BYTES, warp, lane);
+      pipelines.raw.wait_full(raw_at);
+      pipelines.dy.wait_empty(dy_at);
+      transpose_row(stages.raw + raw_at.stage * DY_BYTES, stages.dy + dy_at.stage * DY_BYTES, warp, lane);
       cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
       __syncwarp();
       if (lane == 0) {
-        shared.raw_pipeline.release(raw_at.stage);
-        EmptyBarrier::arrive(shared.dy_pipeline.full(dy_at.stage));
+        pipelines.raw.release(raw_at.stage);
+        EmptyBarrier::arrive(&pipelines.dy.full[dy_at.stage]);
       }
     }
   }
@@ -242,8 +232,7 @@ __device__ inline Places places_of(int warpgroup) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int column = pixel_of(i) * STRIDE_W + s * DILATION_W + 4 * j;
-      places.at[i][j] = (block * 2 + warp / 2) * PITCH_BYTES + column * PIXEL_BYTES +
-                        (chunk ^ column % 8) * 16 + row % 2 * 8;
+      places.at[i][j] = (block * 2 + warp / 2) * PITCH_BYTES + swizzled(column, chunk) + row % 2 * 8;
     }
   }
   places.start = (block * 2 + warp / 2) * PITCH_BYTES + row % 2 * 8;
@@ -266,7 +255,7 @@ __device__ __forceinline__ Place place_of(uint32_t x, const Places& places, int 
   const bool next = may_end && q >= TILE_Q;
   const int own = next ? q - TILE_Q : q, column = own * STRIDE_W + places.column;
   const uint32_t image = first_pixel(step, half) / TILE_Q * IMAGE_BYTES + (next ? IMAGE_BYTES : 0);
-  return {own, x + places.start + image + column * PIXEL_BYTES + (places.chunk ^ column % 8) * 16};
+  return {own, x + places.start + image + swizzled(column, places.chunk)};
 }
 
 // `inside`: how many of the strip's columns the output has.
@@ -351,24 +340,12 @@ __device__ __forceinline__ void multiply_line(int mask, uint32_t x, const Places
   }
 }
 
-// Descriptor of a row of dY: its two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels
-// 128.
-__device__ inline uint64_t dy_operand(uint32_t address) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = address >> 4;
-  desc.bitfield.leading_byte_offset_ = CHUNK_BYTES >> 4;
-  desc.bitfield.stride_byte_offset_ = 128 >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::INTERLEAVE);
-  return desc.desc_;
-}
-
-__device__ __forceinline__ void consume(const Args& g, int unit, int end, const Shared& shared, int warpgroup,
-                                        Accumulator& acc) {
+__device__ __forceinline__ void consume(const Args& g, int unit, int end, const Stages& stages,
+                                        Pipelines& pipelines, int warpgroup, Accumulator& acc) {
   const bool leads = threadIdx.x % 32 == 0;
   const Places places = places_of(warpgroup);
-  const uint64_t operand = dy_operand(shared.dy);
-  clear(acc);
+  // dY's two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels 128.
+  const uint64_t dy = operand(stages.dy, CHUNK_BYTES, 128, GMMA::LayoutType::INTERLEAVE);
   Position at;
   uint32_t rows_before = 0;  // of dY, in units before
   for (; unit < end; ++unit) {
@@ -380,19 +357,19 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
       for (int r = 0; r < TAPS_H; ++r) {
         const int from = line - r * DILATION_H, p = max(from, 0) / STRIDE_H;
         if (from >= 0 && from % STRIDE_H == 0 && p < u.rows) mask |= 1 << r;
-        b[r] = operand + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
+        b[r] = dy + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
       }
       if (mask & 1) {
         const uint32_t row = rows_before + line / STRIDE_H;
-        shared.dy_pipeline.wait_full({int(row % DY_STAGES), row / DY_STAGES & 1});
+        pipelines.dy.wait_full({int(row % DY_STAGES), row / DY_STAGES & 1});
       }
-      shared.x_pipeline.wait_full(at);
-      multiply_line<(1 << TAPS_H) - 1>(mask, shared.x + at.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
+      pipelines.x.wait_full(at);
+      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
       __syncwarp();  // what other lanes have read is released too
       if (leads) {
-        shared.x_pipeline.release(at.stage);
+        pipelines.x.release(at.stage);
         if (mask >> (TAPS_H - 1) & 1) {
-          shared.dy_pipeline.release((rows_before + (line - REACH) / STRIDE_H) % DY_STAGES);
+          pipelines.dy.release((rows_before + (line - REACH) / STRIDE_H) % DY_STAGES);
         }
       }
     }
@@ -438,9 +415,14 @@ __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgr
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * (X_STAGES + RAW_STAGES + DY_STAGES)];
-  const Shared shared(aligned_address(raw), barriers);
-  if (threadIdx.x == 0) shared.init();
+  __shared__ Pipelines pipelines;
+  const uint32_t x = aligned_address(raw), after_x = x + X_STAGES * X_BYTES;
+  const Stages stages{x, after_x, after_x + RAW_STAGES * DY_BYTES};
+  if (threadIdx.x == 0) {
+    pipelines.x.init(1, 4 * CONSUMERS);
+    pipelines.raw.init(1, TRANSPOSERS);
+    pipelines.dy.init(TRANSPOSERS, 4 * CONSUMERS);
+  }
   __syncthreads();
 
   const Tile tile = tile_of(g, blockIdx.x);
@@ -449,15 +431,15 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp > 0) {
-      transpose(g, unit, end, shared, warp - 1);
+      transpose(g, unit, end, stages, pipelines, warp - 1);
     } else if (cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, tile, unit, end, shared);
+      produce(x_map, dy_map, g, tile, unit, end, stages, pipelines);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = warp / 4 - 1;
-    Accumulator acc;
-    consume(g, unit, end, shared, warpgroup, acc);
+    Accumulator acc = {};
+    consume(g, unit, end, stages, pipelines, warpgroup, acc);
     launch_dependent_grids();
     store(g, tile, out + size_t(blockIdx.y) * g.partial_stride, warpgroup, acc);
   }

@@ -318,28 +318,6 @@ class Args(Struct):
     partial_stride: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    v, count = view(p), FAMILY.reduction_blocks(p, config)
-    _, slots, k_blocks = tile_counts(p, config)
-    _, tiles_p, tiles_q = _strip_counts(v, config)
-    return Args(
-        *(p.in_channels, p.out_channels, *v.kernel),
-        groups_w=-(-v.kernel[1] // config.taps_w),
-        slots=slots,
-        k_blocks=k_blocks,
-        out_h=v.out[0],
-        out_w=v.out[1],
-        tile_p=config.tile_p,
-        tiles_p=tiles_p,
-        tiles_q=tiles_q,
-        pad_h=v.pad[0],
-        pad_w=v.pad[1],
-        units=count,
-        units_per_split=-(-count // config.splits),
-        partial_stride=partial_stride(p),
-    )
-
-
 class Tf32(SplitFamily[Config]):
     """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
@@ -504,12 +482,33 @@ class Tf32(SplitFamily[Config]):
             plan.TiledMap(1, problem.dtype, dy_dims, dy_strides, dy_box),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, count = view(p), self.reduction_blocks(p, config)
+        _, slots, k_blocks = tile_counts(p, config)
+        _, tiles_p, tiles_q = _strip_counts(v, config)
+        return Args(
+            *(p.in_channels, p.out_channels, *v.kernel),
+            groups_w=-(-v.kernel[1] // config.taps_w),
+            slots=slots,
+            k_blocks=k_blocks,
+            out_h=v.out[0],
+            out_w=v.out[1],
+            tile_p=config.tile_p,
+            tiles_p=tiles_p,
+            tiles_q=tiles_q,
+            pad_h=v.pad[0],
+            pad_w=v.pad[1],
+            units=count,
+            units_per_split=-(-count // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 
