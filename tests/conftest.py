@@ -24,6 +24,7 @@ import jax
 import pytest
 
 from jax_splitk.runtime import compiler, disk
+from jax_splitk.tuning import session
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test measures, settles and is told is not another's."""
+    monkeypatch.setattr(session, "_session", session.Session())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -2,7 +2,7 @@
 
 import re
 
-from jax_splitk.runtime.plan import DevicePlan, HostPlan, Int32Struct
+from jax_splitk.runtime.plan import DevicePlan, Int32Struct
 
 
 def fields(text: str, struct: str) -> dict[str, int]:
@@ -14,7 +14,7 @@ def fields(text: str, struct: str) -> dict[str, int]:
     return {**(fields(text, found[1]) if found[1] else {}), **own}
 
 
-def arguments(plan: DevicePlan | HostPlan, struct: str = "Args", launch: int = 0) -> dict[str, int]:
+def arguments(plan: object, struct: str = "Args", launch: int = 0) -> dict[str, int]:
     """A launch's argument of that type; of a divisor what it divides by."""
     assert isinstance(plan, DevicePlan)
     sizes = fields(plan.source.text(), struct)

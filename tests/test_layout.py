@@ -4,10 +4,12 @@ import ast
 import functools
 import pathlib
 import re
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
 
+import jax_splitk
 from jax_splitk.runtime import plan
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -177,3 +179,11 @@ def test_host_code_includes_no_cuda_header() -> None:
 
 def test_modules_have_docstrings() -> None:
     assert not offenders(python("jax_splitk"), lambda path: not ast.get_docstring(parsed(path)))
+
+
+def test_the_package_shows_its_public_names_only() -> None:
+    names: dict[str, object] = {}
+    exec("from jax_splitk import *", names)
+    assert names.keys() - {"__builtins__"} == set(jax_splitk.__all__)
+    assert {name for name in dir(jax_splitk) if not name.startswith("__")} == set(jax_splitk.__all__)
+    assert not any(isinstance(value, types.ModuleType) for value in names.values())

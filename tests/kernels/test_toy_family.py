@@ -16,8 +16,8 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning import entry, select, tuner
-from jax_splitk.tuning.entry import Candidate
+from jax_splitk.tuning import entry, search, select
+from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options, check_options
 from tests import cubin
@@ -105,8 +105,8 @@ def test_selection_search_and_cache_see_it() -> None:
     assert select.select(three, DEFAULT_CUDA, Options()).family is not FAMILY
     key = key_for(PROBLEM, DEFAULT_CUDA)
     assert "wgrad_toy:7" in key.environment.abi
-    assert tuner.ranked(key)[:2] == [Candidate("wgrad_toy", Config(128)), Candidate("wgrad_toy", Config(64))]
-    stored = entry.Entry(key.as_dict(), Candidate("wgrad_toy", Config(64)), (), None, {})
+    assert search.ranked(key)[:2] == [Candidate(FAMILY, Config(128)), Candidate(FAMILY, Config(64))]
+    stored = entry.Entry.of(key, Candidate(FAMILY, Config(64)))
     assert entry.loads(stored.dumps(), key) == stored
     check_options("conv_wgrad", Options(Config(96)))
     assert select.select(PROBLEM, DEFAULT_CUDA, Options(Config(96))).config == Config(96)

@@ -13,7 +13,6 @@ import pickle
 import pwd
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,54 +28,25 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import agreement, select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, check_options, current, merged
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, isolate, put
+from tests.tuning_cache import CASE, CPU, entry_of, lowered_config, operands, put, ship, wgrad
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # ---- results as values and contexts --------------------------------------------------------------------------------
-
-
-def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """(lhs, g, the weight gradient)."""
-    lhs, g = (
-        jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in (case.lhs_shape, case.g_shape)
-    )
-    rhs = jnp.zeros(case.rhs_shape, lhs.dtype)
-    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
-    return lhs, g, np.asarray(jax.vjp(forward, rhs)[1](g)[0])
 
 
 def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
     """Operands of `quantized_matmul` that the host kernel takes."""
     w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
     return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
-
-
-def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
-    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
-
-
-def lower(fn: Callable[..., Any], *args: Any) -> Any:
-    """The lowered program of a function that jit has not seen before."""
-    return jax.jit(functools.partial(fn)).lower(*args)
-
-
-def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
-    """The host family's config in the lowered program; None where there is no such call."""
-    text = lower(fn, *args).as_text()
-    found = re.search(r"block = (\d+) : i64.*splits = (\d+) : i64", text)
-    return None if found is None else wgrad_host.Config(int(found[2]), int(found[1]))
 
 
 def result_of(config: Any, case: Case = CASE) -> TuningResult:
@@ -117,7 +87,7 @@ def test_a_result_can_be_copied_and_sent() -> None:
     assert held != held.entries
     # What differs in a measurement alone differs.
     ((key, entry),) = result_of(ONE)
-    slower = dataclasses.replace(entry, measurements=(*entry.measurements, Measurement(Candidate(XLA), 1e6)))
+    slower = Entry.of(key, entry.choice, (*entry.measurements, Measurement(XLA, 1e6)))
     assert TuningResult(((key, slower),)) != result_of(ONE)
 
 
@@ -177,7 +147,6 @@ def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lhs, g, _ = operands(generator(18))
-    monkeypatch.setattr(select, "_mismatches", set())
     key = key_for(CASE.problem(), CPU)
     elsewhere = dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind="z80", cores=1))
     predicted = lowered_config(wgrad, lhs, g)
@@ -357,12 +326,12 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
     key = key_for(problem, CPU)
     near, far = tmp_path / "near", tmp_path / "far"
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{os.pathsep}{far}{os.pathsep}")
-    layers = [(cache, TWO), (near, THREE), (far, FOUR), (store.SHIPPED, FIVE)]
+    layers = [(cache, TWO), (near, THREE), (far, FOUR)]
     for folder, config in layers:
         put(folder, key, entry_of(key, config).dumps())
+    shipped = ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     folders = [("user cache", cache), ("read-only cache", near), ("read-only cache", far)]
-    assert store.layers() == [*folders, ("shipped table", store.SHIPPED)]
-    assert store.shipped(key) == entry_of(key, FIVE)
+    assert store.layers() == [*folders, ("shipped table", table.FOLDER)]
 
     def found(**options: Any) -> tuple[Any, str]:
         config = lowered_config(lambda x, y: wgrad(x, y, **options), lhs, g)
@@ -375,11 +344,14 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         assert found(config=SIX) == (SIX, "the config was given explicitly")
         assert found() == (ONE, "the TuningResult in force")
     assert found(config=SIX) == (SIX, "the config was given explicitly")
-    for (folder, config), (name, _) in zip(layers, store.layers(), strict=True):
+    for (folder, config), (name, _) in zip(layers, folders, strict=True):
         assert found() == (config, name)
         # Without a time for the host family the decision stands; XLA's would not do for an explicit "host".
         assert found(implementation="host") == (config, name)
         (folder / key.file).unlink()
+    assert found() == found(implementation="host") == (FIVE, "shipped table: 5.0 us, XLA 9.0 us")
+    shipped.unlink()
+    monkeypatch.setattr(session, "_session", session.Session())  # a process reads a table once
     config, why = found()
     assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
     assert why.startswith("the cost model's best of ")
@@ -388,7 +360,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
 def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     key = key_for(CASE.problem(), CPU)
     put(cache, key, entry_of(key, TWO).dumps()[:-20])
-    put(store.SHIPPED, key, entry_of(key, FIVE).dumps())
+    ship(key, Candidate(wgrad_host.FAMILY, FIVE))
     assert select.select(CASE.problem(), CPU, Options()).config == FIVE
 
 
@@ -396,10 +368,10 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     lhs, g, expected = operands(generator(11))
     key = key_for(CASE.problem(), CPU)
     times = (
-        Measurement(Candidate(XLA), 1.0),
-        *(Measurement(Candidate("wgrad_host", c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
+        Measurement(XLA, 1.0),
+        *(Measurement(Candidate(wgrad_host.FAMILY, c), us) for c, us in ((ONE, 3.0), (TWO, 2.0))),
     )
-    assert store.save(key, Entry(key.as_dict(), Candidate(XLA), times, None, {}))
+    assert store.save(Entry.of(key, XLA, times, None, {}))
     assert lowered_config(wgrad, lhs, g) is None
     assert select.select(CASE.problem(), CPU, Options()).why == "user cache: XLA 1.0 us, ours 2.0 us"
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
@@ -416,7 +388,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
     if mode == "frozen":
         told = r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
         with pytest.raises(jax_splitk.FrozenCacheMiss, match=told):
-            lower(wgrad, lhs, g)
+            lowered_config(wgrad, lhs, g)
         with pytest.raises(jax_splitk.FrozenCacheMiss):  # also where nothing could be measured
             export.export(jax.jit(wgrad))(lhs, g)
         other = dataclasses.replace(CASE, batch=31)  # which no test has compiled before
@@ -430,7 +402,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="xla"), lhs, g) is None
         with result_of(FOUR):
             assert lowered_config(wgrad, lhs, g) == FOUR
-    assert store.save(key, entry_of(key, TWO)) is (mode == "update")
+    assert store.save(entry_of(key, TWO)) is (mode == "update")
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
     put(cache, key, entry_of(key, ONE).dumps())
     assert (lowered_config(wgrad, lhs, g) == ONE) is (mode != "off")
@@ -446,7 +418,7 @@ def test_update_is_the_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
     lhs, g, _ = operands(generator(13))
     with caplog.at_level(logging.INFO, "jax_splitk"):
-        lower(wgrad, lhs, g)
+        lowered_config(wgrad, lhs, g)
     (line,) = [r.getMessage() for r in caplog.records if "not tuned" in r.getMessage()]
     found = re.search(r"python -m jax_splitk tune '(.*)'$", line)
     assert found is not None
@@ -456,7 +428,7 @@ def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
 
 WRONG = {
     "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], disk.mode),
-    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: select.autotune(CPU)),
+    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: decide.autotune(CPU)),
     "TUNE_BUDGET_S": ("-3", ["seconds above 0"], tuner.budget_seconds),
     "AGREEMENT_TIMEOUT_S": ("soon", ["seconds above 0"], agreement.timeout_seconds),
 }
@@ -516,7 +488,7 @@ def test_tune_says_what_it_did_not_store(
     mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 2)
+    monkeypatch.setattr(search, "FIRST_ROUND", 2)
     ((key, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.01)
     assert entry.measurements
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
@@ -531,60 +503,15 @@ def test_a_wrong_variable_is_an_error_of_the_users_program(name: str, monkeypatc
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv(f"JAX_SPLITK_{name}", WRONG[name][0])
     with pytest.raises(ValueError, match=f"JAX_SPLITK_{name}="):
-        lower(wgrad, lhs, g)
-
-
-def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
-    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
-    waits = []
-
-    class Client:
-        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
-            waits.append(milliseconds)
-            raise TimeoutError
-
-    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
-    key = key_for(CASE.problem(), CPU)
-    try:
-        assert agreement.agree(key, 0, lambda: None) == (False, None)
-    except ValueError as error:
-        assert "accepted" in str(error)
-    else:
-        assert waits
-
-
-@pytest.mark.parametrize(("seconds", "decision_ms"), [(5, 3_600_000), (7200, 7_200_000)])
-def test_the_wait_for_a_measurement_is_an_hour_at_least(
-    seconds: int, decision_ms: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", str(seconds))
-    waits = []
-
-    class Client:
-        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
-            waits.append((name.rpartition("/")[2], milliseconds))
-
-        def blocking_key_value_get(self, name: str, milliseconds: int) -> str:
-            waits.append((name.rpartition("/")[2], milliseconds))
-            return "miss"
-
-        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
-            return []
-
-    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
-    key = key_for(CASE.problem(), CPU)
-    assert agreement.agree(key, 0, lambda: None) == (True, None)
-    assert agreement.obstacle(key, Candidate("wgrad_host", ONE), None) is None
-    assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
+        lowered_config(wgrad, lhs, g)
 
 
 def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (select.autotune(CPU), select.autotune(DEFAULT_CUDA)) == (False, True)
+    assert (decide.autotune(CPU), decide.autotune(DEFAULT_CUDA)) == (False, True)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    assert select.autotune(DEFAULT_CUDA) is False
+    assert decide.autotune(DEFAULT_CUDA) is False
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
-    assert select.autotune(CPU) is True
+    assert decide.autotune(CPU) is True
     assert tuner.budget_seconds() == 10
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2.5")
     assert tuner.budget_seconds() == 2.5
@@ -606,7 +533,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     else:
         (folder / key.file).mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "jax_splitk"):
-        assert store.save(key, entry_of(key, ONE)) is False
+        assert store.save(entry_of(key, ONE)) is False
     assert "cannot write" in caplog.text
     assert store.lookup(key) is None
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
@@ -623,13 +550,13 @@ def test_without_a_home_there_is_no_cache_and_no_error(monkeypatch: pytest.Monke
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
 
 
 def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, g, expected = operands(generator(17))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", "~no_such_user_here/cache")
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
 
 
 def test_a_layer_that_is_no_folder_is_told_once(
@@ -647,11 +574,11 @@ def test_a_layer_that_is_no_folder_is_told_once(
     layers = map(str, (empty, typo, f"{file}/", "/dev/null", typo, good))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", os.pathsep.join(layers))
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
-    lower(wgrad, lhs, g)
+    lowered_config(wgrad, lhs, g)
     assert told() == []  # nothing was to be read
     monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
     wrong = [f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, file, "/dev/null")]
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
     assert told() == wrong
     key = key_for(CASE.problem(), CPU)
     put(good, key, entry_of(key, THREE).dumps())
@@ -673,5 +600,6 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    assert store._looked_at == {str(cache)}
+    looked_at = [session.session().is_first("layer", str(folder)) for folder in (cache, near, tmp_path / "far")]
+    assert looked_at == [False, True, True]
     assert "CACHE_PATH" not in caplog.text

@@ -17,6 +17,7 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
@@ -25,7 +26,8 @@ from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 ROWS = 8  # of a block
-LOADERS = 8  # warps that read and transpose
+_SCRATCH = 16 * 8 + 2  # floats of a product, so that those of several taps lie in different banks
+PRODUCERS = 8  # warps that read and transpose
 CHANNELS = (8, 16, 32)
 SEGMENTS = (1, 2, 4)
 MAX_STAGES = 6
@@ -42,7 +44,7 @@ MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%
 MAX_CANDIDATES = 48
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
-MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see SplitFamily.longest_chain
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Of products; others (`LOADERS`) read and transpose."""
+        """Of products; others (`PRODUCERS`) read and transpose."""
         return 16 if self.channels == 16 else 8
 
 
@@ -154,15 +156,30 @@ def geometry(p: ConvWgradProblem) -> Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """X or dY of a block of rows; `Layout` of the device code."""
+    """X or dY of a block of rows, in planes of shared memory; lengths in chunks of 16 bytes.
 
-    stores: int  # of four 8x8 matrices, for a row of all images
-    written: int  # chunks of 8 columns of a row
-    read_chunks: int  # a lane's
-    row: int  # from row to row of a plane, in chunks
+    A store is of four matrices, each of two channels and four (part, image, chunk). A quarter of a warp reads two rows
+    of four segments: eight different banks of 16 bytes, always.
+
+    Attributes:
+      store_images, store_chunks: images, and chunks of 8 columns of a row, of a store.
+      row_stores, stores: stores of a row, of one image and of all.
+      written: chunks of a row.
+      read_chunks, row_chunks: what a lane reads of a row, and what all do.
+      row, image, channel, part: from a row, an image, a channel and 8 channels to the next.
+    """
+
+    store_images: int
+    store_chunks: int
+    row_stores: int
+    stores: int
+    written: int
+    read_chunks: int
+    row_chunks: int
+    row: int
     image: int
     channel: int
-    part: int  # from 8 channels to 8 channels
+    part: int
     plane_bytes: int
 
     @staticmethod
@@ -172,12 +189,29 @@ class Operand:
         store_chunks = 4 // (parts * store_images)
         row_stores = -(-chunks(segment, columns) // store_chunks)
         written, read_chunks = row_stores * store_chunks, chunks(segment, read)
-        row = max(written, (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        row_chunks = (config.segments - 1) * (segment // 8) + read_chunks
+        row = max(written, row_chunks) | 1
         image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
         channel = images * image + store_chunks
         part = 8 * channel + (2 if parts == 4 or images == 2 else 4)
-        stores = images // store_images * row_stores
-        return Operand(stores, written, read_chunks, row, image, channel, part, parts * part * 16)
+        return Operand(
+            store_images=store_images,
+            store_chunks=store_chunks,
+            row_stores=row_stores,
+            stores=images // store_images * row_stores,
+            written=written,
+            read_chunks=read_chunks,
+            row_chunks=row_chunks,
+            row=row,
+            image=image,
+            channel=channel,
+            part=part,
+            plane_bytes=parts * part * 16,
+        )
+
+    def macros(self, name: str) -> dict[str, int]:
+        """The fields, under names that begin with the operand's."""
+        return {f"{name}_{field.upper()}": value for field, value in dataclasses.asdict(self).items()}
 
 
 def chunks(segment: int, columns: int) -> int:
@@ -242,9 +276,14 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
         y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
         sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
-        epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
+        epilogue_bytes=4 * (_channel_sums(taps) * channels + config.warps * taps * _SCRATCH),
         blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
     )
+
+
+def _channel_sums(taps: int) -> int:
+    """Floats for a channel's taps, of which a row has so many; odd, for different banks."""
+    return MAX_TAPS_H * taps | 1
 
 
 def _kept(width: Axis) -> tuple[int, int]:
@@ -291,12 +330,22 @@ _SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 30
 _MMA_CYCLES = 1.5  # m16n8k16
 _PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
-_LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
-_TURN_CYCLES = 450  # waiting and latencies that other warps do not hide
+_LATENCY_CYCLES = 1400  # of a load, while a stage's bytes are in flight at most
+_BLOCK_CYCLES = 450  # waiting and latencies that other warps do not hide
 _SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
 _START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
 _HBM_BYTES = 4.0e12
 _LAUNCH_SECONDS = 4.5e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """What the device code is not specialised to: `blocks` of the reduction, `stages` of the pipeline."""
+
+    batch: int
+    blocks: int
+    blocks_per_split: int
+    stages: int
 
 
 class Depthwise(SplitFamily[Config]):
@@ -305,6 +354,7 @@ class Depthwise(SplitFamily[Config]):
     name = "wgrad_depthwise"
     ABI = 3
     file = "wgrad/depthwise.cu"
+    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         reason = refusals.rank(problem, (1, 2)) or refusals.dtypes(problem, refusals.HALVES)
@@ -372,9 +422,9 @@ class Depthwise(SplitFamily[Config]):
         return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
+        """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
         g, t = geometry(problem), tiling(problem, config)
-        turns = -(-t.blocks // config.splits) + 1
+        blocks = -(-t.blocks // config.splits) + 1
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
@@ -385,10 +435,10 @@ class Depthwise(SplitFamily[Config]):
         sectors = pixels * max(config.channels * 2, 32)
         load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
         longest = max(shared, mma, load)
-        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
+        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _BLOCK_CYCLES
         waves = -(-self.thread_blocks(problem, config) * config.splits // target.cores)
-        seconds = waves * turns * cycles / _CLOCK
-        seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
+        seconds = waves * blocks * cycles / _CLOCK
+        seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / _HBM_BYTES)
         seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
@@ -400,12 +450,15 @@ class Depthwise(SplitFamily[Config]):
             "CHANNELS": config.channels,
             "SEGMENT": t.segment,
             "SEGMENTS": config.segments,
+            "IMAGES": config.images,
+            "ROWS": ROWS,
             "COLUMNS": t.columns,
             "USED": t.used,
             "PAD": t.x_pad,
             "X_COLUMNS": t.x_columns,
             "TAPS": g.width.size,
             "SHIFT": g.width.shift,
+            "REACH": g.width.reach,
             "PITCH": g.pitch,
             "TILES": t.tiles,
             "MULTIPLIER": problem.out_channels // problem.in_channels,
@@ -432,19 +485,24 @@ class Depthwise(SplitFamily[Config]):
             "KERNEL_W": g.width.kernel,
             "STEP_W": g.width.step,
             "WARPS": config.warps,
-            "LOADERS": LOADERS,
+            "PRODUCERS": PRODUCERS,
+            "MAX_STAGES": MAX_STAGES,
             "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
-            "PLANES_BYTES": t.planes_bytes,
+            "STAGE_BYTES": t.planes_bytes,
+            **t.x.macros("X"),
+            **t.y.macros("Y"),
+            "SUMS": _channel_sums(g.width.size),
+            "SCRATCH": _SCRATCH,
         }
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         t = tiling(problem, config)
-        args = (problem.batch, t.blocks, -(-t.blocks // config.splits), config.stages)  # `struct Args`
+        args = Args(problem.batch, t.blocks, -(-t.blocks // config.splits), config.stages)
         return self.split_launches(
             problem,
             config,
-            threads=32 * (config.warps + LOADERS),
-            params=(plan.Int32Struct(args), plan.Pointer(0), plan.Pointer(1)),
+            threads=32 * (config.warps + PRODUCERS),
+            params=(args.param(), plan.Pointer(0), plan.Pointer(1)),
             shared_bytes=t.shared_bytes(config.stages),
         )
 

@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.registers import consumer_registers, share_macros
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, nearby, partial_stride
@@ -40,9 +42,6 @@ SHARED_PER_SM = 228 * 1024
 _BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
 SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
-# Consumers' registers by (thread blocks on an SM, consumer warpgroups): CONSUMER_REGS in the device code, and those
-# that remain for the accumulators and fragments.
-REGISTERS = {(1, 1): 240, (1, 2): 208, (1, 3): 152, (1, 4): 104, (2, 1): 184, (2, 2): 88, (2, 3): 72}
 EXACT_REGISTERS = 224  # with three parts ptxas spills above
 _OTHER_REGISTERS = 26
 MAX_CANDIDATES = 56
@@ -95,9 +94,14 @@ def layout(v: Volume, config: Config) -> Layout:
     return layout_of(v, config.tile, config.slice)
 
 
-def shared_bytes(v: Volume, config: Config) -> int:
+def _stage_bytes(v: Volume, config: Config) -> int:
+    """dY's copies, in boxes of 64 channels, and X."""
     dy_bytes = v.copies * -(-config.tile_n // 64) * config.pixels * 128
-    return config.stages * (dy_bytes + layout(v, config).stage_bytes(v, config.images)) + RESERVED_BYTES
+    return dy_bytes + layout(v, config).stage_bytes(v, config.images)
+
+
+def shared_bytes(v: Volume, config: Config) -> int:
+    return config.stages * _stage_bytes(v, config) + RESERVED_BYTES
 
 
 # Steps of 16 pixels that WGMMA adds up before a rounding addition, with three parts. It truncates: an error of one sign
@@ -110,13 +114,13 @@ def chain(v: Volume, config: Config) -> int:
     if v.parts < 3:
         return 1
     *longer, shortest = CHAINS
-    most = REGISTERS[_ctas_per_sm(v, config, shortest), config.consumers]
+    most = consumer_registers(_ctas_per_sm(v, config, shortest), config.consumers)
     fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
     return next(fitting, shortest)
 
 
 def most_registers(v: Volume, config: Config) -> int:
-    most = REGISTERS[1, config.consumers]
+    most = consumer_registers(1, config.consumers)
     return min(most, EXACT_REGISTERS) if v.parts == 3 else most
 
 
@@ -145,17 +149,11 @@ def blocks_per_sm(v: Volume, config: Config) -> int:
 
 
 def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
-    fits = _registers(v, config, steps) <= REGISTERS.get((2, config.consumers), 0)
+    fits = _registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
 
 
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
-def k_tiles(p: ConvWgradProblem, config: Config) -> int:
-    """Tiles of pixels in the reduction."""
-    v = volume(p)
-    return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // config.tile_p) * -(-v.out[2] // config.tile_q)
 
 
 def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
@@ -264,25 +262,47 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    v, tiles = volume(p), k_tiles(p, config)
-    values = (
-        *(v.batch, *v.size, v.channels, v.out_channels),
-        *v.out,
-        *(*v.stride, *v.pad),
-        *tile_counts(p, config)[1:],
-        *(-(-v.out[1] // config.tile_p), -(-v.out[2] // config.tile_q)),
-        *(tiles, -(-tiles // config.splits)),
-        partial_stride(p),
-    )
-    return plan.Int32Struct(values)
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents, and where its tiles lie.
+
+    Attributes:
+      channels, out_channels: C and K.
+      m_tiles, n_tiles: of one slice of channels.
+      tiles_h, tiles_w: tiles of pixels in a plane of the output.
+      k_tiles, k_tiles_per_split: tiles of pixels.
+      partial_stride: elements from one split's partial sums to the next's.
+    """
+
+    batch: int
+    in_d: int
+    in_h: int
+    in_w: int
+    channels: int
+    out_channels: int
+    out_d: int
+    out_h: int
+    out_w: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    m_tiles: int
+    n_tiles: int
+    tiles_h: int
+    tiles_w: int
+    k_tiles: int
+    k_tiles_per_split: int
+    partial_stride: int
 
 
 class Gather(SplitFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
     file = "wgrad/gather.cu"
+    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         pixels = problem.batch * math.prod(problem.input_spatial)
@@ -321,7 +341,7 @@ class Gather(SplitFamily[Config]):
         needed = shared_bytes(v, config)
         if needed > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        return split_k.splits_refusal(config.splits, k_tiles(problem, config), "tiles of pixels")
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """But for few channels, true float32, and float32 without strides, where it was measured to be faster."""
@@ -332,7 +352,9 @@ class Gather(SplitFamily[Config]):
         return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return k_tiles(problem, config)
+        """Tiles of pixels."""
+        v, rows, columns = volume(problem), config.tile_p, config.tile_q
+        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
@@ -392,7 +414,7 @@ class Gather(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         units = sorted(clocks(volume(problem), config).values())
         step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
-        stages = -(-blocks // target.cores) * -(-k_tiles(problem, config) // config.splits)
+        stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         waves = -(-blocks // (target.cores * together))
         seconds = stages * step + waves * _WAVE_SECONDS
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
@@ -401,17 +423,20 @@ class Gather(SplitFamily[Config]):
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """The window, channels and tiles, not batch, sizes or splits."""
         v = volume(problem)
-        tma = _dy_by_tma(v)
+        x, tma = layout(v, config), _dy_by_tma(v)
         return {
             "ELEMENT": _ELEMENTS[problem.dtype],
             "PARTS": v.parts,
+            "COPIES": v.copies,
             "CHAIN": chain(v, config),
             "OUT": split_k.OUT_CODES[problem.out_dtype],
             "CONSUMERS": config.consumers,
             "BLOCKS": config.blocks,
             "TILE_N": config.tile_n,
             "STAGES": config.stages,
+            "STAGE_BYTES": _stage_bytes(v, config),
             "CTAS_PER_SM": blocks_per_sm(v, config),
+            **share_macros(blocks_per_sm(v, config), config.consumers),
             "TILE_IMAGES": config.images,
             "TILE_P": config.tile_p,
             "TILE_Q": config.tile_q,
@@ -425,7 +450,11 @@ class Gather(SplitFamily[Config]):
             "LHS_D": v.lhs_dilation[0],
             "LHS_H": v.lhs_dilation[1],
             "LHS_W": v.lhs_dilation[2],
-            **{field.upper(): int(value) for field, value in dataclasses.asdict(layout(v, config)).items()},
+            "SEGMENT": x.segment(v, config.slice),
+            "SEGMENT_ROWS": x.segment_rows(v, config.slice),
+            "SEGMENTS": x.segments(v),
+            "PARITY": x.parity,
+            **{field.upper(): int(value) for field, value in dataclasses.asdict(x).items()},
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
@@ -436,6 +465,20 @@ class Gather(SplitFamily[Config]):
         box = (64, config.tile_q, config.tile_p, 1, config.images)
         return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, tiles = volume(p), self.reduction_blocks(p, config)
+        _, m_tiles, n_tiles = tile_counts(p, config)
+        return Args(
+            *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
+            m_tiles=m_tiles,
+            n_tiles=n_tiles,
+            tiles_h=-(-v.out[1] // config.tile_p),
+            tiles_w=-(-v.out[2] // config.tile_q),
+            k_tiles=tiles,
+            k_tiles_per_split=-(-tiles // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         v = volume(problem)
         dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
@@ -443,7 +486,7 @@ class Gather(SplitFamily[Config]):
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(dy, _args(problem, config), plan.Pointer(0)),
+            params=(dy, self._args(problem, config).param(), plan.Pointer(0)),
             shared_bytes=shared_bytes(v, config),
         )
 

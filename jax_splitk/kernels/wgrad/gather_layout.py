@@ -42,7 +42,7 @@ class Volume:
 
     @property
     def copies(self) -> int:
-        """Of an operand (COPIES in the device code)."""
+        """bf16 parts of an operand in shared memory: those, and the first with zeros for what is not finite."""
         return 1 if self.parts == 1 else self.parts + 1
 
     @property
@@ -106,12 +106,26 @@ class Layout:
     def stage_bytes(self, v: Volume, images: int) -> int:
         return -(-images * v.kernel[0] * self.rows * self.row_pitch * v.item // 1024) * 1024
 
+    @property
+    def parity(self) -> int:
+        """Places that fill up a segment in front."""
+        return self.lead % 2 if self.paired else 0
+
+    def segment(self, v: Volume, channels: int) -> int:
+        """Elements of a segment, for a slice of so many channels."""
+        return channels * (v.kernel[2] if self.runs else 1)
+
+    def segment_rows(self, v: Volume, channels: int) -> int:
+        """A segment's rows of the product, with those that fill it up."""
+        segment = self.segment(v, channels)
+        return -(-(self.parity + segment) // 2) * 2 if self.paired else segment
+
+    def segments(self, v: Volume) -> int:
+        return math.prod(v.kernel[:2]) * (1 if self.runs else v.kernel[2])
+
     def gemm_rows(self, v: Volume, channels: int) -> int:
-        """Rows of the product for a slice of that many channels, with those that fill up segments."""
-        segment = channels * (v.kernel[2] if self.runs else 1)
-        if self.paired:
-            segment = (self.lead % 2 + segment + 1) // 2 * 2
-        return math.prod(v.kernel[:2]) * (1 if self.runs else v.kernel[2]) * segment
+        """Rows of the product for a slice of so many channels."""
+        return self.segments(v) * self.segment_rows(v, channels)
 
 
 def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, partial_stride, type_macros
@@ -38,7 +39,7 @@ SM_SHARED_BYTES = 228 * 1024
 ALIGNMENT_BYTES = 1024  # of the pipeline
 RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
-# MMAs for each accumulator in a float32 result's split: see SplitFamily.longest_chain.
+# MMAs for each accumulator in a float32 result's split.
 MAX_FLOAT32_CHAIN = 1024
 # Of candidates.
 MAX_VARIANTS = 20
@@ -91,7 +92,7 @@ class Plane:
 
     @property
     def reuse(self) -> bool:
-        """REUSE of the device code."""
+        """Whether a row of X is loaded once, for all tap rows."""
         return self.stride[0] == self.dilation[0] == 1 and self.kernel[0] > 1
 
 
@@ -116,14 +117,33 @@ def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     return groups, groups * group_in, groups * group_out
 
 
+def _parts(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
+    """Blocks along the input and the output channels of a bundle."""
+    _, bundle_in, bundle_out = bundle(p)
+    return max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns."""
+    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns.
+
+    Attributes:
+      bundles: of a thread block; 1 also where the block is a part of a bundle.
+      in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
+    """
 
     in_units: int
     out_units: int
     columns: int
-    jobs: int  # of a thread block
+    bundles: int
+    in_jobs: int
+    out_jobs: int
+    column_jobs: int
+
+    @property
+    def jobs(self) -> int:
+        """Of a thread block."""
+        return self.bundles * self.in_jobs * self.out_jobs * self.column_jobs
 
     @property
     def pairs(self) -> int:
@@ -141,8 +161,8 @@ def job(p: ConvWgradProblem, config: Config) -> Job:
             mine_out //= 2
         else:
             columns = -(-columns // 2)
-    jobs = bundles * (in_units // mine_in) * (out_units // mine_out) * -(-kernel_w // columns)
-    return Job(mine_in, mine_out, columns, jobs)
+    parts = (in_units // mine_in, out_units // mine_out, -(-kernel_w // columns))
+    return Job(mine_in, mine_out, columns, bundles, *parts)
 
 
 def accumulators(p: ConvWgradProblem, config: Config) -> int:
@@ -184,16 +204,25 @@ def strips(config: Config) -> int:
     return -(-(_above(config.columns, OCTET) // OCTET * config.images) // 2)
 
 
-def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
+def _x_bytes(p: ConvWgradProblem, config: Config) -> int:
+    """Of a stage: dY follows from there on."""
     height, width = x_box(p, config)
-    x = config.images * height * width * config.in_block * 2
+    return _above(config.images * height * width * config.in_block * 2, 1024)
+
+
+def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
     dy = config.images * config.rows * _above(config.columns, OCTET) * config.out_block * 2
-    return _above(x, 1024) + _above(dy, 1024)
+    return _x_bytes(p, config) + _above(dy, 1024)
+
+
+def _sum_rows(p: ConvWgradProblem, config: Config) -> int:
+    """Input channels with which an output channel of the block has sums: at most those of its group."""
+    return min(config.in_block, p.group_channels[0])
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """The pipeline, which the slices' sums take over at the end: for each output channel those of its group."""
-    sums = math.prod(plane(p).kernel) * min(config.in_block, p.group_channels[0]) * config.out_block * 4
+    """The pipeline, which the slices' sums take over at the end."""
+    sums = math.prod(plane(p).kernel) * _sum_rows(p, config) * config.out_block * 4
     return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
 
 
@@ -201,10 +230,6 @@ def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     """Tiles along (batch, height, width)."""
     out_h, out_w = plane(p).out
     return -(-p.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
-
-
-def tiles(p: ConvWgradProblem, config: Config) -> int:
-    return math.prod(tile_counts(p, config))
 
 
 def _group_refusal(p: ConvWgradProblem) -> str | None:
@@ -323,12 +348,23 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
     return shared_by_all, warp_rows * _ROW_CLOCKS + warp_mmas * _WARP_MMA_CLOCKS
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    s = plane(p)
-    stride = partial_stride(p) if config.splits > 1 else 0
-    shares = divmod(tiles(p, config), config.splits)
-    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares))
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents and a split's tiles.
+
+    Attributes:
+      stride: elements from one split's partial sums to the next's.
+      each, more: tiles of a split; the first `more` splits have another one.
+    """
+
+    out_channels: int
+    stride: int
+    out_h: int
+    out_w: int
+    pad_h: int
+    pad_w: int
+    each: int
+    more: int
 
 
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
@@ -342,6 +378,7 @@ class Grouped(SplitFamily[Config]):
     name = "wgrad_grouped"
     ABI = 1
     file = "wgrad/grouped.cu"
+    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -391,24 +428,23 @@ class Grouped(SplitFamily[Config]):
             return f"{warps} warps of {registers(problem, config)} registers a thread; accepted: at most {most} warps"
         if shared_bytes(problem, config) > SHARED_BYTES:
             return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        most = min(tiles(problem, config), split_k.MAX_GRID_Y)
+        tiles = self.reduction_blocks(problem, config)
+        most = min(tiles, split_k.MAX_GRID_Y)
         if not 1 <= config.splits <= most:
-            return f"splits {config.splits}; accepted for {tiles(problem, config)} tiles: 1 to {most}"
+            return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
         return None
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiles(problem, config)
+        """Tiles of pixels."""
+        return math.prod(tile_counts(problem, config))
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
 
     def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
         """Blocks of channels."""
-        groups, bundle_in, bundle_out = bundle(problem)
-        bundles = problem.feature_group_count // groups
-        if config.in_block >= bundle_in and config.out_block >= bundle_out:
-            return -(-bundles // (config.in_block // bundle_in))
-        return bundles * (bundle_in // config.in_block) * (bundle_out // config.out_block)
+        bundles = problem.feature_group_count // bundle(problem)[0]
+        return -(-bundles // job(problem, config).bundles) * math.prod(_parts(problem, config))
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         """By shared memory and registers; 0 where none fits."""
@@ -435,7 +471,8 @@ class Grouped(SplitFamily[Config]):
     def _splits(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[int]:
         wave = self.wave(problem, config, target)
         wanted = {int(wave), round(wave / 2), int(2 * wave)}
-        least, most = self.least_splits(problem, config), min(tiles(problem, config), split_k.MAX_GRID_Y)
+        least = self.least_splits(problem, config)
+        most = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
         return sorted({min(max(s, least, 1), most) for s in wanted})
 
     def variants(self, problem: ConvWgradProblem) -> list[Config]:
@@ -483,7 +520,7 @@ class Grouped(SplitFamily[Config]):
         Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
         """
         blocks = self.thread_blocks(problem, config) * config.splits
-        each = -(-tiles(problem, config) // config.splits)
+        each = -(-self.reduction_blocks(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
         together = min(self.blocks_per_sm(problem, config), sharing)
         shared_by_all, alone = tile_clocks(problem, config)
@@ -500,7 +537,10 @@ class Grouped(SplitFamily[Config]):
         """The window, the groups and the image's tiles, not splits."""
         s, j = plane(problem), job(problem, config)
         group_in, group_out = problem.group_channels
+        groups, bundle_in, bundle_out = bundle(problem)
+        in_parts, out_parts = _parts(problem, config)
         _, tiles_h, tiles_w = tile_counts(problem, config)
+        x_height, x_width = x_box(problem, config)
         return {
             **type_macros(problem),
             "KERNEL_H": s.kernel[0],
@@ -511,6 +551,11 @@ class Grouped(SplitFamily[Config]):
             "DILATION_W": s.dilation[1],
             "GROUP_IN": group_in,
             "GROUP_OUT": group_out,
+            "BUNDLE": groups,
+            "BUNDLE_IN": bundle_in,
+            "BUNDLE_OUT": bundle_out,
+            "IN_PARTS": in_parts,
+            "OUT_PARTS": out_parts,
             "IN_BLOCK": config.in_block,
             "OUT_BLOCK": config.out_block,
             "IMAGES": config.images,
@@ -519,11 +564,23 @@ class Grouped(SplitFamily[Config]):
             "RAGGED": int(s.out[0] % config.rows != 0),
             "TILES_H": tiles_h,
             "TILES_W": tiles_w,
+            "X_HEIGHT": x_height,
+            "X_WIDTH": x_width,
+            "DY_WIDTH": _above(config.columns, OCTET),
+            "DY_OFFSET": _x_bytes(problem, config),
+            "STRIPS": strips(config),
+            "REUSE": int(s.reuse),
+            "SUM_ROWS": _sum_rows(problem, config),
             "SLICES": config.slices,
             "STAGES": config.stages,
+            "STAGE_BYTES": stage_bytes(problem, config),
             "WARP_IN": j.in_units,
             "WARP_OUT": j.out_units,
             "WARP_COLUMNS": j.columns,
+            "BUNDLES": j.bundles,
+            "IN_JOBS": j.in_jobs,
+            "OUT_JOBS": j.out_jobs,
+            "COLUMN_JOBS": j.column_jobs,
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
         }
 
@@ -535,12 +592,18 @@ class Grouped(SplitFamily[Config]):
             _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        s = plane(p)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        stride = partial_stride(p) if config.splits > 1 else 0
+        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=threads(problem, config),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 

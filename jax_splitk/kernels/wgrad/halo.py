@@ -33,7 +33,7 @@ MAX_LINES = 64
 MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
-MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see SplitFamily.longest_chain
+MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.registers import share_macros
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.wgrad import im2col, refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, partial_stride
@@ -37,7 +39,7 @@ MAX_BOX = 256  # TMA's
 MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
-MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see SplitFamily.longest_chain
+MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split
 
 MAX_CANDIDATES = 40
 _VARIANTS = 16  # of which split counts are tried
@@ -150,9 +152,14 @@ def dy_stages(v: View, config: Config) -> int:
     return reach(v, config) // v.stride[0] + 1 + AHEAD
 
 
+def _pitch_bytes(v: View, config: Config) -> int:
+    """32 channels of an image's line of X in shared memory."""
+    return -(-columns(v, config) // 8) * 8 * PIXEL_BYTES
+
+
 def _line_bytes(v: View, config: Config) -> int:
     """A line of X in shared memory."""
-    return config.images * config.blocks * 2 * -(-columns(v, config) // 8) * 8 * PIXEL_BYTES
+    return config.images * config.blocks * 2 * _pitch_bytes(v, config)
 
 
 def _row_bytes(config: Config) -> int:
@@ -183,11 +190,6 @@ def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int, in
 def _strip_counts(v: View, config: Config) -> tuple[int, int, int]:
     """(groups of images, strips of rows, strips of columns)."""
     return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
-
-
-def units(problem: ConvWgradProblem, config: Config) -> int:
-    """Strips in the reduction."""
-    return math.prod(_strip_counts(view(problem), config))
 
 
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
@@ -282,20 +284,38 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     }
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    v, count = view(p), units(p, config)
-    values = (
-        *(p.in_channels, p.out_channels),
-        *(*v.kernel, -(-v.kernel[1] // config.taps_w)),
-        *tile_counts(p, config)[1:],
-        *v.out,
-        *(config.tile_p, *_strip_counts(v, config)[1:]),
-        *v.pad,
-        *(count, -(-count // config.splits)),
-        partial_stride(p),
-    )
-    return plan.Int32Struct(values)
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents, and where its tiles and strips lie.
+
+    Attributes:
+      channels, out_channels: C and K.
+      filter_h, filter_w: R and S.
+      groups_w: blocks of taps along S.
+      slots, k_blocks: blocks of input and of output channels.
+      tile_p: output rows of a strip.
+      tiles_p, tiles_q: strips of rows and of columns.
+      units, units_per_split: strips of all images.
+      partial_stride: elements from one split's partial sums to the next's.
+    """
+
+    channels: int
+    out_channels: int
+    filter_h: int
+    filter_w: int
+    groups_w: int
+    slots: int
+    k_blocks: int
+    out_h: int
+    out_w: int
+    tile_p: int
+    tiles_p: int
+    tiles_q: int
+    pad_h: int
+    pad_w: int
+    units: int
+    units_per_split: int
+    partial_stride: int
 
 
 class Tf32(SplitFamily[Config]):
@@ -304,6 +324,7 @@ class Tf32(SplitFamily[Config]):
     name = "wgrad_tf32"
     ABI = 1
     file = "wgrad/tf32.cu"
+    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         reason = refusals.dtypes(problem, ("float32",))
@@ -348,13 +369,14 @@ class Tf32(SplitFamily[Config]):
         if barriers > BARRIER_BYTES:
             needed = f"filter rows that reach over {reach(v, config)} input rows take {barriers} bytes of barriers"
             return f"{needed}; accepted: at most {BARRIER_BYTES}"
-        count, tiles = units(problem, config), self.thread_blocks(problem, config)
+        count, tiles = self.reduction_blocks(problem, config), self.thread_blocks(problem, config)
         if max(count, tiles) > INT32_MAX:
             return f"{count} strips of {tiles} tiles; accepted: at most {INT32_MAX} each"
         return split_k.splits_refusal(config.splits, count, "strips")
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return units(problem, config)
+        """Strips."""
+        return math.prod(_strip_counts(view(problem), config))
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p)
@@ -416,7 +438,7 @@ class Tf32(SplitFamily[Config]):
         """
         blocks = self.thread_blocks(problem, config) * config.splits
         waves = -(-blocks // target.cores)
-        strips = -(-units(problem, config) // config.splits)
+        strips = -(-self.reduction_blocks(problem, config) // config.splits)
         busy = waves * (strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS)
         seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
@@ -436,7 +458,15 @@ class Tf32(SplitFamily[Config]):
             "STRIDE_W": v.stride[1],
             "DILATION_H": v.dilation[0],
             "DILATION_W": v.dilation[1],
+            "CONSUMERS": config.consumers,
+            **share_macros(1, config.consumers),
+            "COLUMNS": columns(v, config),
+            "REACH": reach(v, config),
+            "PITCH_BYTES": _pitch_bytes(v, config),
+            "X_BYTES": _line_bytes(v, config),
+            "DY_BYTES": _row_bytes(config),
             "X_STAGES": config.stages,
+            "RAW_STAGES": RAW_STAGES,
             "DY_STAGES": dy_stages(v, config),
             "RAGGED": int(v.out[1] % config.tile_q > 0),
         }
@@ -452,12 +482,33 @@ class Tf32(SplitFamily[Config]):
             plan.TiledMap(1, problem.dtype, dy_dims, dy_strides, dy_box),
         )
 
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, count = view(p), self.reduction_blocks(p, config)
+        _, slots, k_blocks = tile_counts(p, config)
+        _, tiles_p, tiles_q = _strip_counts(v, config)
+        return Args(
+            *(p.in_channels, p.out_channels, *v.kernel),
+            groups_w=-(-v.kernel[1] // config.taps_w),
+            slots=slots,
+            k_blocks=k_blocks,
+            out_h=v.out[0],
+            out_w=v.out[1],
+            tile_p=config.tile_p,
+            tiles_p=tiles_p,
+            tiles_q=tiles_q,
+            pad_h=v.pad[0],
+            pad_w=v.pad[1],
+            units=count,
+            units_per_split=-(-count // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         return self.split_launches(
             problem,
             config,
             threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
             shared_bytes=shared_bytes(problem, config),
         )
 

@@ -38,7 +38,7 @@ def lanes(family: Any, p: ConvWgradProblem, configs: list[Any], struct: str = "R
 def test_reduce_splits_is_exact_with_any_lanes(out_dtype: str) -> None:
     p = dataclasses.replace(ODD, dtype=out_dtype, out_dtype=out_dtype)
     config = gather.FAMILY.candidates(p, DEFAULT_CUDA)[0]
-    configs = of_splits(gather.FAMILY, p, config, gather.k_tiles(p, config))
+    configs = of_splits(gather.FAMILY, p, config, gather.FAMILY.reduction_blocks(p, config))
     assert lanes(gather.FAMILY, p, configs) == set(LANES)
     gpu_wgrad.check_exact(gather.FAMILY, p, configs)
 

@@ -122,7 +122,7 @@ def test_long_sums_of_chains_are_cut() -> None:
     p = conv((56, 56), (3, 3), batch=256, padding=1, dtype="float32", precision="highest")
     v = gather.volume(p)
     for config in gather.FAMILY.candidates(p, DEFAULT_CUDA):
-        tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
+        tiles = math.ceil(gather.FAMILY.reduction_blocks(p, config) / config.splits)
         assert config.pixels % (16 * gather.chain(v, config)) == 0
         assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
 

@@ -327,7 +327,7 @@ def test_float32_results_are_summed_in_short_chains() -> None:
 
 
 def test_planes_have_no_bank_conflicts() -> None:
-    """Of `Layout` in the device code: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
+    """Of an operand: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
     quarters of a warp."""
     lane = np.arange(32)
     for p in PROBLEMS:
