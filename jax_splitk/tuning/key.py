@@ -11,7 +11,7 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
 
 SCHEMA = 3
@@ -128,7 +128,7 @@ def _environment(families: Sequence[kernels.Family], target: Target) -> Environm
 def _cuda_major(platform: str) -> int:
     if platform != "cuda":
         return 0
-    return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
+    return 13 if toolchain.unavailable() else toolchain.find_nvrtc().version[0]
 
 
 def key_for(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Key:

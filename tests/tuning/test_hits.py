@@ -15,16 +15,16 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks import cases
 from jax_splitk.ops import trace
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.compiler import Source
+from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="lowers for the H200 of the shipped table"),
-    pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
+    pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
 ]
 
 # The goal is a millisecond. Two cores that others share, too, took 0.4 to 0.8 (jax 0.11) and 0.5 to 1.0 (jax 0.10), as
