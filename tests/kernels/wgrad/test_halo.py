@@ -27,8 +27,7 @@ ARGS = (
     *("channels", "out_channels", "filter_h", "filter_w"),
     *(*divisor("groups_w"), *divisor("slots"), *divisor("k_blocks"), "out_h", "tile_p"),
     *(*divisor("in_image"), *divisor("tiles_q"), "pitch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
-    *(*divisor("units_per_tile"), "buffers", "splits", "whole_tiles"),
-    *(*divisor("units_per_part"), *divisor("units_per_longer_part"), "longer_parts"),
+    *("units_per_tile", "units_per_split", "buffers", "splits", "lanes"),
 )
 
 
@@ -83,8 +82,8 @@ ILLEGAL = [
     ({"taps_w": 0}, "taps 3x0; accepted: at most 3x3"),
     ({"tile_p": 63}, "65 rows; accepted: at most 64"),
     ({"tile_p": 40}, "bytes of shared memory; accepted: at most 231424"),
-    ({"splits": 9}, "splits 9; accepted for 8 strips: 0 to 8"),
-    ({"splits": -1}, "splits -1; accepted for 8 strips: 0 to 8"),
+    ({"splits": 9}, "splits 9; accepted for 8 strips: 1 to 8"),
+    ({"splits": 0}, "splits 0; accepted for 8 strips: 1 to 8"),
     ({"splits": 5}, "splits 5 leaves some of 8 strips' splits empty; use 4"),
 ]
 
@@ -109,7 +108,8 @@ def test_candidates_and_neighbours(case: Case) -> None:
         if out_dtype == "float32":
             near = [n for config in found for n in FAMILY.neighbours(p, config, DEFAULT_CUDA)]
             for config in (*found, *(n for n in near if FAMILY.refusal(p, n, DEFAULT_CUDA) is None)):
-                pixels = halo.longest_part(p, config) * config.tile_p * config.tile_q
+                units = math.ceil(halo.units_per_tile(p, config) / config.splits)
+                pixels = units * config.tile_p * config.tile_q
                 assert min(pixels, p.reduction_size) <= halo.MAX_FLOAT32_PIXELS
 
 
@@ -120,37 +120,6 @@ def arguments(plan: DevicePlan) -> dict[str, int]:
     struct = plan.launches[0].params[2]
     assert isinstance(struct, Int32Struct)
     return dict(zip(ARGS, struct.values, strict=True))
-
-
-def stream_begin(g: dict[str, int], part: int) -> int:
-    return part * g["units_per_part"] + min(part, g["longer_parts"])
-
-
-def work_of_block(g: dict[str, int], x: int, y: int, blocks: int) -> list[tuple[int, int, int]]:
-    """(tile, begin, end) one after the other: the device code's `Work`."""
-    units = g["units_per_tile"]
-    if g["splits"]:
-        begin = y * g["units_per_part"]
-        return [(x, begin, min(begin + g["units_per_part"], units))]
-    work = [(i * blocks + x, 0, units) for i in range(g["whole_tiles"])]
-    at, end = stream_begin(g, x), stream_begin(g, x + 1)
-    while at < end:
-        rest = at // units
-        stop = min(end, (rest + 1) * units)
-        work.append((g["whole_tiles"] * blocks + rest, at - rest * units, stop - rest * units))
-        at = stop
-    return work
-
-
-def partial_slot(g: dict[str, int], part: int, rest: int) -> int:
-    return rest * g["splits"] + part if g["splits"] else part + rest
-
-
-def stream_part_of(g: dict[str, int], unit: int) -> int:
-    longer = g["longer_parts"] * (g["units_per_part"] + 1)
-    if unit < longer:
-        return unit // (g["units_per_part"] + 1)
-    return g["longer_parts"] + (unit - longer) // g["units_per_part"]
 
 
 def random_problem(rng: Any) -> ConvWgradProblem:
@@ -164,49 +133,24 @@ def random_problem(rng: Any) -> ConvWgradProblem:
             return case.problem()
 
 
-def test_every_unit_is_done_once_and_every_part_is_added() -> None:
+def test_every_unit_is_one_splits_and_every_split_is_added() -> None:
     with seeded(61) as rng:
         for _ in range(40):
             p = random_problem(rng)
             configs = FAMILY.candidates(p, DEFAULT_CUDA)
             for config in (configs[int(i)] for i in rng.integers(0, len(configs), 4)):
                 plan = FAMILY.plan(p, config)
-                g, main = arguments(plan), plan.launches[0]
-                count, units = halo.tiles(p, config), g["units_per_tile"]
-                seen: list[tuple[int, int]] = []
-                written: dict[int, set[int]] = {}  # the slots of a tile's parts
-                first_rest = g["whole_tiles"] * main.grid[0] if config.splits == 0 else 0
-                for y in range(main.grid[1]):
-                    for x in range(main.grid[0]):
-                        work = work_of_block(g, x, y, main.grid[0])
-                        assert work
-                        for tile, begin, end in work:
-                            assert begin < end
-                            seen += [(tile, unit) for unit in range(begin, end)]
-                            if end - begin < units:
-                                slot = partial_slot(g, y if config.splits else x, tile - first_rest)
-                                assert slot not in written.setdefault(tile, set())
-                                written[tile].add(slot)
-                assert sorted(seen) == [(tile, unit) for tile in range(count) for unit in range(units)]
-                slots = [slot for of_tile in written.values() for slot in of_tile]
-                assert len(set(slots)) == len(slots)
-                assert (max(slots, default=-1) + 1) * config.tile_bytes <= plan.workspace_bytes
-                assert (len(plan.launches) == 2) == (plan.workspace_bytes > 0) == bool(slots)
-                for tile in range(first_rest, count):
-                    first, parts, rest = 0, config.splits, tile - first_rest
-                    if config.splits == 0:
-                        first = stream_part_of(g, rest * units)
-                        parts = stream_part_of(g, (rest + 1) * units - 1) - first + 1
-                    added = {partial_slot(g, first + i, rest) for i in range(parts)} if parts > 1 else set()
-                    assert added == written.get(tile, set())
-                if len(plan.launches) == 2:
-                    reduce = plan.launches[1]
-                    struct = reduce.params[3]
-                    assert isinstance(struct, Int32Struct)
-                    lanes, first_tile = struct.values
-                    assert first_tile == first_rest
-                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * lanes
-                    assert reduce.grid[1] == count - first_rest
+                g, (main, *reductions) = arguments(plan), plan.launches
+                count, units, each = halo.tiles(p, config), g["units_per_tile"], g["units_per_split"]
+                assert main.grid == (count, config.splits, 1)
+                splits = [range(i * each, min((i + 1) * each, units)) for i in range(config.splits)]
+                assert [unit for split in splits for unit in split] == list(range(units))
+                assert all(splits)
+                assert plan.workspace_bytes == (config.splits > 1) * count * config.splits * config.tile_bytes
+                assert len(reductions) == (config.splits > 1)
+                for reduce in reductions:
+                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * g["lanes"]
+                    assert reduce.grid[1] == count
                     assert reduce.programmatic
 
 
