@@ -26,6 +26,7 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
 #if ELEMENT_BF16
@@ -87,27 +88,22 @@ __device__ inline Unit unit_of(const Args& g, int index) {
 // ---- producer ---------------------------------------------------------------------------------------------
 
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               const Tile& tile, int u, int end, uint8_t* buffers,
+                               const Tile& tile, int u, int end, uint32_t buffers,
                                Pipeline<MAX_LINES>& pipeline) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const Geometry at(g);
   for (Position buffer; u < end; ++u, buffer.advance(g.buffers)) {
     const Unit unit = unit_of(g, u);
     const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
     const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
-    uint8_t* x = buffers + buffer.stage * at.buffer_bytes;
-    uint8_t* dy = x + at.dy_offset;
+    const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
 #pragma unroll 1
     for (int line = 0; line < at.lines; ++line) {
       const Position stage{buffer.stage * at.lines + line, buffer.phase};
       const int p = line - at.halo;
       pipeline.wait_empty(stage);
       uint64_t* full = pipeline.expect(stage, at.x_bytes + (p < 0 ? 0 : DY_BYTES));
-      cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, x + line * at.x_bytes, tile.c0, w, h + line, unit.n);
-      if (p >= 0) {
-        cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p,
-                                     unit.n);
-      }
+      load_box(x_map, full, x + line * at.x_bytes, tile.c0, w, h + line, unit.n);
+      if (p >= 0) load_box(dy_map, full, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p, unit.n);
     }
   }
 }
@@ -220,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const __grid_constant__ Args g, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<MAX_LINES> pipeline;
-  uint8_t* buffers = aligned(raw);
+  const uint32_t buffers = aligned_address(raw);
   const Geometry at(g);
   if (threadIdx.x < at.lines * g.buffers) {
     FullBarrier::init(&pipeline.full[threadIdx.x], 1);
@@ -244,8 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
     for (int u = begin; u < end; ++u, buffer.advance(g.buffers)) {
       const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
-      consume(g, at, buffer, shared_address(buffers), pipeline, thread / 128, rows, u + 1 == end, scale, held,
-              acc);
+      consume(g, at, buffer, buffers, pipeline, thread / 128, rows, u + 1 == end, scale, held, acc);
       scale = GMMA::ScaleOut::One;
     }
     launch_dependent_grids();

@@ -284,10 +284,7 @@ class Halo(SplitFamily[Config]):
             return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         if tiles(problem, config) > split_k.MAX_GRID_Y:
             return f"{tiles(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
-        units = units_per_tile(problem, config)
-        if tiles(problem, config) * units > INT32_MAX:
-            return f"{tiles(problem, config) * units} strips of work; accepted: at most {INT32_MAX}"
-        return split_k.splits_refusal(config.splits, units, "strips")
+        return split_k.splits_refusal(config.splits, units_per_tile(problem, config), "strips")
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
         return units_per_tile(problem, config)
