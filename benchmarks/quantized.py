@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import json
 import pathlib
 import sys
 import traceback
@@ -23,10 +22,10 @@ import jax
 
 import jax_splitk
 from benchmarks import quantized_products as contestants
-from benchmarks import timing
+from benchmarks import report, timing
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
-from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say, tuning_entry
+from benchmarks.report import H200_BYTES, H200_FLOPS, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.explain import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
@@ -208,7 +207,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     ours = bench.products["ours"]
     compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
     compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
-    decision, tuned = decide(case), tuning_entry(case.problem())
+    decision, tuned = decide(case), report.tuning_entry(case.problem())
     most = max(map(len, bench.weights.values()))
     xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
     functions = {
@@ -236,7 +235,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
         config="" if decision.config is None else str(decision.config),
         why=decision.why,
         times={name: found for name, found in times.items() if name not in tried},
-        floor_us=floor_us(case),
+        floor_us=report.floor_us(case.problem(), H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)),
         workspace_bytes=decision.workspace_bytes,
         error=error(case, functions["ours"], xs[ours.x(case)], bench),
         fp8_product=contestants.is_fp8_product(compiled["xla_fp8"]) if "xla_fp8" in compiled else None,
@@ -277,16 +276,6 @@ def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], b
     return contestants.relative_error(case, xs[0], words, scale, function(0))
 
 
-def floor_us(case: Case) -> float | None:
-    """What the problem takes on an H200 at the rates that large 16-bit products and copies reach there; None on other
-    devices."""
-    if "H200" not in jax.devices()[0].device_kind:
-        return None
-    problem = case.problem()
-    flops = H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)
-    return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
-
-
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,13 +310,11 @@ def table(results: Sequence[Result]) -> str:
                 *(f"{r.times[name].us:.1f}" if name in r.times else "" for name in others),
                 *(f"{r.ratios[name]:.2f}" if name in r.times else "" for name in others),
                 *(rate(r.tflops), rate(r.gbytes)),
-                *("" if share is None else f"{share:.0%}" for share in floors),
+                *map(percent, floors),
                 *(f"{r.workspace_bytes / 2**20:.1f}", f"{r.error:.1e}", r.config),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    rows.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in rows)
+    return report.markdown(rows)
 
 
 def crossovers(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
@@ -355,16 +342,15 @@ def notes(results: Sequence[Result]) -> Iterable[str]:
 
 def write_report(path: pathlib.Path, options: Mapping[str, Any], results: Sequence[Result], failures: Any) -> None:
     families = kernels.families("quantized_matmul")
-    report = {
-        "environment": environment() | {"torch": torch_version()},
+    found = {
+        "environment": report.environment() | {"torch": torch_version()},
         "abi": {family.name: family.ABI for family in families},
         "options": {name: value for name, value in options.items() if name != "json"},
         "crossovers": crossovers(results),
         "results": [result.as_json() for result in results],
         "failures": failures,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    report.write(path, found)
 
 
 def torch_version() -> str | None:

@@ -76,7 +76,7 @@ def update(entries: Iterable[Entry]) -> list[pathlib.Path]:
     for (op, environment), new in groups.items():
         path = table.path_for(op, environment.device_kind)
         held, _ = stored.read_table(path)
-        merged = {item.key: item.entry for item in held} | {entry.key: entry for entry in new}
+        merged = {item.entry.key: item.entry for item in held} | {entry.key: entry for entry in new}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of(list(merged.values()), versions_of(new)))
         paths.append(path)

@@ -20,7 +20,7 @@ namespace jax_splitk {
 
 namespace ffi = xla::ffi;
 
-// Of the workspace formulas; jax_splitk/kernels/{wgrad,quantized}/host.py have the same.
+// Of the workspace formulas; jax_splitk/kernels/host.py has the same.
 constexpr int64_t kAlign = 64;     // bytes
 constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
 constexpr int64_t kMaxSplits = 256;

@@ -61,7 +61,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             failures.append(f"{key.problem}: tuning failed, see the log")
         elif key in watched.measured and store.lookup(key) is None:
             failures.append(f"{key.problem}: measured, but not stored")
-    decided = {key.problem: stored.describe(key, entry) for key, entry in watched.entries.items() if entry is not None}
+    decided = {key.problem: stored.describe(entry) for key, entry in watched.entries.items() if entry is not None}
     measured = {key.problem for key in watched.measured}
     decisions = [
         {"problem": work.as_dict(p), "why": why, "measured": p in measured} | decided.get(p, {})

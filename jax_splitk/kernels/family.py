@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax_splitk.kernels.device.structs import Struct, declarations
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.plan import Buffer, DevicePlan, HostPlan, Im2colMap, Launch, TiledMap
+from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_refusal
 
 _Problem = TypeVar("_Problem")
@@ -79,7 +79,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """Bytes of the custom call's last result, which it may use as it likes."""
 
     @abc.abstractmethod
-    def plan(self, problem: _Problem, config: _Config) -> DevicePlan | HostPlan:
+    def plan(self, problem: _Problem, config: _Config) -> DevicePlan | CustomCall:
         """The custom call for a legal config."""
 
 
@@ -120,10 +120,10 @@ class CudaFamily(Family[_Problem, _Config]):
     def launches(self, problem: _Problem, config: _Config) -> tuple[Launch, ...]:
         """The kernels, in their order."""
 
-    def source(self, problem: _Problem, config: _Config) -> compiler.Source:
+    def source(self, problem: _Problem, config: _Config) -> Source:
         """The specialised device code."""
         structs = declarations(*self.structs) if self.structs else ""
-        return compiler.Source(self.file, tuple(self.macros(problem, config).items()), structs)
+        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)

@@ -4,7 +4,7 @@ import abc
 from typing import Any, ClassVar, TypeVar
 
 from jax_splitk.kernels.family import Family
-from jax_splitk.runtime.plan import CustomCall, HostPlan
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 
 _Problem = TypeVar("_Problem")
@@ -12,7 +12,7 @@ _Config = TypeVar("_Config")
 
 INT32_MAX = 2**31 - 1
 
-# The constants of the workspace's formulas; ffi/host_wgrad.cc and ffi/host_quantized.cc have the same.
+# The constants of the workspace formulas; ffi/host_split.h has the same.
 ALIGN = 64
 MAX_SLOTS = 64
 MAX_SPLITS = 256
@@ -38,9 +38,9 @@ class HostFamily(Family[_Problem, _Config]):
     def attributes(self, problem: _Problem, config: _Config) -> dict[str, Any]:
         """What the handler is told."""
 
-    def plan(self, problem: _Problem, config: _Config) -> HostPlan:
+    def plan(self, problem: _Problem, config: _Config) -> CustomCall:
         workspace = self.workspace_bytes(problem, config)
-        return HostPlan(CustomCall(self.handler, self.attributes(problem, config), workspace))
+        return CustomCall(self.handler, self.attributes(problem, config), workspace)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -82,7 +82,7 @@ def _is_static(problem: Problem) -> bool:
 
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
-    return problem.limit or (None if _is_static(problem) else "symbolic shapes")
+    return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
 
 
 def choose(

@@ -137,7 +137,7 @@ def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, _B
 
 
 def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
-    limit = problems.limit(x.shape, x.dtype.name, layout.shape, layout.version)
+    limit = problems.refusal(x.shape, x.dtype.name, layout.shape, layout.version)
     if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
         raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")

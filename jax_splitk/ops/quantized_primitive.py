@@ -1,7 +1,7 @@
 """The `quantized_matmul` primitive: its type, its transformation rules and its lowering.
 
 Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
-one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.limit`) is lowered to
+one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.refusal`) is lowered to
 XLA's product, like any other fallback. A batch of activations alone widens n. A batch of weights stays until lowering,
 where the choice is made for the product with one of them: a kernel runs once for each (one after the other, each fills
 the device), XLA multiplies them all at once.

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime.plan import DevicePlan, HostPlan
+from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 
 
@@ -39,7 +39,7 @@ class Candidate:
         """Scratch memory asked of XLA, beyond what XLA takes for its own operation."""
         return 0 if self.family is None else self.family.workspace_bytes(problem, self.config)
 
-    def plan(self, problem: Problem) -> DevicePlan | HostPlan:
+    def plan(self, problem: Problem) -> DevicePlan | CustomCall:
         """The launches of a legal candidate that is not XLA."""
         if self.family is None:
             raise TypeError("XLA's operation has no plan")

@@ -2,10 +2,11 @@
 
 import logging
 
-from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
+from jax_splitk.runtime.compiler import CompilationError
 from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.key import key_for

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_splitk import kernels
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.key import SCHEMA, Key
+from jax_splitk.tuning.key import SCHEMA, Key, key_from_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 
 _logger = logging.getLogger("jax_splitk")
@@ -180,6 +180,13 @@ def from_dict(data: Any, key: Key) -> Entry:
     if type(limit) is not int or limit < 0:
         raise InvalidEntry(f"workspace_limit_bytes {limit!r}; accepted: an integer of at least 0")
     return Entry(key, choice, limit, {name: data.get(name) for name in ("predicted", "metadata", "measurements")})
+
+
+def whole(data: Any) -> Entry:
+    """The entry of any key in what JSON text holds, its evidence read too. Raises ValueError or RecursionError."""
+    entry = from_dict(data, key_from_dict(data.get("key") if isinstance(data, dict) else None))
+    entry.read_evidence()
+    return entry
 
 
 def legal_candidate(data: Any, key: Key) -> Candidate:

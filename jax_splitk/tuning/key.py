@@ -12,7 +12,7 @@ from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
 
 SCHEMA = 3
@@ -108,7 +108,7 @@ def _environment(families: Sequence[Family], target: Target) -> Environment:
 def _cuda_major(platform: str) -> int:
     if platform != "cuda":
         return 0
-    return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
+    return 13 if toolchain.unavailable() else toolchain.find_nvrtc().version[0]
 
 
 def key_from_dict(data: Any) -> Key:

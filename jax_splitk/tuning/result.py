@@ -12,7 +12,7 @@ from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import options
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import Key, key_from_dict
+from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.session import session
 
 
@@ -103,9 +103,8 @@ class TuningResult:
         pairs = []
         for i, item in enumerate(items):
             try:
-                key = key_from_dict(item.get("key") if isinstance(item, dict) else None)
-                pairs.append((key, entry := entries.from_dict(item, key)))
-                entry.read_evidence()
+                entry = entries.whole(item)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"entry {i}: {error}") from None
+            pairs.append((entry.key, entry))
         return TuningResult(tuple(pairs))

@@ -10,7 +10,7 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
@@ -70,7 +70,7 @@ def _asked_for(
     what was asked for is worth a word."""
     serving: list[Family] = []
     refusals: Refusals = {}
-    missing = None if together or target.platform != "cuda" else compiler.unavailable()
+    missing = None if together or target.platform != "cuda" else toolchain.unavailable()
     for family in kernels.families(op):
         if options.implementation not in (None, family.implementation):
             continue

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 
-from jax_splitk.runtime import compiler, settings
+from jax_splitk.runtime import settings, toolchain
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -58,9 +58,9 @@ def tune(
     stuck = session().stuck
     if stuck is not None and stuck.is_alive():
         raise RuntimeError("an earlier measurement has not come back; the process must be started again")
-    missing = compiler.unavailable() if key.target.platform == "cuda" else None
+    missing = toolchain.unavailable() if key.target.platform == "cuda" else None
     if missing is not None:
-        raise compiler.CompilerUnavailable(missing)
+        raise toolchain.CompilerUnavailable(missing)
     search = Search(key, workspace_limit, old, seconds)
     result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Measurement
@@ -193,7 +193,7 @@ def test_ls_shows_every_file_that_cannot_be_used(cache: pathlib.Path, capsys: An
     shown = text(capsys, "cache", "ls", code=1)
     assert "999 cores:" in shown
     assert all(f"damaged: {path}: " in shown for path in damaged)
-    assert "2 files of other machines or versions cannot be read here" in shown
+    assert "2 entries of other machines or versions cannot be read here" in shown
 
 
 def test_stdout_is_left_to_json(cache: pathlib.Path) -> None:
@@ -301,7 +301,7 @@ def test_a_damaged_file_changes_nothing_and_stays(
 # ---- prune ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(name: str) -> pathlib.Path:
         path, compiled = cache / "cubin" / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
@@ -313,7 +313,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, mon
     other, other_old = (put(cache, key_of(problem, cores=999), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
     current_code, old_code = code("current"), code("old")
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        patch.setattr(toolchain, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
         other_code, other_old_code = code("other"), code("other_old")
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
     damaged, others = damage(cache, good), foreign(cache, good)
@@ -346,7 +346,7 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, mon
     assert prune("--older-than", "30") == {old, old_code}
     # This machine's entries stay, those for lowering to CUDA from here too; without a compiler, all machine code.
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+        patch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
         assert prune("--environment", "other") == {other, *others}
     assert prune("--environment", "other") == {other_code}
     folders = {path for path in damaged if path.is_dir()}

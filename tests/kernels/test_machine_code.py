@@ -20,7 +20,7 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import tiled
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, every_kernel, formats, products, random_problems
@@ -243,7 +243,6 @@ def samples(family: Family) -> list[Sample]:
 def check(sample: Sample, compiled: compiler.Compiled) -> None:
     made, log = sample.plan, compiled.log
     assert not cubin.warnings(log, made.source.file), log
-    assert not compiled.serialized_wgmma, log
     found, reports, macros = cubin.kernels(compiled.image), cubin.reports(log), dict(made.source.defines)
     assert {launch.kernel for launch in made.launches} <= set(found)
     main = next(launch for launch in made.launches if not launch.kernel.startswith(HELPERS))
@@ -270,7 +269,7 @@ def check(sample: Sample, compiled: compiler.Compiled) -> None:
 
 def check_all(wanted: list[Sample]) -> None:
     """Compiles in parallel, and tells of all that are wrong."""
-    assert compiler.unavailable() is None, compiler.unavailable()
+    assert toolchain.unavailable() is None, toolchain.unavailable()
     errors = []
     for sample, compiled in zip(wanted, compiler.compile_sources(s.plan.source for s in wanted), strict=True):
         try:
@@ -337,8 +336,7 @@ def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
       for (int i = 0; i < 200; ++i) x[(199 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 77) % 200];
     }"""
     compiled = compile_text(text, monkeypatch)
-    assert compiled.spill_bytes > 0
-    assert cubin.reports(compiled.log)["probe"].spill_bytes == compiled.spill_bytes
+    assert cubin.reports(compiled.log)["probe"].spill_bytes > 0
     assert cubin.kernels(compiled.image)["probe"].opcodes[cubin.HGMMA] == 0
 
 
@@ -347,9 +345,7 @@ def test_serialised_wgmma_would_be_seen() -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
         "insufficient register resources for the wgmma pipeline in function 'wgrad_direct'"
     )
-    assert compiler.Compiled(b"", line).serialized_wgmma
-    assert cubin.warnings(line, "wgrad/im2col.cu") == [line]
-    assert not compiler.Compiled(b"", "ptxas info    : Used 168 registers").serialized_wgmma
+    assert cubin.warnings(f"ptxas info    : Used 168 registers\n{line}", "wgrad/im2col.cu") == [line]
 
 
 def test_only_cubins_are_read_as_cubins() -> None:

@@ -17,8 +17,8 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.kernels.wgrad.im2col import Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.compiler import Source
 from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import SEED, random_case, seeded
 

@@ -12,9 +12,9 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks import cases
 from jax_splitk.ops import trace
-from jax_splitk.runtime import compiler, disk, nvrtc
-from jax_splitk.runtime.compiler import Source
+from jax_splitk.runtime import compiler, disk, nvrtc, toolchain
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import search, select, store, table, tuner
 from jax_splitk.tuning.entry import Entry, Measurement
@@ -24,7 +24,7 @@ from tests.tuning_cache import CASE, CPU
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="lowers for the H200 of the shipped table"),
-    pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
+    pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
 ]
 
 CONVOLUTIONS = [case for case in cases.WGRAD_CASES if case.kernel == (3, 3) and case.batch == 8][:2]

@@ -16,7 +16,7 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import agreement, search, store
@@ -42,7 +42,7 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc
+from jax_splitk.runtime import nvrtc, toolchain
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
@@ -58,7 +58,7 @@ print(json.dumps([module, forbidden.call_count]))
 """
 
 
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
 def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
@@ -349,8 +349,9 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
     """Also when it is lowered again; what all can compile is not."""
     body = """
     from jax_splitk.runtime import plan
-    from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
-    build, asked = plan.HostPlan.custom_call, []
+    from jax_splitk.runtime.compiler import CompilationError
+    from jax_splitk.runtime.toolchain import CompilerUnavailable
+    build, asked = plan.CustomCall.custom_call, []
 
     def failing(error):
         def custom_call(self):
@@ -360,11 +361,11 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
             return build(self)
         return custom_call
 
-    plan.HostPlan.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+    plan.CustomCall.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
     out += [lower(4), lower(4, 1)]
-    plan.HostPlan.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+    plan.CustomCall.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
     out.append(lower(5))
-    plan.HostPlan.custom_call = build
+    plan.CustomCall.custom_call = build
     out += [lower(6), lower(4, 1, 2)]
     """
     caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]
@@ -443,7 +444,7 @@ from unittest import mock
 import jax
 from jax import export
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, nvrtc
+from jax_splitk.runtime import disk, nvrtc
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden

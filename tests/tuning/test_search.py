@@ -14,10 +14,10 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, execute
-from jax_splitk.runtime.compiler import CompilerUnavailable
+from jax_splitk.runtime import execute, toolchain
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import entry, measure, search, select, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import Key, key_for
@@ -67,7 +67,7 @@ import jax
 from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc
+from jax_splitk.runtime import nvrtc, toolchain
 from jax_splitk.tuning import measure, search, tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = search.Search.run = measure.Bench.__init__ = forbidden
@@ -218,7 +218,7 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
 
 def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of our candidates would fail, XLA would win, and stay in the cache."""
-    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     key = key_for(CASE.problem(), DEFAULT_CUDA)
     with pytest.raises(CompilerUnavailable, match="no compiler in this test"):
         tuner.tune(key)

@@ -16,7 +16,7 @@ from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, target_for
 from jax_splitk.tuning import agreement, code, search, store, table
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
@@ -190,7 +190,7 @@ def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
 
 
 def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     why = select(PROBLEM, DEFAULT_CUDA, Options()).why
     assert re.search(r"wgrad_im2col: no compiler in this test$", why)
     with pytest.raises(NotImplementedError, match="no compiler in this test"):
@@ -200,7 +200,7 @@ def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch
 
 def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must come to the others' barriers; there they learn what it lacks."""
-    monkeypatch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
+    monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     monkeypatch.setattr(agreement, "needed", lambda: True)
     monkeypatch.setattr(agreement, "agree", lambda key, limit, decide: (True, None))
     choice = select(PROBLEM, DEFAULT_CUDA, Options(), measure=True)
@@ -211,7 +211,7 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
     told = []
 
     def refused(source: compiler.Source) -> compiler.Compiled:
-        raise compiler.CompilerUnavailable("no compiler in this test")
+        raise toolchain.CompilerUnavailable("no compiler in this test")
 
     def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
         told.append((key.problem, chosen.config, own))

@@ -156,7 +156,7 @@ def test_every_row_that_ships_can_be_used(path: pathlib.Path, monkeypatch: pytes
     monkeypatch.setattr(table, "FOLDER", SHIPPED)
     usable, unusable = tables.stored.read_table(path)
     assert unusable == []
-    assert path == table.path_for(path.stem, usable[0].key.environment.device_kind)
+    assert path == table.path_for(path.stem, usable[0].entry.key.environment.device_kind)
     entries = [item.entry for item in usable]
     head = json.loads(path.read_text())
     assert tables.text_of(entries, head["versions"]) == path.read_text()  # as it is made

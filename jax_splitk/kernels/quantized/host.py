@@ -40,7 +40,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Twin of `Layout` in ffi/host_quantized.cc, which explains the fields and refuses any other size."""
+    """Twin of `SetLayout` in ffi/host_quantized.cc, which explains the fields and refuses any other size."""
 
     tasks: int
     slots: int

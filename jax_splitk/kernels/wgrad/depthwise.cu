@@ -46,8 +46,8 @@
 // OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W, SHIFT_H (rows of X,
 // as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H, KERNEL_W, STEP_W (of the filter;
 // `Taps`), WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums leave the tensor cores, a
-// power of two; 0: at the end), STAGE_BYTES, X_*, Y_* (`Operand` in depthwise.py), SUMS (floats for a
-// channel's taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler
+// power of two; 0: at the end), STAGE_BYTES, X_*, Y_* (fields of `Operand` in depthwise.py), SUMS (floats for
+// a channel's taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler
 // for the sake of addresses: whatever runs once before the first loads or after the last products is fetched
 // from L2 at every launch.
 
@@ -96,7 +96,8 @@ constexpr int word_at(int w) { return w / (2 * STEPS) * 2 * STEPS + w % STEPS * 
 constexpr int column_at(int at) {  // and back
   return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
 }
-// An operand's planes, and a store's (part, image, chunk), of four.
+
+// An operand's planes (`Operand` in depthwise.py), and a store's (part, image, chunk), of four.
 #define PLANES(NAME)                                                                                         \
   struct NAME {                                                                                              \
     static constexpr int STORE_IMAGES = NAME##_STORE_IMAGES, STORE_CHUNKS = NAME##_STORE_CHUNKS,             \
@@ -108,6 +109,7 @@ constexpr int column_at(int at) {  // and back
     __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }                                  \
     __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }                                \
   }
+
 // Of a tile of one segment X's columns beyond those of use are not read: they are zeros or multiplied by
 // zeros.
 PLANES(X);
@@ -136,7 +138,7 @@ __device__ inline void arrive(uint64_t* barrier) {
 
 // What a thread block computes.
 struct Work {
-  int r0, s0;      // first taps; the next ones follow at taps_h.step, taps_w.step
+  int r0, s0;      // first taps; the next ones follow at STEP_H, STEP_W
   int k0, c0;      // first output and input channel
   int begin, end;  // blocks of dY
 

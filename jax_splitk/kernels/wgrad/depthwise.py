@@ -330,8 +330,8 @@ _SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 30
 _MMA_CYCLES = 1.5  # m16n8k16
 _PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
-_LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
-_TURN_CYCLES = 450  # waiting and latencies that other warps do not hide
+_LATENCY_CYCLES = 1400  # of a load, while a stage's bytes are in flight at most
+_BLOCK_CYCLES = 450  # waiting and latencies that other warps do not hide
 _SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
 _START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
 _HBM_BYTES = 4.0e12
@@ -422,9 +422,9 @@ class Depthwise(SplitFamily[Config]):
         return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
+        """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
         g, t = geometry(problem), tiling(problem, config)
-        turns = -(-t.blocks // config.splits) + 1
+        blocks = -(-t.blocks // config.splits) + 1
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
@@ -435,10 +435,10 @@ class Depthwise(SplitFamily[Config]):
         sectors = pixels * max(config.channels * 2, 32)
         load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
         longest = max(shared, mma, load)
-        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
+        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _BLOCK_CYCLES
         waves = -(-self.thread_blocks(problem, config) * config.splits // target.cores)
-        seconds = waves * turns * cycles / _CLOCK
-        seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
+        seconds = waves * blocks * cycles / _CLOCK
+        seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / _HBM_BYTES)
         seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 

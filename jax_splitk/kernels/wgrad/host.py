@@ -52,7 +52,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Twin of `Layout` in ffi/host_wgrad.cc, which explains the fields and refuses any other size."""
+    """Twin of `SetLayout` in ffi/host_wgrad.cc, which explains the fields and refuses any other size."""
 
     direct: bool
     slices: int

@@ -479,7 +479,7 @@ def test_depthwise_is_this_familys_before_any_other() -> None:
 
 
 def test_planes_have_no_bank_conflicts() -> None:
-    """Of `Layout` in the device code: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
+    """Of an operand: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
     quarters of a warp."""
     lane = np.arange(32)
     for p in PROBLEMS:
