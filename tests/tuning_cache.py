@@ -1,12 +1,25 @@
-"""Keys, entries and a cache of their own, for tests of the tuning cache."""
+"""Operands, keys, entries and a cache of their own, for tests of tuning."""
 
 import dataclasses
+import functools
+import json
+import os
 import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax import numpy as jnp
 
+import jax_splitk
 from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk import kernels
@@ -34,6 +47,62 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(table, "FOLDER", tmp_path / "shipped")
     return tmp_path / "user"
+
+
+def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """(lhs, g, the weight gradient), of small integers, so that every order of summation gives the same."""
+    shapes = (case.lhs_shape, case.g_shape)
+    lhs, g = (jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in shapes)
+    return lhs, g, lax_wgrad(lhs, g, case)
+
+
+def lax_wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE) -> np.ndarray:
+    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
+    return np.asarray(jax.vjp(forward, jnp.zeros(case.rhs_shape, lhs.dtype))[1](g)[0])
+
+
+def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
+    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
+
+
+def configs(text: str) -> list[wgrad_host.Config]:
+    """The host family's configs in a lowered program."""
+    found = re.findall(r"block = (\d+) : i64.*?splits = (\d+) : i64", text)
+    return [wgrad_host.Config(int(splits), int(block)) for block, splits in found]
+
+
+def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
+    """That of a function that jit has not seen before; None where there is none."""
+    return next(iter(configs(jax.jit(functools.partial(fn)).lower(*args).as_text())), None)
+
+
+def start(
+    script: str, *arguments: Any, environment: Mapping[str, str] | None = None, **variables: str
+) -> subprocess.Popen[str]:
+    """A Python process on one CPU device that sees none of our variables but those given."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
+    inherited |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    given = {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
+    env = {**inherited, **given, **(environment or {})}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    # A session of its own, so that its children can be ended with it: one left over would hold the pipes open.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes)
+
+
+def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tuple[Any, str]]:
+    """(last line of the output as JSON, standard error) of each; all must succeed."""
+    outputs = []
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            outputs.append(process.communicate())
+    report = "\n".join(err for _, err in outputs)
+    assert [process.returncode for process in processes] == [0] * len(processes), report
+    return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
 
 
 def random_tiny(rng: np.random.Generator, **changes: Any) -> Case:

@@ -46,7 +46,7 @@ class Unusable:
 def local_environments() -> set[str]:
     """The folders of a cache in which this machine, with this version, looks entries up."""
     targets = [target_for(platform) for platform in ("cpu", "cuda")]
-    return {e.digest() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
+    return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:

@@ -1,10 +1,10 @@
 """Several processes of one job must lower the same program: process 0 decides and tells the others.
 
 Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
-problem; then process 0 publishes its decision in the key-value store of `jax.distributed`. When the barrier does not
-hold everybody falls back to the deterministic choice, so that two processes never lower different configs, on machines
-of one kind (the cost model counts their cores, and they are part of the key). At a second barrier they tell what keeps
-them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
+problem; then process 0 publishes its entry in the key-value store of `jax.distributed`. When the barrier does not hold
+everybody falls back to the shipped table and the cost model, so that two processes never lower different configs, on
+machines of one kind. At a second barrier they tell what keeps them from the kernel that was chosen, such as a missing
+compiler: XLA is left to all then.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ _DECISION_MS = 3_600_000
 def timeout_seconds() -> float:
     """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at a barrier for all others to come.
 
-    There are two for each problem: before the decision, where a process that waited in vain takes the deterministic
-    choice, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
-    0's decision, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
+    There are two for each problem: before process 0 decides, where a process that waited in vain takes what all have
+    alike, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
+    0's entry, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
     """
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
 
@@ -59,7 +59,7 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
-        logger.warning("%s: the processes did not agree (%s); the deterministic choice is used", key.problem, error)
+        logger.warning("%s: the processes did not agree (%s); no cache is asked", key.problem, error)
         session().alone.add(key.digest)
         return False, None
     if process == 0:

@@ -11,7 +11,7 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import SCHEMA, Key, key_from_dict
-from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 
 logger = logging.getLogger("jax_splitk")
 
@@ -208,13 +208,13 @@ def candidate_from(op: str, data: Any) -> Candidate:
     if family is None:
         names = ", ".join(family.name for family in kernels.families(op))
         raise InvalidEntry(f"family {name!r}; accepted: {names}, {XLA.name}")
-    config, types = data.get("config"), {field.name: field.type for field in dataclasses.fields(family.Config)}
-    if not isinstance(config, dict) or config.keys() != types.keys():
-        raise InvalidEntry(f"config {config!r}; accepted: {', '.join(types)}")
-    for field, value in config.items():
-        if type(value) is not types[field]:  # bool is an int, and 1.0 equals 1: only the exact type will do
-            raise InvalidEntry(f"config field {field}={value!r}; accepted: {types[field]}")
-    return Candidate(family, family.Config(**config))
+    fields, names = data.get("config"), [field.name for field in dataclasses.fields(family.Config)]
+    if not isinstance(fields, dict) or fields.keys() != set(names):
+        raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(names)}")
+    config = family.Config(**fields)
+    if (wrong := wrong_field(config)) is not None:
+        raise InvalidEntry(f"config has {wrong}")
+    return Candidate(family, config)
 
 
 def _measurement_from(op: str, data: Any) -> Measurement:

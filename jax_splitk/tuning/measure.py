@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -66,16 +66,13 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
-def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> None:
-    """Compiles the candidates' device code, in processes of its own, so that a `Bench` finds it done."""
-    plans = [_attempt(lambda c=c: c.plan(problem)) for c in candidates]
-    _compile_sources(plans)
-
-
-def _compile_sources(plans: Iterable[Any]) -> None:
+def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Any]:
+    """The plans of our candidates, or why there is none, after their device code is compiled in parallel processes."""
+    plans = {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
-        compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
+        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)})
+    return plans
 
 
 @contextlib.contextmanager
@@ -84,13 +81,6 @@ def usual_settings() -> Iterator[None]:
     for this thread."""
     with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
-
-
-class Abandoned(RuntimeError):
-    """Nobody waits for the bench any longer."""
-
-    def __init__(self) -> None:
-        super().__init__("the measurement was given up")
 
 
 class Bench:
@@ -118,10 +108,8 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        if self.abandoned:
-            raise Abandoned
-        plans = {c: _attempt(lambda c=c: c.plan(self.problem)) for c in candidates if c != XLA}
-        _compile_sources(plans.values())
+        self._check_abandoned()
+        plans = compile_ahead(self.problem, candidates)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
@@ -229,13 +217,16 @@ class Bench:
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
-        if self.abandoned:
-            raise Abandoned
+        self._check_abandoned()
         self.running = (candidate, time.monotonic())
         try:
             return work()
         finally:
             self.running = None
+
+    def _check_abandoned(self) -> None:
+        if self.abandoned:
+            raise RuntimeError("the measurement was given up")
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()

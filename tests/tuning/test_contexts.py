@@ -13,7 +13,6 @@ import pickle
 import pwd
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,48 +35,18 @@ from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, check_options, current, merged
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, isolate, put, ship
+from tests.tuning_cache import CASE, CPU, entry_of, lowered_config, operands, put, ship, wgrad
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # ---- results as values and contexts --------------------------------------------------------------------------------
-
-
-def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """(lhs, g, the weight gradient)."""
-    lhs, g = (
-        jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in (case.lhs_shape, case.g_shape)
-    )
-    rhs = jnp.zeros(case.rhs_shape, lhs.dtype)
-    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
-    return lhs, g, np.asarray(jax.vjp(forward, rhs)[1](g)[0])
 
 
 def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
     """Operands of `quantized_matmul` that the host kernel takes."""
     w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
     return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
-
-
-def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
-    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
-
-
-def lower(fn: Callable[..., Any], *args: Any) -> Any:
-    """The lowered program of a function that jit has not seen before."""
-    return jax.jit(functools.partial(fn)).lower(*args)
-
-
-def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
-    """The host family's config in the lowered program; None where there is no such call."""
-    text = lower(fn, *args).as_text()
-    found = re.search(r"block = (\d+) : i64.*splits = (\d+) : i64", text)
-    return None if found is None else wgrad_host.Config(int(found[2]), int(found[1]))
 
 
 def result_of(config: Any, case: Case = CASE) -> TuningResult:
@@ -419,7 +388,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
     if mode == "frozen":
         told = r"no entry, and JAX_SPLITK_CACHE_MODE=frozen; .*python -m jax_"
         with pytest.raises(jax_splitk.FrozenCacheMiss, match=told):
-            lower(wgrad, lhs, g)
+            lowered_config(wgrad, lhs, g)
         with pytest.raises(jax_splitk.FrozenCacheMiss):  # also where nothing could be measured
             export.export(jax.jit(wgrad))(lhs, g)
         other = dataclasses.replace(CASE, batch=31)  # which no test has compiled before
@@ -449,7 +418,7 @@ def test_update_is_the_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
     lhs, g, _ = operands(generator(13))
     with caplog.at_level(logging.INFO, "jax_splitk"):
-        lower(wgrad, lhs, g)
+        lowered_config(wgrad, lhs, g)
     (line,) = [r.getMessage() for r in caplog.records if "not tuned" in r.getMessage()]
     found = re.search(r"python -m jax_splitk tune '(.*)'$", line)
     assert found is not None
@@ -534,52 +503,7 @@ def test_a_wrong_variable_is_an_error_of_the_users_program(name: str, monkeypatc
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv(f"JAX_SPLITK_{name}", WRONG[name][0])
     with pytest.raises(ValueError, match=f"JAX_SPLITK_{name}="):
-        lower(wgrad, lhs, g)
-
-
-def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
-    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
-    waits = []
-
-    class Client:
-        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
-            waits.append(milliseconds)
-            raise TimeoutError
-
-    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
-    key = key_for(CASE.problem(), CPU)
-    try:
-        assert agreement.agree(key, 0, lambda: None) == (False, None)
-    except ValueError as error:
-        assert "accepted" in str(error)
-    else:
-        assert waits
-
-
-@pytest.mark.parametrize(("seconds", "decision_ms"), [(5, 3_600_000), (7200, 7_200_000)])
-def test_the_wait_for_a_measurement_is_an_hour_at_least(
-    seconds: int, decision_ms: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", str(seconds))
-    waits = []
-
-    class Client:
-        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
-            waits.append((name.rpartition("/")[2], milliseconds))
-
-        def blocking_key_value_get(self, name: str, milliseconds: int) -> str:
-            waits.append((name.rpartition("/")[2], milliseconds))
-            return "miss"
-
-        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
-            return []
-
-    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
-    key = key_for(CASE.problem(), CPU)
-    assert agreement.agree(key, 0, lambda: None) == (True, None)
-    assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
-    assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
+        lowered_config(wgrad, lhs, g)
 
 
 def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,13 +550,13 @@ def test_without_a_home_there_is_no_cache_and_no_error(monkeypatch: pytest.Monke
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
 
 
 def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, g, expected = operands(generator(17))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", "~no_such_user_here/cache")
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
 
 
 def test_a_layer_that_is_no_folder_is_told_once(
@@ -650,11 +574,11 @@ def test_a_layer_that_is_no_folder_is_told_once(
     layers = map(str, (empty, typo, f"{file}/", "/dev/null", typo, good))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", os.pathsep.join(layers))
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
-    lower(wgrad, lhs, g)
+    lowered_config(wgrad, lhs, g)
     assert told() == []  # nothing was to be read
     monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
     wrong = [f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, file, "/dev/null")]
-    np.testing.assert_array_equal(lower(wgrad, lhs, g).compile()(lhs, g), expected)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
     assert told() == wrong
     key = key_for(CASE.problem(), CPU)
     put(good, key, entry_of(key, THREE).dumps())

@@ -29,17 +29,12 @@ from tests.tuning_cache import (
     HUGE,
     assert_legal,
     entry_of,
-    isolate,
     put,
     random_entry,
     random_key,
 )
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # ---- round trips ---------------------------------------------------------------------------------------------------
@@ -127,9 +122,12 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a bool for an int": (_set("choice", "config", "splits", True), r"config field splits=True; accepted: .*int"),
-    "a float for an int": (_set("choice", "config", "splits", 1.0), r"config field splits=1\.0"),
-    "a string for an int": (_set("choice", "config", "block", "128"), "config field block='128'"),
+    "a bool for an int": (
+        _set("choice", "config", "splits", True),
+        r"config has splits=True of type bool; accepted: int",
+    ),
+    "a float for an int": (_set("choice", "config", "splits", 1.0), r"config has splits=1\.0 of type float"),
+    "a string for an int": (_set("choice", "config", "block", "128"), "config has block='128' of type str"),
     "a field too many": (_set("choice", "config", "stages", 3), "config .*; accepted: splits, block"),
     "a field too few": (lambda data: data["choice"]["config"].pop("block"), "config .*; accepted: splits, block"),
     "no config": (_set("choice", "config", None), "config None; accepted: splits, block"),
@@ -188,7 +186,7 @@ BROKEN_EVIDENCE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another family's": (_row(family="wgrad_host"), "config None; accepted: splits, block"),
     "a measured bool for an int": (
         _row(family="wgrad_host", config={"splits": True, "block": 128}),
-        "config field splits=True; accepted: .*int",
+        "config has splits=True of type bool; accepted: int",
     ),
     "a time of zero": (_row(us=0), "us 0; accepted: a finite number above 0"),
     "a negative time": (_row(us=-1.5), r"us -1\.5"),
@@ -369,7 +367,7 @@ def test_damaged_results_are_value_errors() -> None:
 def test_a_key_is_checked(field: str, value: Any) -> None:
     data = key_for(CASE.problem(), CPU).as_dict()
     assert key_from_dict(data).as_dict() == data
-    with pytest.raises(ValueError, match=r"accepted|unknown fields|unhashable"):
+    with pytest.raises(ValueError, match=r"accepted|unknown fields"):
         key_from_dict({**data, field: value})
 
 

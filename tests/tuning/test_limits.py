@@ -16,18 +16,16 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
-from tests.tuning_cache import CPU, isolate, ship
+from tests.tuning_cache import CPU, ship
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family"),
+]
 
 PROBLEM = Case("tiny", 12, 30, 31, 8, 16, (3, 3), dtype="float32").problem()
 KEY = key_for(PROBLEM, CPU)
 SMALL, MIDDLE, LARGE = (Candidate(wgrad_host.FAMILY, wgrad_host.Config(splits, 128)) for splits in (1, 8, 32))
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    return isolate(monkeypatch, tmp_path)
 
 
 def size(candidate: Candidate) -> int:

@@ -1,13 +1,7 @@
 """Several processes: one cache, no lost or corrupt entry, one decision for a job, and artefacts that need neither."""
 
-import json
-import os
 import pathlib
-import re
-import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from typing import Any
@@ -25,43 +19,18 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import agreement, search, store
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import search, store
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from tests.problems import SEED, generator, seeded
+from tests.tuning_cache import configs, finish, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
 
 CPU = target_for("cpu")
 CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-def start(script: str, *arguments: Any, **variables: str) -> subprocess.Popen[str]:
-    """A Python process on one CPU device that sees none of our variables but those given."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    environment |= {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    # A session of its own, so that its children can be ended with it: one left over would hold the pipes open.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
-
-
-def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tuple[Any, str]]:
-    """(last line of the output as JSON, standard error) of each; all must succeed."""
-    outputs = []
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            outputs.append(process.communicate())
-    report = "\n".join(err for _, err in outputs)
-    assert [process.returncode for process in processes] == [0] * len(processes), report
-    return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
 
 
 # ---- a second process ----------------------------------------------------------------------------------------------
@@ -300,11 +269,6 @@ def job(body: str, tmp_path: pathlib.Path, caches: list[pathlib.Path], **variabl
     return finish(*(start(script, port, i, flag, CACHE_DIR=str(caches[i]), **variables) for i in range(2)))
 
 
-def configs(text: str) -> list[wgrad_host.Config]:
-    found = re.findall(r"block = (\d+) : i64.*?splits = (\d+) : i64", text)
-    return [wgrad_host.Config(int(splits), int(block)) for block, splits in found]
-
-
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
     key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
@@ -359,7 +323,7 @@ def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     assert [len(list(store.files(cache))) for cache in caches] == [2, 0]
 
 
-def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib.Path) -> None:
+def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
     """One process alone lowers the problem; then the other does: neither may use its own cache."""
     caches = [decided(tmp_path / "zero", ONE), decided(tmp_path / "one", TWO)]
     body = """
@@ -377,7 +341,7 @@ def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib
     assert len(configs(zero[0])) == 1
     assert configs(zero[0])[0] not in (ONE, TWO)
     for (_, log), _ in outcomes:
-        assert any("the processes did not agree" in line and "the deterministic choice is used" in line for line in log)
+        assert any("the processes did not agree" in line and "no cache is asked" in line for line in log)
         assert any("the cost model's best" in line for line in log)
 
 
@@ -414,6 +378,54 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
         missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
         (second,) = [line for line in log if missing in line and "XLA instead" in line]
         assert "lhs 5x9x8x6" in second
+
+
+# ---- how long they wait -------------------------------------------------------------------------------------------
+
+
+def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append(milliseconds)
+            raise TimeoutError
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
+    key = key_for(CASE.problem(), CPU)
+    try:
+        assert agreement.agree(key, 0, lambda: None) == (False, None)
+    except ValueError as error:
+        assert "accepted" in str(error)
+    else:
+        assert waits
+
+
+@pytest.mark.parametrize(("seconds", "decision_ms"), [(5, 3_600_000), (7200, 7_200_000)])
+def test_the_wait_for_a_measurement_is_an_hour_at_least(
+    seconds: int, decision_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", str(seconds))
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append((name.rpartition("/")[2], milliseconds))
+
+        def blocking_key_value_get(self, name: str, milliseconds: int) -> str:
+            waits.append((name.rpartition("/")[2], milliseconds))
+            return "miss"
+
+        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
+            return []
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
+    key = key_for(CASE.problem(), CPU)
+    assert agreement.agree(key, 0, lambda: None) == (True, None)
+    assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
+    assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
 
 # ---- artefacts -----------------------------------------------------------------------------------------------------

@@ -32,18 +32,15 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, key_from_dict, problem_from_dict
 from jax_splitk.tuning.options import Options, check_options
 from jax_splitk.tuning.result import TuningResult
-from tests.tuning_cache import CPU, isolate
+from tests.tuning_cache import CPU
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family"),
+]
 
 PROBLEM = QuantizedMatmulProblem(5, 192, 100, "bfloat16", "float32", "uint4", 64, "bfloat16", "float16")
 WGRAD = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
 
 
 def as_json(problem: Problem) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
 import concurrent.futures
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +18,11 @@ from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
 from tests.problems import generator, seeded
-from tests.tuning_cache import CPU, isolate, random_tiny
+from tests.tuning_cache import CPU, random_tiny
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
 
 
 class Clock:

@@ -1,14 +1,10 @@
 """Which implementation and config computes a problem, and what is said of it."""
 
 import dataclasses
-import json
 import logging
 import os
 import pathlib
 import re
-import subprocess
-import sys
-import time
 from typing import Any
 
 import jax
@@ -28,7 +24,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
 from jax_splitk.tuning.select import announce, select
-from tests.tuning_cache import isolate
+from tests.tuning_cache import finish, isolate, start
 
 CPU = Target("cpu", "cpu", "", 4)
 TPU = Target("tpu", "TPU v5", "", 1)
@@ -277,17 +273,6 @@ def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
         assert choice.family.refusal(problem, choice.config, DEFAULT_CUDA) is None
 
 
-def test_the_keys_of_the_suite_take_little_of_a_lookups_millisecond() -> None:
-    """Every family's legality is part of a key, and of every lowering."""
-    for case in cases.WGRAD_CASES:
-        problem, seconds = case.problem(), []
-        for _ in range(10):
-            began = time.perf_counter()
-            key_for(problem, DEFAULT_CUDA)
-            seconds.append(time.perf_counter() - began)
-        assert min(seconds) < 5e-4, case.name
-
-
 # ---- the log -------------------------------------------------------------------------------------------------------
 
 
@@ -346,18 +331,8 @@ for case in cases.WGRAD_CASES:
             out.append([str(choice.problem), *what])
 print(json.dumps(out))
 """
-    results = []
-    for hash_seed in ("1", "2"):
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": hash_seed,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "JAX_PLATFORMS": "cpu",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        results.append(json.loads(done.stdout))
+    environments = ({"PYTHONHASHSEED": seed} for seed in ("1", "2"))
+    results = [found for found, _ in finish(*(start(script, environment=each) for each in environments))]
     assert results[0] == results[1]
     here = [
         [str(c.problem), c.implementation, repr(c.config), c.workspace_bytes, c.why]
