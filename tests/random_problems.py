@@ -221,7 +221,7 @@ class Configs:
         return family.refusal(p, config, TARGET) is None and device_plan(family, p, config).source in self.sources
 
     def _with_other_splits(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> Any:
-        wanted = self.rng.permutation(17)  # 0 is stream-k for some
+        wanted = 1 + self.rng.permutation(16)
         for splits in [1, *wanted] if self.rng.random() < SINGLE_SPLITS else wanted:
             other = dataclasses.replace(config, splits=int(splits))
             if family.refusal(p, other, TARGET) is None:

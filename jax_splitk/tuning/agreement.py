@@ -19,7 +19,7 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 _MISS = "miss"
 
@@ -59,7 +59,7 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
-        logger.warning("%s: the processes did not agree (%s); no cache is asked", key.problem, error)
+        _logger.warning("%s: the processes did not agree (%s); no cache is asked", key.problem, error)
         session().alone.add(key.digest)
         return False, None
     if process == 0:
@@ -97,7 +97,7 @@ def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     try:
         client.wait_at_barrier(f"{name}/compiled", int(timeout_seconds() * 1000))
     except Exception as error:
-        logger.warning("%s: not all processes have compiled %s (%s)", key.problem, chosen, error)
+        _logger.warning("%s: not all processes have compiled %s (%s)", key.problem, chosen, error)
         return own
     others = client.key_value_dir_get(f"{name}/obstacles/")
     if own is not None or not others:

@@ -13,7 +13,7 @@ from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 
 def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -> tuple[Choice, CustomCall | None]:
@@ -43,7 +43,7 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         if agreed:
             found = agreement.obstacle(key_for(problem, target), candidate, found)
         if found is not None:
-            logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
     # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other

@@ -13,7 +13,7 @@ from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 AUTOTUNE = ("off", "on_miss")
 
@@ -89,14 +89,14 @@ def _here(key: Key, workspace_limit: int) -> Found | None:
         _refuse_if_frozen(key, workspace_limit)
     if disk.mode() == "frozen" or not autotune(key.target):
         if held is None:
-            logger.info("%s: not tuned; %s", key.problem, _command(key, workspace_limit))
+            _logger.info("%s: not tuned; %s", key.problem, _command(key, workspace_limit))
         return held
     seconds = tuner.budget_seconds()
     try:
         return tuned(key, workspace_limit, seconds, again)
     except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
         fallback = "the cost model" if held is None else "the cache"
-        logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
+        _logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
         return held
 
 

@@ -13,7 +13,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import SCHEMA, Key, key_from_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 
 class InvalidEntry(ValueError):
@@ -85,7 +85,7 @@ class Entry:
         try:
             return self.read_evidence()
         except (InvalidEntry, RecursionError) as error:
-            logger.info("%s: the evidence of an entry is ignored: %s", self.key.problem, error)
+            _logger.info("%s: the evidence of an entry is ignored: %s", self.key.problem, error)
             return (), None, {}
 
     def read_evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None, dict[str, Any]]:

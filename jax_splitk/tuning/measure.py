@@ -23,7 +23,7 @@ from jax_splitk.tuning import profile
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 # An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
@@ -210,7 +210,7 @@ class Bench:
             if len(parts) != len(contestants):
                 raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
         except Exception as error:
-            logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
             return ()
         busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
         return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]

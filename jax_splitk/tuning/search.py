@@ -24,7 +24,7 @@ from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 FIRST_ROUND = 24  # candidates that are timed at first
 BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
@@ -102,7 +102,7 @@ class Search:
         if xla.error is not None:
             if not self._context_is_lost(xla):
                 raise RuntimeError(f"XLA cannot compute it: {xla.error}")
-            logger.warning(
+            _logger.warning(
                 "%s: the device fails since a candidate did (%s); XLA is chosen. Start the process again",
                 *(self.key.problem, xla.error),
             )
@@ -295,4 +295,4 @@ class _Progress:
             print("\r\x1b[K", end="", file=sys.stderr)
         ours, xla = entry.us(entry.choice), entry.us(XLA)
         seconds = entry.metadata["seconds"]
-        logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self._problem, seconds, entry.choice, ours, xla)
+        _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self._problem, seconds, entry.choice, ours, xla)

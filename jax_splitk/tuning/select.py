@@ -19,7 +19,7 @@ from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 # Why a family cannot serve, by its name.
 Refusals = dict[str, str]
@@ -130,7 +130,7 @@ def _say_what_does_not_match(tuning: Any, key: Key) -> None:
     if others and session().is_first("mismatch", key):
         machines = "; ".join(str(other.environment) for other in others)
         said = "%s: the TuningResult in force is passed over: it decides for %s, and this is %s"
-        logger.warning(said, key.problem, machines, key.environment)
+        _logger.warning(said, key.problem, machines, key.environment)
 
 
 def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
@@ -187,6 +187,6 @@ def _best_by_model(family: Family, problem: Problem, target: Target, workspace_l
 def announce(choice: Choice) -> None:
     """One log line for each problem and outcome: falling back is never silent."""
     session().lowered(choice)
-    if logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
+    if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
-        logger.info("%s: %s (%s)", choice.problem, what, choice.why)
+        _logger.info("%s: %s (%s)", choice.problem, what, choice.why)

@@ -11,7 +11,7 @@ from jax_splitk.tuning.choice import Choice
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Session:
         self._in_flight: dict[Hashable, threading.Lock] = {}
         self._watchers: list[Watched] = []
 
-    def once(self, what: Hashable, make: Callable[[], T]) -> T:
+    def once(self, what: Hashable, make: Callable[[], _T]) -> _T:
         """What `make` returns, which is called once for each `what`, unless it raises; other threads wait for it."""
         if what not in self._once:
             with self._lock:

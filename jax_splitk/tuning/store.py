@@ -19,7 +19,7 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Key
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 READ_ONLY = "read-only cache"
 
@@ -56,11 +56,11 @@ def lookup(key: Key) -> tuple[Entry, str] | None:
 def _look_at(name: str, folder: str) -> None:
     """Warns of a read-only layer that cannot hold anything, and of a layer with another version's entries."""
     if name == READ_ONLY and not os.path.isdir(folder):
-        logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
+        _logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
     with contextlib.suppress(OSError):
         if any(not inner.startswith(FOLDER_PREFIX) for inner in os.listdir(os.path.join(folder, "tuning"))):
             prune = "`python -m jax_splitk cache prune --environment other` deletes a user cache's"
-            logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
+            _logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:
@@ -72,7 +72,7 @@ def read(path: str | pathlib.Path, key: Key) -> Entry | None:
         return entries.loads(data, key)
     except InvalidEntry as error:
         if session().is_first("unusable", str(path)):
-            logger.warning("%s is ignored: %s", path, error)
+            _logger.warning("%s is ignored: %s", path, error)
         return None
 
 

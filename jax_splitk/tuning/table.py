@@ -21,7 +21,7 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement, legal_cand
 from jax_splitk.tuning.key import Environment, Key
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
@@ -67,7 +67,7 @@ def lookup(key: Key) -> Entry | None:
         return table.entry(key)
     except InvalidEntry as error:
         if session().is_first("row", path, key):
-            logger.warning("%s: the row of %s is ignored: %s", path, key.problem, error)
+            _logger.warning("%s: the row of %s is ignored: %s", path, key.problem, error)
         return None
 
 
@@ -75,7 +75,7 @@ def _read_or_warn(path: pathlib.Path) -> Table:
     try:
         return read(path)
     except InvalidEntry as error:
-        logger.warning("%s is ignored: %s", path, error)
+        _logger.warning("%s is ignored: %s", path, error)
         return Table()
 
 

@@ -21,7 +21,7 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import Search
 from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 WATCH_SECONDS = 0.2  # how often that is looked at
@@ -92,7 +92,7 @@ def _without(search: Search, stuck: Candidate) -> Entry:
     search.give_up()
     error = f"it did not come back within {STUCK_SECONDS} s"
     entry = search.entry_without(stuck, error)
-    logger.warning(
+    _logger.warning(
         "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
         "it: start the process again",
         *(search.key.problem, stuck, error, entry.choice),

@@ -79,7 +79,7 @@ def tiny(value: int = 1, *more: tuple[str, int]) -> Source:
 def test_compiles_to_a_cubin_with_the_kernel(machine: Machine) -> None:
     compiled = compiler.compile_source(tiny())
     assert list(cubin.kernels(compiled.image)) == ["tiny"]
-    assert compiled.registers == cubin.reports(compiled.log)["tiny"].registers > 0
+    assert cubin.reports(compiled.log)["tiny"].registers > 0
 
 
 def test_second_compilation_comes_from_memory_then_from_disk(machine: Machine) -> None:

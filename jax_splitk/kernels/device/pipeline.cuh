@@ -48,10 +48,6 @@ __device__ inline uint32_t aligned_address(const void* pointer) {
   return (shared_address(pointer) + 1023) & ~1023u;
 }
 
-__device__ inline uint8_t* aligned(uint8_t* pointer) {
-  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(pointer) + 1023) & ~uintptr_t(1023));
-}
-
 // Barriers of COUNT stages, in shared memory.
 template <int COUNT>
 struct Pipeline {

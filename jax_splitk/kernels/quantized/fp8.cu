@@ -503,7 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Sums acc;
     consume(in, (piece.end - piece.begin + PARTS - 1 - first) / PARTS, acc);
     // Computed again, not kept in registers meanwhile: where this is.
-    const int thread = read_thread_index(), block = read_block_index();
+    int thread, block;
+    read_indices(thread, block);
     const int lane = thread % 32, warp = thread / 32 - 4, rank = block % CLUSTER;
     const int part = warp / 4 / CONSUMERS, warpgroup = warp / 4 - part * CONSUMERS;
     const uint32_t staging = ring_address + STAGING_AT + warp * STAGING_BYTES;

@@ -532,7 +532,10 @@ __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
-  if (threadIdx.x == 0) pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
+  if (threadIdx.x == 0) {
+    pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
+    cutlass::arch::fence_barrier_init();
+  }
   __syncthreads();
 
   const int mn_tiles = g.m_tiles * g.n_tiles;

@@ -114,7 +114,7 @@ def chain(v: Volume, config: Config) -> int:
     if v.parts < 3:
         return 1
     *longer, shortest = CHAINS
-    most = consumer_registers(_ctas_per_sm(v, config, shortest), config.consumers)
+    most = consumer_registers(_blocks_per_sm(v, config, shortest), config.consumers)
     fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
     return next(fitting, shortest)
 
@@ -145,10 +145,10 @@ def is_ragged(v: Volume, config: Config) -> bool:
 
 def blocks_per_sm(v: Volume, config: Config) -> int:
     """2 where shared memory and registers allow it."""
-    return _ctas_per_sm(v, config, chain(v, config))
+    return _blocks_per_sm(v, config, chain(v, config))
 
 
-def _ctas_per_sm(v: Volume, config: Config, steps: int) -> int:
+def _blocks_per_sm(v: Volume, config: Config, steps: int) -> int:
     fits = _registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
 

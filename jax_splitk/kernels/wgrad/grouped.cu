@@ -372,6 +372,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (warp == WARPS && cute::elect_one_sync()) {
     pipeline.init(1, WARPS);
+    cutlass::arch::fence_barrier_init();
     produce<true>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first), min(tiles, STAGES));
   }
   __syncthreads();

@@ -422,6 +422,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     pipelines.x.init(1, 4 * CONSUMERS);
     pipelines.raw.init(1, TRANSPOSERS);
     pipelines.dy.init(TRANSPOSERS, 4 * CONSUMERS);
+    cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
 

@@ -10,7 +10,7 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
 from jax_splitk.kernels.wgrad.family import SplitFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -133,12 +133,12 @@ def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -
         config = family.candidates(p, DEFAULT_CUDA)[0]
         single, three = (family.with_splits(p, config, splits) for splits in (1, 3))
         assert family.workspace_bytes(p, single) == 0
-        (kernel,) = (launch.kernel for launch in family.plan(p, single).launches)
-        assert kernel == "wgrad_direct"
+        assert len(family.plan(p, single).launches) == 1
         if three.splits > 1:
             assert three.splits * math.prod(p.out_shape) * 4 <= family.workspace_bytes(p, three)
-            main, reduce = family.plan(p, three).launches
-            assert (main.kernel, reduce.kernel, reduce.programmatic) == ("wgrad_partial", "reduce_splits", True)
+            _, reduce = family.plan(p, three).launches
+            assert reduce.kernel.startswith("reduce_")
+            assert reduce.programmatic
             assert family.source(p, single) == family.source(p, three)
 
 
@@ -211,16 +211,6 @@ def test_float32_suite_fills_the_machine() -> None:
         best = tf32.FAMILY.candidates(case.problem(), DEFAULT_CUDA)[0]
         blocks = math.prod(tf32.tile_counts(case.problem(), best)) * best.splits
         assert 0.95 * DEFAULT_CUDA.cores <= blocks <= DEFAULT_CUDA.cores
-
-
-def test_halos_sums_are_short_where_results_are_float32() -> None:
-    for case in suite(halo.FAMILY):
-        p = case.problem("float32")
-        found = halo.FAMILY.candidates(p, DEFAULT_CUDA)
-        near = [n for config in found for n in halo.FAMILY.neighbours(p, config, DEFAULT_CUDA)]
-        for config in (*found, *(n for n in near if halo.FAMILY.refusal(p, n, DEFAULT_CUDA) is None)):
-            pixels = halo.longest_part(p, config) * config.tile_p * config.tile_q
-            assert min(pixels, p.reduction_size) <= halo.MAX_FLOAT32_PIXELS
 
 
 # ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------

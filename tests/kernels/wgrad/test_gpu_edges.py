@@ -58,7 +58,7 @@ TILED = {
     ),
     "halo_rows": Edge(
         halo.FAMILY,
-        halo.Config(2, 16, 3, 2, 0),
+        halo.Config(2, 16, 3, 2, 1),
         lambda d: conv((8, 17), (3, 2), (72, 72), padding=((d, d), (0, 0)), rhs_dilation=(d, 1)),
         31,
         "66 rows; accepted: at most 64",
