@@ -12,8 +12,9 @@ using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 // Values of cache hints.
-constexpr uint64_t EVICT_FIRST = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
-constexpr uint64_t EVICT_NORMAL = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+[[maybe_unused]] constexpr uint64_t EVICT_FIRST = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+[[maybe_unused]] constexpr uint64_t EVICT_LAST = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+[[maybe_unused]] constexpr uint64_t EVICT_NORMAL = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return cute::cast_smem_ptr_to_uint(pointer);
@@ -31,7 +32,7 @@ struct Stage {
 
   __device__ inline void advance() {
     index += STEP;
-    if (index >= STAGES) {
+    if (STEP == 1 ? index == STAGES : index >= STAGES) {
       index = STEP == 1 ? 0 : index - STAGES;
       phase ^= 1;
     }
