@@ -6,7 +6,7 @@ family that supports it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,12 @@ def problems(rng: np.random.Generator, mixtures: int) -> list[ConvWgradProblem]:
                     found.append(_problem(rng, KINDS[name], number=len(known)))
                     known.append(found[-1])
     return found
+
+
+def draws(rng: np.random.Generator, *kinds: str) -> Iterator[ConvWgradProblem]:
+    """Problems of these kinds in turns, without end."""
+    for number in itertools.count():
+        yield _problem(rng, KINDS[kinds[number % len(kinds)]], number=number // len(kinds))
 
 
 def _problem(

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import pathlib
 import re
 import types
@@ -18,6 +19,13 @@ FOLDERS = ("jax_splitk", "ffi", "benchmarks", "examples", "tests")
 SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".txt"}
 # From the top down: a module imports those of its own folder and of folders further down.
 LAYERS = ("cli", "ops", "tuning", "kernels", "problems", "quantized", "runtime")
+LONGEST_FUNCTION = 70  # lines, of the package
+# What a module of the package may hold that changes.
+STATE = {
+    "ops/lowering.py": ["PROBLEMS"],  # which primitive is which operation: filled on import
+    "runtime/compiler.py": ["_memory", "_in_flight"],  # machine code that was compiled or read, each once
+    "tuning/session.py": ["_session"],  # what a process remembers of its tuning
+}
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")
 
 
@@ -121,6 +129,10 @@ def test_imports_run_downwards() -> None:
     assert not [(a, b) for a, found in imports().items() for b in found if layer(b) < layer(a)]
 
 
+def test_imports_are_no_circle() -> None:
+    assert list(graphlib.TopologicalSorter(imports()).static_order())
+
+
 # ---- foreign function interface ------------------------------------------------------------------------------------
 
 
@@ -179,6 +191,48 @@ def test_host_code_includes_no_cuda_header() -> None:
 
 def test_modules_have_docstrings() -> None:
     assert not offenders(python("jax_splitk"), lambda path: not ast.get_docstring(parsed(path)))
+
+
+def test_functions_are_short() -> None:
+    def long(path: pathlib.Path) -> list[str]:
+        functions = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef))
+        return [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST_FUNCTION]
+
+    assert not offenders(python("jax_splitk"), long)
+
+
+def state(tree: ast.Module) -> list[str]:
+    """Names of a module that hold an empty container, or a new object but for constants, and of what functions
+    rebind."""
+    found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = node.value
+            empty = (isinstance(value, ast.Dict) and not value.keys) or (
+                isinstance(value, ast.List | ast.Set) and not value.elts
+            )
+            new = isinstance(value, ast.Call) and not value.args and not value.keywords
+            called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            (name,) = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
+            if empty or (new and (called in ("dict", "list", "set") or (called[0].isupper() and not name.isupper()))):
+                found.append(name)
+    return found
+
+
+def test_state_is_in_three_places() -> None:
+    found = offenders(python("jax_splitk"), lambda path: state(parsed(path)))
+    assert {path.removeprefix("jax_splitk/"): names for path, names in found.items()} == STATE
+    for text in ("a = {}", "a: dict[str, int] = {}", "a = set()", "a = threading.Lock()", "def f():\n  global a"):
+        assert state(ast.parse(text)) == ["a"]
+    for text in (
+        "a = {1: 2}",
+        "a = (1,)",
+        "a = f()",
+        "def f():\n  a = {}",
+        "FAMILY = Family(Config)",
+        "XLA = Candidate()",
+    ):
+        assert not state(ast.parse(text))
 
 
 def test_the_package_shows_its_public_names_only() -> None:

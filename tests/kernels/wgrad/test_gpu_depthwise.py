@@ -16,8 +16,8 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, gpu_wgrad
-from tests.depthwise import ODD, SEQUENCES, SUITE, folded
 from tests.gpu_wgrad import integers
+from tests.grouped import DEPTHWISE, NETWORKS
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def leaves_out_zeros(p: ConvWgradProblem) -> bool:
 
 def short_rows() -> Iterator[tuple[ConvWgradProblem, list[Config]]]:
     """Such problems, with configs of one segment."""
-    for case in (*SUITE[2:4], *ODD):
+    for case in (*NETWORKS[2:4], *DEPTHWISE):
         p = case.problem("float32")
         if leaves_out_zeros(p):
             configs = [FAMILY.with_splits(p, Config(channels, 1, 2, 1), 3) for channels in depthwise.CHANNELS]
@@ -77,10 +77,3 @@ def test_what_was_in_shared_memory_enters_no_product(p: ConvWgradProblem, config
         for i, fill in enumerate(fill_with_nan()):
             fill().block_until_ready()
             np.testing.assert_array_equal(np.asarray(run(lhs, g)), want, err_msg=f"{config} after {i}")
-
-
-def test_a_sequence_is_an_image_of_one_row() -> None:
-    for p in SEQUENCES:
-        lhs, g = integers(p)
-        flat, deep = (gpu_wgrad.ours(FAMILY, each, FAMILY.candidates(each, DEFAULT_CUDA)[0]) for each in (p, folded(p)))
-        np.testing.assert_array_equal(flat(lhs, g), deep(lhs[:, None], g[:, None])[0])

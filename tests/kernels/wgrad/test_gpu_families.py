@@ -18,10 +18,7 @@ from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, t
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import gpu_wgrad, poison
-from tests.depthwise import ODD as DEPTHWISE
-from tests.depthwise import SEQUENCES, SUITE
-from tests.kernels.wgrad.test_grouped import ODD as GROUPED
-from tests.kernels.wgrad.test_grouped import line
+from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
 from tests.problems import conv
 from tests.random_problems import FLOATS, HALVES, OUT_DTYPES, TF32
 
@@ -142,12 +139,15 @@ GATHER_ACCURATE = [
 ]
 TRIED = (
     Tried(
-        depthwise.FAMILY, problems(SUITE), [*(case.problem() for case in DEPTHWISE), *SEQUENCES],
+        depthwise.FAMILY, problems(NETWORKS), [*(case.problem() for case in DEPTHWISE), *SEQUENCES],
         tiles=len(depthwise.CHANNELS) * len(depthwise.SEGMENTS),
     ),
     Tried(
         grouped.FAMILY, of_suite(grouped.FAMILY, "grouped"),
-        [*(case.problem() for case in GROUPED.values()), line(200, 1), line(200, 5)],
+        [
+            *(case.problem() for case in GROUPED.values()),
+            *(conv((200,), (taps,), (32, 32), batch=3, padding=1, groups=8) for taps in (1, 5)),
+        ],
     ),
     Tried(
         tf32.FAMILY, of_suite(tf32.FAMILY, "float32"), TF32_SMALL, TF32,

@@ -1,4 +1,4 @@
-"""What only the gathering family on a GPU must hold to: chains of several blocks; infinities that stay so."""
+"""What only the gathering family on a GPU must hold to: chains of several blocks, infinities that stay so."""
 
 import dataclasses
 import itertools

@@ -7,7 +7,7 @@ import pytest
 from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
 from jax_splitk.runtime import compiler
 from tests import gpu_wgrad
-from tests.kernels.wgrad.test_grouped import grouped_case
+from tests.grouped import grouped_case
 
 pytestmark = pytest.mark.gpu
 

@@ -1,11 +1,13 @@
-"""Depthwise convolutions of every geometry that the depthwise family takes: the usual ones and small odd ones."""
+"""Grouped and depthwise convolutions of every geometry that their families take: the usual ones and small odd ones."""
 
 import dataclasses
+import itertools
+from typing import Any
 
-from benchmarks.cases import Case, Pairs
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from benchmarks.cases import VALID, Case, Pairs
+from tests.problems import conv
 
-SUITE = (
+NETWORKS = (
     Case("convnext_56", 64, 56, 56, 96, 96, (7, 7), groups=96),
     Case("convnext_28", 64, 28, 28, 192, 192, (7, 7), groups=192),
     Case("convnext_14", 64, 14, 14, 384, 384, (7, 7), groups=384),
@@ -36,7 +38,7 @@ def _odd(
     )
 
 
-ODD = (
+DEPTHWISE = (
     _odd("plain", (12, 12), (3, 3)),
     _odd("one_pixel", (1, 1), (1, 1), batch=1),
     _odd("pixels", (1, 1), (1, 1), batch=37, channels=24),
@@ -82,43 +84,56 @@ ODD = (
 )
 
 
-def sequence(
-    batch: int,
-    width: int,
-    channels: int,
-    kernel: int,
-    padding: tuple[int, int],
-    *,
-    stride: int = 1,
-    dilation: int = 1,
-    dtype: str = "bfloat16",
-    out_dtype: str = "float32",
-) -> ConvWgradProblem:
-    """One spatial dimension."""
-    out = (width + sum(padding) - (kernel - 1) * dilation - 1) // stride + 1
-    return ConvWgradProblem(
-        batch, (width,), (out,), (kernel,), channels, channels, (stride,), (padding,), (1,), (dilation,), channels,
-        dtype, out_dtype,
-    )  # fmt: skip
-
-
 SEQUENCES = (
-    sequence(9, 40, 8, 4, (3, 0)),
-    sequence(2, 300, 24, 4, (3, 0)),
-    sequence(3, 61, 16, 5, (2, 2), stride=2),
-    sequence(3, 61, 16, 3, (4, 0), dilation=2),
+    conv((40,), (4,), (8, 8), batch=9, padding=((3, 0),), groups=8),
+    conv((300,), (4,), (24, 24), padding=((3, 0),), groups=24),
+    conv((61,), (5,), (16, 16), batch=3, padding=2, stride=2, groups=16),
+    conv((61,), (3,), (16, 16), batch=3, padding=((4, 0),), rhs_dilation=2, groups=16),
 )
 
 
-def folded(p: ConvWgradProblem) -> ConvWgradProblem:
-    """A sequence as images of one row."""
-    return dataclasses.replace(
-        p,
-        input_spatial=(1, *p.input_spatial),
-        output_spatial=(1, *p.output_spatial),
-        kernel_spatial=(1, *p.kernel_spatial),
-        window_strides=(1, *p.window_strides),
-        padding=((0, 0), *p.padding),
-        lhs_dilation=(1, 1),
-        rhs_dilation=(1, *p.rhs_dilation),
-    )
+def grouped_case(size: tuple[int, int], per_group: tuple[int, int], groups: int, **changes: Any) -> Case:
+    base = Case("grouped", 2, *size, per_group[0] * groups, per_group[1] * groups, (3, 3), groups=groups)
+    return dataclasses.replace(base, **changes)
+
+
+# Every pairing of channels, odd windows, and sizes that leave tails everywhere.
+GROUPED: dict[str, Case] = {
+    **{
+        f"g{i}x{o}": grouped_case((9, 11), (i, o), 4, batch=3)
+        for i, o in itertools.product((2, 4, 8, 16, 32, 64), repeat=2)
+        if i == o or (i * o <= 256 and max(i, o) <= 32)
+    },
+    "three_groups": grouped_case((9, 11), (8, 8), 3),
+    "many_groups": grouped_case((7, 7), (4, 4), 22),
+    "pairs": grouped_case((8, 9), (2, 2), 12),
+    "small_image": grouped_case((3, 2), (8, 8), 4, batch=9),
+    "one_image": grouped_case((17, 23), (16, 16), 2, batch=1),
+    "wide": grouped_case((5, 150), (8, 8), 4),
+    "tall": grouped_case((130, 5), (4, 4), 8),
+    "valid": grouped_case((12, 12), (8, 8), 4, padding=VALID),
+    "asymmetric": grouped_case((12, 9), (8, 8), 4, padding=((0, 2), (3, 1))),
+    "negative_padding": grouped_case((12, 12), (8, 8), 4, padding=((-1, 1), (1, -2))),
+    "wide_padding": grouped_case((6, 6), (8, 8), 4, padding=((4, 3), (5, 6))),
+    "stride2": grouped_case((13, 15), (4, 4), 8, stride=(2, 2)),
+    "stride2_16": grouped_case((14, 14), (16, 16), 4, stride=(2, 2)),
+    "stride_2x1": grouped_case((12, 12), (8, 8), 4, stride=(2, 1)),
+    "stride_1x2": grouped_case((12, 12), (8, 8), 4, stride=(1, 2)),
+    "stride3": grouped_case((17, 14), (8, 8), 4, stride=(3, 3)),
+    "stride_beyond_kernel": grouped_case((16, 16), (8, 8), 4, kernel=(2, 2), stride=(4, 4), padding=VALID),
+    "dilation2": grouped_case((12, 12), (8, 8), 4, dilation=(2, 2)),
+    "dilation_1x3": grouped_case((12, 14), (8, 8), 4, dilation=(1, 3)),
+    "dilation_stride": grouped_case((15, 17), (16, 16), 2, dilation=(2, 2), stride=(2, 2)),
+    "1x1": grouped_case((12, 12), (8, 8), 4, kernel=(1, 1)),
+    "1x1_stride2": grouped_case((12, 12), (16, 16), 4, kernel=(1, 1), stride=(2, 2)),
+    "1x7": grouped_case((12, 12), (8, 8), 4, kernel=(1, 7)),
+    "7x1": grouped_case((12, 12), (8, 8), 4, kernel=(7, 1)),
+    "5x3": grouped_case((11, 12), (16, 8), 4, kernel=(5, 3)),
+    "5x5": grouped_case((12, 12), (16, 16), 4, kernel=(5, 5)),
+    "7x7": grouped_case((14, 14), (4, 4), 8, kernel=(7, 7)),
+    "7x7_stride2": grouped_case((20, 20), (8, 8), 4, kernel=(7, 7), stride=(2, 2)),
+    "7x7_32": grouped_case((10, 10), (32, 32), 2, kernel=(7, 7)),
+    "9x9": grouped_case((16, 16), (8, 8), 4, kernel=(9, 9)),
+    "kernel_beyond_image": grouped_case((5, 5), (8, 8), 4, kernel=(7, 7)),
+    "half": grouped_case((12, 12), (4, 8), 8, dtype="float16"),
+}
