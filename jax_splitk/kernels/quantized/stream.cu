@@ -3,8 +3,8 @@
 //   D[n, m] = sum over k of X[n, k] * (q[m, k] - zero[m, k / GROUP]) * scale[m, k / GROUP]
 //
 // Persistent: a cluster of CLUSTER blocks divides k, each block keeps its slice of X in shared memory and
-// streams its slice of one row tile (64 rows of m) after another through a ring that a producer fills by bulk
-// copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
+// streams its slice of one row tile (64 rows of m) after another through a pipeline that a producer fills by
+// bulk copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
 // (jax_splitk/quantized/packing.py), and their scales. A lane's 16 bytes become WGMMA's A operand in its
 // registers (dequantize.cuh), X is B. The products of a group, or of 64 k of a longer one, are summed by the
 // tensor cores, then multiplied by the scale and added in fp32; meanwhile the next tile is dequantized, where
@@ -37,19 +37,14 @@
 // (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT (output.cuh; ZERO_TYPE also -1: none), TILE_N (rows of X),
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
-#include <cutlass/arch/barrier.h>
-
 #include "device/output.cuh"
-#include "device/ring.cuh"
 #include "device/wgmma_rs.cuh"
 #include "quantized/dequantize.cuh"
-#include "quantized/dequantize_e4m3.cuh"
+#include "quantized/pipeline.cuh"
+#include "quantized/scales.cuh"
 #include "structs.cuh"
 
-using Scale = TypeOf<SCALE_TYPE>::type;
-using Zero = TypeOf<ZERO_TYPE>::type;
-
-static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m3 products can compute");
+static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 products can compute");
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
@@ -62,9 +57,10 @@ constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1,
               STEPS = 64 / STEP_K / TILE_GROUPS;  // of a tile; of a group in it
 constexpr int STAGE_GROUPS = GROUP ? STAGE_TILES * 64 / GROUP : 0;
 constexpr int SCALES_OFFSET = STAGE_TILES * WORDS_BYTES;
-constexpr int SCALE_ROW = 64 * int(sizeof(Scale)), ZERO_ROW = 64 * int(sizeof(Zero));  // bytes of a group
+constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
+constexpr int SCALE_ROW = 64 * SCALE_ITEM, ZERO_ROW = 64 * ZERO_ITEM;  // bytes of a group
 constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_GROUPS * SCALE_ROW;
-constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_TYPE < 0 ? 0 : STAGE_GROUPS * ZERO_ROW);
+constexpr int STAGE_BYTES = ZEROS_OFFSET + STAGE_GROUPS * ZERO_ROW;
 
 constexpr int SUMS_PITCH = 64 + 4;  // floats; lanes of a fragment write to different banks
 constexpr int SUMS_BYTES = WARPGROUPS * TILE_N * SUMS_PITCH * 4;
@@ -83,7 +79,7 @@ struct Barriers {
   uint64_t full[STAGES], empty[STAGES];
   uint64_t written, read, arrived[SLOTS + 1], free[SLOTS + 1];
 
-  __device__ inline void init_ring() {
+  __device__ inline void init_pipeline() {
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
       FullBarrier::init(&full[i], 1);
@@ -105,17 +101,6 @@ struct Barriers {
   }
 };
 static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
-
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ inline void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // The part of k of one block, in stages; it may not be empty.
 struct Slice {
@@ -146,38 +131,37 @@ __device__ inline void copy_rows(const void* all, int tile, int first, int count
 // that the products need not wait for all of it: as one box, or where k ends within a stage in boxes of a
 // tile.
 __device__ inline void produce(const Args& g, const TensorMap* x_map, const uint8_t* words,
-                               const Scale* scale, const Zero* zero, uint8_t* smem, Barriers& barriers,
+                               const uint8_t* scale, const uint8_t* zero, uint8_t* smem, Barriers& barriers,
                                Slice slice, int tile, int clusters, bool leader) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
   if (WHOLE && !leader) return;
-  Ring ring;
+  Stage<> at;
 #pragma unroll 1
   for (bool first = X_TMA; tile < g.feature_tiles; tile += clusters, first = false) {
 #pragma unroll 1
-    for (int s = slice.first; s < slice.last; ++s, ring.advance()) {
-      uint64_t* full = &barriers.full[ring.stage];
+    for (int s = slice.first; s < slice.last; ++s, at.advance()) {
+      uint64_t* full = &barriers.full[at.index];
       [[maybe_unused]] uint8_t* x = smem + X_AT + (s - slice.first) * STAGE_TILES * X_TILE;
       if (WHOLE || leader) {
-        uint8_t* stage = smem + ring.stage * STAGE_BYTES;
-        EmptyBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+        uint8_t* stage = smem + at.index * STAGE_BYTES;
+        EmptyBarrier::wait(&barriers.empty[at.index], at.phase ^ 1);
         FullBarrier::arrive_and_expect_tx(full, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
         copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
         if constexpr (GROUP != 0) {
           copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
                                              stage + SCALES_OFFSET);
-          if constexpr (ZERO_TYPE >= 0) {
+          if constexpr (ZERO_TYPE != NONE) {
             copy_rows<STAGE_GROUPS, ZERO_ROW>(zero, tile, s * STAGE_GROUPS, g.groups, full,
                                               stage + ZEROS_OFFSET);
           }
         }
-        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, hint, x, 0, 0, s * STAGE_TILES);
+        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, EVICT_LAST, x, 0, 0, s * STAGE_TILES);
       }
       if (!WHOLE && first) {
         __syncwarp();
         const int lane = threadIdx.x % 32;
         if (lane < STAGE_TILES) {
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, x + lane * X_TILE, (s * STAGE_TILES + lane) * X_BOX,
-                                       0);
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, EVICT_LAST, x + lane * X_TILE,
+                                       (s * STAGE_TILES + lane) * X_BOX, 0);
         }
       }
     }
@@ -295,7 +279,7 @@ __device__ inline Words load_tile(uint32_t address) {
   return out;
 }
 
-// Their values, over FACTOR (or E4M3_FACTOR).
+// Their values, over FACTOR.
 __device__ inline void dequantize(const Words& from, Fragments& a) {
 #pragma unroll
   for (int load = 0; load < WORDS; ++load) {
@@ -322,20 +306,6 @@ __device__ inline void dequantize(const Words& from, Fragments& a) {
   }
 }
 
-// Scales (or zero points) of rows g and g + 8 of a block, which are neighbours.
-__device__ inline float2 two_floats(const float* pair) { return *reinterpret_cast<const float2*>(pair); }
-__device__ inline float2 two_floats(const __half* pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(pair));
-}
-__device__ inline float2 two_floats(const __nv_bfloat16* pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
-}
-template <typename T>
-__device__ inline float2 two_rows(uint32_t address) {  // in shared memory
-  const auto pair = load_shared<Vec<T, 2>>(address);
-  return two_floats(pair.v);
-}
-
 // acc += scale * (sums - zero * sums of x); four elements of a lane: two columns of row g, two of row g + 8.
 __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 scale, float2 zero,
                                   const Accumulator& x_sums) {
@@ -343,7 +313,7 @@ __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 sc
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; ++i) {
     float value = sums[i];
-    if constexpr (ZERO_TYPE >= 0) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
+    if constexpr (ZERO_TYPE != NONE) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
     acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, value, acc[i]);
   }
 }
@@ -365,7 +335,7 @@ constexpr int UNITS =
 constexpr int LAST_UNIT = UNITS - 1;
 // Whether words are loaded while the tile before them is multiplied: not where they already are fragments.
 constexpr bool AHEAD = (!E4M3_PRODUCTS || WORDS == 1) && TILE_N < 64;
-constexpr bool X_SUMS = ZERO_TYPE >= 0;
+constexpr bool X_SUMS = ZERO_TYPE != NONE;
 // Sums that the tensor cores work on. Two, which take turns, where registers allow for them: ptxas of
 // CUDA 13.0 spills with the widest X of e4m3 where tiles lie beyond k, which is too rare for the cost model
 // to know.
@@ -375,10 +345,6 @@ constexpr int IN_FLIGHT = TILES > 1 && !X_SUMS && !CROWDED ? 2 : 1;
 
 // ---- results ---------------------------------------------------------------------------------------------
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return cute::cast_smem_ptr_to_uint(pointer);
-}
-
 __device__ inline void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
@@ -386,8 +352,7 @@ __device__ inline void add(float4& sum, const float4& more) {
 // Four features of one row of the result.
 __device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
-  constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
-  const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
+  const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   Output* to = out + uint32_t(n * g.features + feature);
   Vec<Output, 4> four;
 #pragma unroll
@@ -483,7 +448,7 @@ __device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barri
 
 // ---- roles -----------------------------------------------------------------------------------------------
 
-__device__ inline void consume(const Args& g, const Scale* scales, const Zero* zeros, uint8_t* smem,
+__device__ inline void consume(const Args& g, const uint8_t* scales, const uint8_t* zeros, uint8_t* smem,
                                Barriers& barriers, Slice slice, int cluster, int clusters) {
   // The compiler shall see that descriptors of X are the same in all lanes.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -492,14 +457,14 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
   const int group = GROUP ? warpgroup * TILES * 64 / (GROUP ? GROUP : 1) : 0;
   const Lane lane{
       uint32_t(warpgroup * TILES * WORDS_BYTES + warp * WORDS * 512 + id * 16),
-      uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * sizeof(Scale)),
-      uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * sizeof(Zero)),
+      uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * SCALE_ITEM),
+      uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * ZERO_ITEM),
   };
-  const uint32_t ring_address = shared_address(smem);
+  const uint32_t pipeline = shared_address(smem);
   const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
                 warp * 16 + id / 4;
-  Ring ring;
+  Stage<> at;
   uint32_t phase = 1;
   Fragments a[IN_FLIGHT];
   Accumulator sums[IN_FLIGHT];
@@ -510,14 +475,15 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
     if constexpr (GROUP == 0) {
-      channel_scale = two_floats(scales + int64_t(tile) * 64 + rows);
-      if constexpr (X_SUMS) channel_zero = two_floats(zeros + int64_t(tile) * 64 + rows);
+      channel_scale = load_pair<SCALE_TYPE>(scales + (int64_t(tile) * 64 + rows) * SCALE_ITEM);
+      if constexpr (X_SUMS)
+        channel_zero = load_pair<ZERO_TYPE>(zeros + (int64_t(tile) * 64 + rows) * ZERO_ITEM);
     }
     uint64_t x = x_start;
     uint32_t stage = 0;
     const auto begin_stage = [&](int s) {
-      stage = ring_address + ring.stage * STAGE_BYTES;
-      FullBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      stage = pipeline + at.index * STAGE_BYTES;
+      FullBarrier::wait(&barriers.full[at.index], at.phase);
       if (E4M3_PRODUCTS && X_TMA && tile == cluster) {
         reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
@@ -537,8 +503,8 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
       scale[now] = channel_scale;
       zero = channel_zero;
       if constexpr (GROUP != 0) {
-        scale[now] = two_rows<Scale>(stage + lane.scales + row * SCALE_ROW);
-        if constexpr (X_SUMS) zero = two_rows<Zero>(stage + lane.zeros + row * ZERO_ROW);
+        scale[now] = load_pair<SCALE_TYPE>(stage + lane.scales + row * SCALE_ROW);
+        if constexpr (X_SUMS) zero = load_pair<ZERO_TYPE>(stage + lane.zeros + row * ZERO_ROW);
       }
       fence(sums[now]);
       fence(a[t % IN_FLIGHT]);
@@ -553,8 +519,8 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
       cute::warpgroup_commit_batch();
       if (unit == LAST_UNIT) {  // all of the stage has been read
         __syncwarp();
-        if (id == 0) EmptyBarrier::arrive(&barriers.empty[ring.stage]);
-        ring.advance();
+        if (id == 0) EmptyBarrier::arrive(&barriers.empty[at.index]);
+        at.advance();
         x += STAGE_TILES * X_TILE >> 4;
         if (s + 1 < slice.last) begin_stage(s + 1);
       } else if (AHEAD && part == TILE_GROUPS - 1) {
@@ -614,8 +580,8 @@ using X = const void*;
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const __grid_constant__ X x,
                                                                           const uint8_t* words,
-                                                                          const Scale* scale,
-                                                                          const Zero* zero, Output* out,
+                                                                          const uint8_t* scale,
+                                                                          const uint8_t* zero, Output* out,
                                                                           const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
   Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
@@ -646,7 +612,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const 
   }
   // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
   const bool leader = cute::elect_one_sync();
-  if (leader) barriers.init_ring();
+  if (leader) barriers.init_pipeline();
   __syncwarp();
   cutlass::arch::NamedBarrier::arrive(THREADS, READY);
   if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();

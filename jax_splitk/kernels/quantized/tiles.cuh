@@ -1,0 +1,433 @@
+// The kernels of quantized_fp8 and quantized_tiled, but for their inner loops.
+//
+//   out[n, m] = sum over k of x[n, k] * (value(q[k, m]) - zero[k / group, m]) * scale[k / group, m]
+//
+// As a matrix product, D[m, n] = A B with m over features and n over rows of x: the weight becomes WGMMA's A
+// in registers, x is its B in shared memory. A k block is 128 k, two tiles of the packed weight
+// (jax_splitk/quantized/packing.py). A stage of the pipeline holds a k block: x under the 128-byte swizzle,
+// and the words of 64 features for each of M_WARPGROUPS; its scales, zero points and sums of x lie behind all
+// stages. Beyond k, TMA fills x with zeros; where the weight ends in the middle of a block its last tile
+// stands in again, so that nothing unwritten is multiplied by these zeros.
+//
+// Work. Tiles are numbered in bands (see `place_of`). A worker, which is a thread block, or a cluster of
+// MULTICAST of them that have neighbouring tiles and load their rows of x together, computes `whole_tiles`
+// tiles, as many apart as there are workers; the k blocks of all tiles after these, laid end to end, are cut
+// into ranges of `range_blocks` blocks, one for each worker. A tile that more than one range reaches meets in
+// the workspace: each range writes its fp32 sums, in the accumulators' order, and reduce_ranges adds those of
+// a tile in the order of their ranges. With SPLITS above 1 each tile is cut into that many ranges, whose
+// thread blocks form a cluster, and its sums meet in shared memory (cluster_sums.cuh); there K_WARPGROUPS can
+// share 64 features: each takes every K_WARPGROUPS-th block of the range, and their sums meet first.
+//
+// Roles. Warpgroup 0 is the producer: a thread in each of some of its warps issues copies, and it leaves its
+// registers to the others, the consumers. The pipeline goes on from one piece of work to the next.
+// Barriers, per stage: `full` (one arrival per producer warp of this block, with the bytes of all copies into
+// it, also of those that another block issues) and `empty` (one arrival per warp that takes the stage, of all
+// blocks that share x, once it has read its words and the WGMMAs that read x have retired). Both start in
+// phase 0; the producer's first pass waits on the opposite parity, which is complete. With MULTICAST, a last
+// cluster barrier keeps every block's memory until nobody writes to it any more.
+//
+// What runs once counts: cold code takes some 4 ns an instruction, and the whole of a small product 10 us. So
+// splits and their ranges are known at compile time, the tiles along n where they are few, and what the sizes
+// need not.
+//
+// Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh),
+// SCALE_TYPE, ZERO_TYPE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial sum),
+// M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
+// N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8),
+// WHOLE (the weight does not end in the middle of a block), SHARED_BYTES.
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "device/output.cuh"
+#include "quantized/dequantize.cuh"
+#include "quantized/pipeline.cuh"
+#include "quantized/scales.cuh"
+#include "structs.cuh"
+
+constexpr int BLOCK_K = 128;
+constexpr int WARPGROUP_M = 64;                          // features of a warpgroup
+constexpr int WARPGROUPS = M_WARPGROUPS * K_WARPGROUPS;  // of consumers
+constexpr int THREADS = 128 + 128 * WARPGROUPS;
+constexpr bool SPLIT = SPLITS > 1;
+static_assert(K_WARPGROUPS == 1 || (K_WARPGROUPS == 2 && SPLIT), "two give their sums to a cluster");
+static_assert(MULTICAST == 1 || !SPLIT, "a cluster shares x or a tile");
+
+// ---- shared memory ---------------------------------------------------------------------------------------
+
+constexpr int X_BYTES = TILE_N * BLOCK_K * 32 / STEP_K;  // of a stage
+constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;          // of the packed weight
+constexpr int STAGE_BYTES = X_BYTES + M_WARPGROUPS * 2 * TILE_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES;
+
+// Of a stage and a warpgroup: scales and zero points; of a stage: sums of x over PERIOD k.
+constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K, GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
+constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
+constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
+constexpr int SUM_ROWS = ZERO_TYPE == NONE ? 0 : BLOCK_K / PERIOD, SUMS_BYTES = SUM_ROWS * TILE_N * 4;
+constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, SUMS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
+constexpr int EXTRAS_AT = PIPELINE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS_BYTES;
+
+// Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
+// Then what warpgroups that share features give to each other.
+constexpr int STAGING_PITCH = 48, STAGING_BYTES = OUT == FLOAT ? 0 : 16 * STAGING_PITCH;
+constexpr int STAGING_AT = EXTRAS_AT + STAGES * EXTRA_BYTES;
+constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
+constexpr int ALIGNMENT = 1024;
+static_assert(SHARED_SUMS_AT + (K_WARPGROUPS - 1) * M_WARPGROUPS * WARPGROUP_M * TILE_N * 4 + ALIGNMENT ==
+                  SHARED_BYTES,
+              "what the host gives");
+
+// ---- work ------------------------------------------------------------------------------------------------
+
+// k blocks [begin, end) of a tile. partial: where the sums go; -1 if this is the whole tile.
+struct Piece {
+  int tile, begin, end, partial;
+};
+
+// k blocks of a block of a cluster with SPLITS.
+__device__ inline int blocks_of(int rank) {
+  return RANGE == LAST_RANGE || rank < SPLITS - 1 ? RANGE : LAST_RANGE;
+}
+
+constexpr int PIECES = SPLIT ? 1 : 0x7fffffff;  // of a worker, at most
+
+// A worker's piece of that index, which follows from the index alone: nothing else need be kept in registers
+// during a piece. begin is not below end if there is none.
+__device__ inline Piece piece_of(const Args& g, int index, int worker = int(blockIdx.x) / MULTICAST) {
+  if constexpr (SPLIT) {  // without divisions, which the first loads wait for
+    const int rank = int(cute::block_rank_in_cluster()), begin = rank * RANGE;
+    return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
+  } else {
+    const int workers = int(gridDim.x) / MULTICAST;
+    if (index < g.whole_tiles) return {worker + index * workers, 0, g.k_blocks, -1};
+    const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * workers;
+    const int first = worker * g.range_blocks, last = min(first + g.range_blocks, rest * g.k_blocks);
+    const int tile = first / g.k_blocks + index - g.whole_tiles, from = tile * g.k_blocks;
+    const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
+    const bool whole = begin == 0 && end == g.k_blocks;
+    return {g.whole_tiles * workers + tile, begin, end, whole ? -1 : 2 * worker + (index > g.whole_tiles)};
+  }
+}
+
+struct Place {
+  int m, n;  // tiles, m a thread block's
+
+  // That of the features of a warpgroup, of which the weight may have none.
+  __device__ int feature_tile(const Args& g, int warpgroup) const {
+    return min(m * M_WARPGROUPS + warpgroup, g.feature_tiles - 1);
+  }
+};
+
+constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
+
+__device__ inline int multicast_rank(int block = int(blockIdx.x)) { return block % MULTICAST; }
+
+// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
+__device__ inline Place place_of(const Args& g, int tile, int rank) {
+  if constexpr (N_TILES > 0) {  // without divisions, which the first loads wait for
+    static_assert(N_TILES <= BAND);
+    constexpr int ALONG_N = N_TILES > 0 ? N_TILES : 1;  // the compiler looks here in any case
+    return {tile / ALONG_N * MULTICAST + rank, tile % ALONG_N};
+  } else {
+    const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
+    const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
+    return {m * MULTICAST + rank, first + inside - m * width};
+  }
+}
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+// What all parts of a kernel need: its arguments, the pipeline, also by its address, and the barriers.
+struct Kernel {
+  const Args& g;
+  Output* out;
+  float* partials;
+  uint8_t* stages;
+  uint32_t pipeline;
+  uint64_t* barriers;
+};
+
+constexpr int BARRIERS = 2 * STAGES + 3;  // full, empty, a spare one, room, arrived (cluster_sums.cuh)
+
+// The pipeline as a producer warp goes through it.
+struct Producer : Stage<> {
+  uint64_t *full, *empty;
+
+  __device__ explicit Producer(uint64_t* barriers) : full(barriers), empty(barriers + STAGES) {}
+
+  // Waits until the stage is empty. Gives its `full` barrier, which then expects so many bytes.
+  __device__ uint64_t* begin(int bytes) const {
+    EmptyBarrier::wait(&empty[index], phase ^ 1);
+    FullBarrier::arrive_and_expect_tx(&full[index], bytes);
+    return &full[index];
+  }
+};
+
+// ---- consumer --------------------------------------------------------------------------------------------
+
+// Which of M_WARPGROUPS and K_WARPGROUPS a consumer warp is in.
+struct Role {
+  int warp, m_warpgroup, k_warpgroup;
+
+  __device__ explicit Role(int warp) : warp(warp) {
+    k_warpgroup = K_WARPGROUPS == 1 ? 0 : warp / 4 / M_WARPGROUPS;
+    m_warpgroup = warp / 4 - k_warpgroup * M_WARPGROUPS;
+  }
+};
+
+// The first of a lane's two rows among all features', which are neighbours.
+__device__ inline int channel_of(const Args& g, const Place& at, const Role& role, int lane) {
+  return at.feature_tile(g, role.m_warpgroup) * WARPGROUP_M + role.warp % 4 * 16 + lane / 4 * 2;
+}
+
+// The pipeline as a consumer warp goes through it: every K_WARPGROUPS-th stage.
+struct Consumer : Stage<K_WARPGROUPS> {
+  uint32_t pipeline, full;
+  uint32_t empty;     // the first stage's barrier of the block that this lane tells
+  uint32_t released;  // that of the stage before this one, or the spare one
+  bool tells;         // whether this lane tells a block that the warp has read a stage
+
+  __device__ Consumer(uint32_t pipeline, uint64_t* barriers, int first)
+      : Stage<K_WARPGROUPS>{first}, pipeline(pipeline), full(shared_address(barriers)) {
+    const int lane = threadIdx.x % 32;
+    tells = lane < MULTICAST;
+    empty = full + STAGES * 8;
+    if constexpr (MULTICAST > 1) empty = keep(cute::set_block_rank(empty, lane % MULTICAST));
+    none();
+  }
+
+  __device__ void none() { released = full + 2 * STAGES * 8; }
+  __device__ uint32_t stage() const { return pipeline + index * STAGE_BYTES; }
+  __device__ uint32_t extras() const { return pipeline + EXTRAS_AT + index * EXTRA_BYTES; }
+  __device__ void wait_full() const { wait(full + index * 8, phase); }
+
+  // The lower half of the descriptor of the stage's x: uniform to the compiler.
+  __device__ uint32_t operand() const { return __shfl_sync(~0u, stage() >> 4 | 1 << 16, 0); }
+
+  // The stage before this one, which all lanes have read.
+  __device__ void release() const {
+    __syncwarp();
+    arrive_if<(MULTICAST > 1)>(tells, released);
+  }
+
+  __device__ void advance() {
+    released = empty + index * 8;
+    Stage<K_WARPGROUPS>::advance();
+  }
+};
+
+constexpr uint32_t OPERAND_HIGH = 1 << 30 | 8 * 128 >> 4;  // 128-byte swizzle, 8 rows of x apart
+
+// ---- results ---------------------------------------------------------------------------------------------
+
+constexpr int TILE_SUMS = TILE_N / 2;      // of a lane: four for each 8 columns, in the accumulators' order
+constexpr int STORE_CHUNKS = TILE_N / 16;  // of 16 rows of x: what `store` takes
+using TileSums = float[TILE_SUMS];
+
+__device__ inline uint32_t packed(float low, float high) {
+  Vec<Output, 2> pair;
+  convert(low, pair.v[0]);
+  convert(high, pair.v[1]);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
+// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
+__device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
+                             const float (&v)[8], int lane) {
+  if constexpr (OUT != FLOAT && EIGHTS) {
+    // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
+    const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
+    __syncwarp();
+    store_matrices_trans(to,
+                         {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
+    __syncwarp();
+    const int row = n + lane / 2, feature = m + lane % 2 * 8;
+    const uint4 chunk = load_shared<uint4>(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
+    if (row < g.rows && feature < g.features) {
+      *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
+    }
+  } else {
+    const int row = n + lane % 4 * 2, feature = m + lane / 4;
+    Output* to = out + size_t(row) * g.features + feature;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int down = i / 4 * 8 + i % 2, right = i / 2 % 2 * 8;
+      Output value;
+      convert(v[i], value);
+      store_global_if(row + down < g.rows && feature + right < g.features,
+                      to + down * size_t(g.features) + right, value);
+    }
+  }
+}
+
+__device__ inline void add(float (&v)[8], const float4& low, const float4& high) {
+  v[0] += low.x;
+  v[1] += low.y;
+  v[2] += low.z;
+  v[3] += low.w;
+  v[4] += high.x;
+  v[5] += high.y;
+  v[6] += high.z;
+  v[7] += high.w;
+}
+
+__device__ inline float4 four(const float* v) { return make_float4(v[0], v[1], v[2], v[3]); }
+
+// Partial sums in the workspace: of a warpgroup, a float4 of 128 threads for each 8 columns.
+constexpr int PARTIAL_STEP = 128;
+
+__device__ inline float4* partial_of(float* partials, int partial, int rank, int warpgroup) {
+  return reinterpret_cast<float4*>(partials) +
+         ((size_t(partial) * MULTICAST + rank) * M_WARPGROUPS + warpgroup) * (TILE_N / 8 * PARTIAL_STEP);
+}
+
+#include "quantized/cluster_sums.cuh"
+
+// A thread block adds the partial sums of 16 rows of x of a warpgroup's features of a tile.
+extern "C" __global__ void __launch_bounds__(128)
+    reduce_ranges(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+  __shared__ alignas(16) uint8_t staging[4][16 * STAGING_PITCH];
+  const int part = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - part * STORE_CHUNKS;
+  const int rest = part / M_WARPGROUPS, warpgroup = part - rest * M_WARPGROUPS;
+  const int tile = rest / MULTICAST, rank = rest - tile * MULTICAST;
+  const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
+  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
+  wait_on_dependent_grids();
+  if (first == last) return;  // a whole tile
+  const float4* all = partial_of(partials, 0, rank, warpgroup) + chunk * 2 * PARTIAL_STEP + threadIdx.x;
+  float v[8] = {};
+#pragma unroll 2
+  for (int range = first; range <= last; ++range) {
+    // The first of a range's two, or where it began in an earlier tile its second.
+    const int partial = 2 * range + (range * g.range_blocks < first_unit);
+    const float4* from = all + partial * size_t(MULTICAST * M_WARPGROUPS * TILE_N / 8 * PARTIAL_STEP);
+    add(v, __ldcg(from), __ldcg(from + PARTIAL_STEP));
+  }
+  const Place at = place_of(g, tiles_before + tile, rank);
+  const int warp = threadIdx.x / 32;
+  store(g, out, shared_address(staging[warp]), (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16,
+        at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
+}
+
+// ---- the kernel ------------------------------------------------------------------------------------------
+
+template <class Loop>
+__device__ inline void init_barriers(uint64_t* barriers, const TensorMap& x_map) {
+  if (cute::elect_one_sync()) {
+#pragma unroll 1  // for all of them in a row are slower: code that is new
+    for (int i = threadIdx.x / 32; i < BARRIERS; i += THREADS / 32) {
+      const int arrivals = i < STAGES            ? Loop::PRODUCERS
+                           : i <= 2 * STAGES     ? 4 * M_WARPGROUPS * MULTICAST
+                           : i == 2 * STAGES + 1 ? SPLITS
+                                                 : 4 * WARPGROUPS + 1;
+      EmptyBarrier::init(&barriers[i], arrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+    if (threadIdx.x / 32 == Loop::X_WARP) prefetch_tensor_map(&x_map);
+  }
+  if constexpr (MULTICAST > 1) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  } else {
+    __syncthreads();
+    if constexpr (SPLIT) cute::cluster_arrive_relaxed();
+  }
+}
+
+// Ends a piece: `acc` is what a thread has of it.
+__device__ inline void store_piece(const Kernel& kernel, const Piece& piece, const Place& at, int rank,
+                                   unsigned thread, const Role& role, TileSums& acc) {
+  const uint32_t staging = kernel.pipeline + STAGING_AT + role.warp * STAGING_BYTES;
+  if constexpr (SPLIT) {
+    store_together(kernel, staging, at, role, acc);
+  } else {
+#pragma unroll
+    for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= FACTOR;
+    if (piece.partial >= 0) {
+      float4* to = partial_of(kernel.partials, piece.partial, rank, role.m_warpgroup) + thread % 128;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) __stcg(to + j * PARTIAL_STEP, four(acc + 4 * j));
+      return;
+    }
+    const int m = (at.m * M_WARPGROUPS + role.m_warpgroup) * WARPGROUP_M + role.warp % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < STORE_CHUNKS; ++j) {
+      float v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
+      store(kernel.g, kernel.out, staging, m, at.n * TILE_N + 16 * j, v, thread % 32);
+    }
+  }
+}
+
+// What a family gives to `run`, its Loop, has
+//   PRODUCERS, X_WARP              warps of the producer, and the one that first needs the tensor map
+//   PRODUCER_REGS, CONSUMER_REGS   registers by role (setmaxnreg wants multiples of 8)
+//   FORGETS                        whether consumers compute again where they are, at the end of a piece, and
+//   do
+//                                  not keep it in registers meanwhile
+//   Reader                         a Consumer
+//   produce                        copies, by an elected thread of a producer warp
+//   consume                        adds k blocks of a piece up in a thread's sums
+//   scale                          multiplies them with the scales of channels
+template <class Loop>
+__device__ inline void produce(const Loop& loop, const Kernel& kernel, const TensorMap& x_map, int warp) {
+  cutlass::arch::warpgroup_reg_dealloc<Loop::PRODUCER_REGS>();
+  if (warp < Loop::PRODUCERS && cute::elect_one_sync()) {
+    loop.produce(kernel, x_map, Producer(kernel.barriers), warp);
+  }
+  if constexpr (SPLIT) {
+    __syncwarp();
+    cute::cluster_wait();  // for the other blocks' barriers
+    if (warp == Loop::X_WARP && cute::elect_one_sync()) offer_room(kernel.barriers);
+  }
+}
+
+template <class Loop>
+__device__ inline void consume(Loop& loop, const Kernel& kernel, int warp) {
+  cutlass::arch::warpgroup_reg_alloc<Loop::CONSUMER_REGS>();
+  if constexpr (SPLIT) cute::cluster_wait();
+  const Args& g = kernel.g;
+  const Role here(warp);
+  typename Loop::Reader in(kernel.pipeline, kernel.barriers, here);
+  for (int index = 0; index < PIECES; ++index) {
+    Piece piece = piece_of(g, index);
+    if (piece.begin >= piece.end) break;
+    TileSums acc;
+    const int blocks = (piece.end - piece.begin + K_WARPGROUPS - 1 - here.k_warpgroup) / K_WARPGROUPS;
+    loop.consume(in, g, piece, here, blocks, acc);
+    int thread = threadIdx.x, block = blockIdx.x;
+    if constexpr (Loop::FORGETS) {
+      read_indices(thread, block);
+      piece = piece_of(g, index, block / MULTICAST);
+    }
+    const int rank = block % MULTICAST;
+    const Role role = Loop::FORGETS ? Role(unsigned(thread) / 32 - 4) : here;
+    const Place at = place_of(g, piece.tile, rank);
+    if constexpr (GROUP == 0) loop.scale(channel_of(g, at, role, unsigned(thread) % 32), acc);
+    store_piece(kernel, piece, at, rank, thread, role, acc);
+  }
+  if constexpr (!SPLIT) launch_dependent_grids();
+  if constexpr (MULTICAST > 1) {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+}
+
+// The kernel's body.
+template <class Loop>
+__device__ inline void run(Loop loop, const TensorMap& x_map, const Args& g, Output* out, float* partials) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t barriers[BARRIERS];
+  init_barriers<Loop>(barriers, x_map);
+  const uint32_t raw_address = shared_address(raw);
+  const uint32_t pipeline = (raw_address + ALIGNMENT - 1) & ~(ALIGNMENT - 1u);
+  const Kernel kernel{g, out, partials, raw + (pipeline - raw_address), pipeline, barriers};
+  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
+  if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
+    produce(loop, kernel, x_map, warp + 4);
+  } else {
+    consume(loop, kernel, warp);
+  }
+}
