@@ -11,18 +11,20 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from benchmarks.cases import Case as Convolution
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, products
+from tests.gpu_wgrad import with_splits
+from tests.problems import conv
+from tests.random_problems import device_plan
 
 SEED = 7
 HALF, E4M3 = "float16", "float8_e4m3fn"
@@ -42,9 +44,7 @@ class Run:
 
     @property
     def plan(self) -> DevicePlan:
-        made = self.family.plan(self.problem, self.config)
-        assert isinstance(made, DevicePlan)
-        return made
+        return device_plan(self.family, self.problem, self.config)
 
     def function(self) -> Callable[..., jax.Array]:
         """The family's kernels, and nothing else that runs on the device, on the operands."""
@@ -81,63 +81,24 @@ def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 # ---- weight gradients ----------------------------------------------------------------------------------------------
 
 
-def _conv(
-    size: tuple[int, ...],
-    kernel: tuple[int, ...],
-    channels: tuple[int, int],
-    *,
-    batch: int = 2,
-    padding: int = 0,
-    stride: int = 1,
-    lhs_dilation: int = 1,
-    rhs_dilation: int = 1,
-    groups: int = 1,
-    dtype: str = "bfloat16",
-    out_dtype: str = "float32",
-    precision: str = "default",
-) -> ConvWgradProblem:
-    """A problem of any rank; numbers stand for the same in each dimension."""
-    strides, dilation, window_dilation = ((n,) * len(size) for n in (stride, lhs_dilation, rhs_dilation))
-    pads = ((padding, padding),) * len(size)
-    return ConvWgradProblem(
-        batch=batch,
-        input_spatial=size,
-        output_spatial=conv_output_spatial(size, kernel, strides, pads, dilation, window_dilation),
-        kernel_spatial=kernel,
-        in_channels=channels[0],
-        out_channels=channels[1],
-        window_strides=strides,
-        padding=pads,
-        lhs_dilation=dilation,
-        rhs_dilation=window_dilation,
-        feature_group_count=groups,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        precision=precision,
-    )
-
-
-def _with_splits(family: Family, p: ConvWgradProblem, config: Any, counts: tuple[int, ...]) -> Iterator[Run]:
+def _splits(family: Family, p: ConvWgradProblem, config: Any, counts: tuple[int, ...]) -> Iterator[Run]:
     """The config with the nearest legal numbers of splits, none twice."""
-    found: dict[Any, None] = {}
-    for count in counts:
-        others = (dataclasses.replace(config, splits=splits) for splits in (*range(count, 64), *range(count, 0, -1)))
-        found[next(other for other in others if family.refusal(p, other, DEFAULT_CUDA) is None)] = None
+    found = dict.fromkeys(with_splits(family, p, config, count) for count in counts)
     return (Run(family, p, other) for other in found)
 
 
 def _best(family: Family, p: ConvWgradProblem) -> Iterator[Run]:
     """The first candidate, as one part and as three."""
-    return _with_splits(family, p, family.candidates(p, DEFAULT_CUDA)[0], (1, 3))
+    return _splits(family, p, family.candidates(p, DEFAULT_CUDA)[0], (1, 3))
 
 
-def _sm90() -> Iterator[Run]:
-    image = _conv((9, 11), (2, 2), (72, 136))
+def _im2col() -> Iterator[Run]:
+    image = conv((9, 11), (2, 2), (72, 136))
     half = dataclasses.replace(image, dtype=HALF, out_dtype=HALF)
-    volume = _conv((4, 5, 6), (2, 2, 2), (24, 40), padding=1, stride=2, out_dtype="bfloat16")
-    matrix = _conv((200,), (1,), (72, 64))
-    long = dataclasses.replace(_conv((1090,), (1,), (64, 136)), out_dtype=HALF, dtype=HALF)
-    groups = _conv((9, 11), (2, 1), (128, 128), groups=2)
+    volume = conv((4, 5, 6), (2, 2, 2), (24, 40), padding=1, stride=2, out_dtype="bfloat16")
+    matrix = conv((200,), (1,), (72, 64))
+    long = conv((1090,), (1,), (64, 136), out_dtype=HALF, dtype=HALF)
+    groups = conv((9, 11), (2, 1), (128, 128), groups=2)
 
     def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
         return im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), swap, splits, **changes)
@@ -162,61 +123,58 @@ def _sm90() -> Iterator[Run]:
 
 
 def _halo() -> Iterator[Run]:
-    plain = _conv((4, 16), (3, 3), (72, 72), padding=1)
-    pairs = dataclasses.replace(_conv((4, 8), (3, 3), (8, 72), padding=1), dtype=HALF, out_dtype=HALF)
-    wide = _conv((6, 20), (5, 5), (64, 8), out_dtype="bfloat16")
+    plain = conv((4, 16), (3, 3), (72, 72), padding=1)
+    pairs = conv((4, 8), (3, 3), (8, 72), padding=1, dtype=HALF, out_dtype=HALF)
+    wide = conv((6, 20), (5, 5), (64, 8), out_dtype="bfloat16")
     for p, counts in ((plain, (1, 2)), (pairs, (1, 2)), (wide, (1,))):
-        yield from _with_splits(halo.FAMILY, p, halo.FAMILY.candidates(p, DEFAULT_CUDA)[-1], counts)
+        yield from _splits(halo.FAMILY, p, halo.FAMILY.candidates(p, DEFAULT_CUDA)[-1], counts)
     # Buffers that are filled again, with lines that no product reads.
-    many = _conv((5, 17), (2, 2), (72, 72), batch=9)
+    many = conv((5, 17), (2, 2), (72, 72), batch=9)
     yield Run(halo.FAMILY, many, halo.Config(3, 16, 2, 2, 2))
 
 
 def _tf32() -> Iterator[Run]:
     for p in (
-        _conv((8, 8), (3, 3), (68, 36), padding=1, dtype="float32"),
-        _conv((9, 13), (2, 3), (4, 100), stride=2, dtype="float32", out_dtype="bfloat16"),
-        _conv((6, 11), (1, 1), (36, 32), dtype="float32"),
+        conv((8, 8), (3, 3), (68, 36), padding=1, dtype="float32"),
+        conv((9, 13), (2, 3), (4, 100), stride=2, dtype="float32", out_dtype="bfloat16"),
+        conv((6, 11), (1, 1), (36, 32), dtype="float32"),
     ):
         yield from _best(tf32.FAMILY, p)
-    tall = _conv((10, 16), (3, 1), (72, 40), dtype="float32", out_dtype=HALF)
+    tall = conv((10, 16), (3, 1), (72, 40), dtype="float32", out_dtype=HALF)
     yield Run(tf32.FAMILY, tall, tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
 
 
 def _gather() -> Iterator[Run]:
     for p in (
-        _conv((12, 12), (3, 3), (3, 16), padding=1),
-        _conv((13, 11), (3, 3), (12, 10), padding=1, stride=2, dtype=HALF, out_dtype=HALF),
-        _conv((9, 9), (2, 2), (5, 8), lhs_dilation=2),
-        _conv((4, 4, 5), (2, 2, 2), (3, 24), out_dtype="bfloat16"),
-        _conv((10, 10), (3, 3), (20, 12), dtype="float32"),
-        _conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
+        conv((12, 12), (3, 3), (3, 16), padding=1),
+        conv((13, 11), (3, 3), (12, 10), padding=1, stride=2, dtype=HALF, out_dtype=HALF),
+        conv((9, 9), (2, 2), (5, 8), lhs_dilation=2),
+        conv((4, 4, 5), (2, 2, 2), (3, 24), out_dtype="bfloat16"),
+        conv((10, 10), (3, 3), (20, 12), dtype="float32"),
+        conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
     ):
         yield from _best(gather.FAMILY, p)
-    wide = _conv((8, 8), (3, 3), (24, 136), padding=1)
+    wide = conv((8, 8), (3, 3), (24, 136), padding=1)
     yield Run(gather.FAMILY, wide, gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
 
 
 def _grouped() -> Iterator[Run]:
     for p, *tile in (
-        (_conv((6, 9), (3, 3), (32, 32), padding=1, groups=8), 32, 32, 2, 3, 9, 2, 2),
-        (_conv((6, 9), (3, 3), (64, 64), stride=2, groups=4, dtype=HALF, out_dtype=HALF), 16, 16, 1, 1, 4, 1, 3),
-        (_conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
-        (_conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
+        (conv((6, 9), (3, 3), (32, 32), padding=1, groups=8), 32, 32, 2, 3, 9, 2, 2),
+        (conv((6, 9), (3, 3), (64, 64), stride=2, groups=4, dtype=HALF, out_dtype=HALF), 16, 16, 1, 1, 4, 1, 3),
+        (conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
+        (conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
     ):
-        yield from _with_splits(grouped.FAMILY, p, grouped.Config(*tile, splits=1), (1, 3))
+        yield from _splits(grouped.FAMILY, p, grouped.Config(*tile, splits=1), (1, 3))
 
 
 def _depthwise() -> Iterator[Run]:
-    square = Convolution("depthwise", 3, 12, 12, 32, 32, (3, 3), groups=32)
-    changed = functools.partial(dataclasses.replace, square)
-    for case, channels, segments in (
-        (square, 32, 1),
-        (changed(width=40, in_channels=16, out_channels=16, groups=16, kernel=(7, 7)), 16, 2),
-        (changed(in_channels=8, out_channels=16, groups=8, stride=(2, 2), dtype=HALF), 8, 4),
+    for p, channels, segments in (
+        (conv((12, 12), (3, 3), (32, 32), batch=3, padding=1, groups=32), 32, 1),
+        (conv((12, 40), (7, 7), (16, 16), batch=3, padding=3, groups=16, out_dtype="bfloat16"), 16, 2),
+        (conv((12, 12), (3, 3), (8, 16), batch=3, padding=1, stride=2, groups=8, dtype=HALF, out_dtype=HALF), 8, 4),
     ):
-        p = case.problem("float32" if case is square else None)
-        yield from _with_splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
+        yield from _splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
 # ---- products with quantized weights -------------------------------------------------------------------------------
@@ -285,7 +243,7 @@ def _tiled() -> Iterator[Run]:
 
 
 RUNS = list(
-    itertools.chain(_sm90(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _tiled())
+    itertools.chain(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _tiled())
 )
 
 

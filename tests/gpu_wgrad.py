@@ -15,11 +15,11 @@ from jax_splitk.kernels import Family
 from jax_splitk.problems import conv_reference
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute
-from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests import float64, poison, random_problems
 from tests.problems import SEED
+from tests.random_problems import device_plan as plan
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -48,12 +48,6 @@ def error(out: Any, exact: np.ndarray) -> float:
 
 def xla(p: ConvWgradProblem) -> Run:
     return jax.jit(lambda lhs, g: conv_reference.conv_wgrad(lhs, g, p))
-
-
-def plan(family: Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
-    made = family.plan(p, config)
-    assert isinstance(made, DevicePlan)
-    return made
 
 
 def ours(family: Family, p: ConvWgradProblem, config: Any) -> Run:

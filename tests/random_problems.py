@@ -184,7 +184,7 @@ def _resized(rng: np.random.Generator, p: ConvWgradProblem) -> ConvWgradProblem:
     return dataclasses.replace(p, batch=batch, input_spatial=size, output_spatial=out, padding=padding)
 
 
-def device_plan(family: kernels.Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
+def device_plan(family: kernels.Family, p: Any, config: Any) -> DevicePlan:
     found = family.plan(p, config)
     assert isinstance(found, DevicePlan)
     return found

@@ -21,9 +21,9 @@ from jax_splitk.kernels.quantized import tiled
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, toolchain
-from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, every_kernel, formats, products, random_problems
+from tests.every_kernel import Run
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
@@ -31,21 +31,6 @@ MOST_SOURCES = 130
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 FAMILIES = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
 HELPERS = ("reduce_", "prepare_")  # kernels that multiply nothing
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A problem with a config."""
-
-    family: Family
-    problem: Problem
-    config: Any
-
-    @property
-    def plan(self) -> DevicePlan:
-        made = self.family.plan(self.problem, self.config)
-        assert isinstance(made, DevicePlan)
-        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +163,13 @@ CODE = {
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
         "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
     ),
-    "quantized_fp8": Code(_fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N CONSUMERS PARTS CLUSTER SPLITS"),
+    "quantized_fp8": Code(
+        _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS"
+    ),
     "quantized_tiled": Code(
-        _tiled, "FORMAT OUT SCALING", "CONSUMERS PARTS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE"
+        _tiled,
+        "FORMAT OUT SCALING",
+        "M_WARPGROUPS K_WARPGROUPS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE",
     ),
 }
 
@@ -211,20 +200,20 @@ def quantized_products() -> list[Problem]:
     return found
 
 
-def pool(family: Family) -> dict[compiler.Source, Sample]:
+def pool(family: Family) -> dict[compiler.Source, Run]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
-    samples = [Sample(family, run.problem, run.config) for run in every_kernel.RUNS if run.family is family]
+    samples = [run for run in every_kernel.RUNS if run.family is family]
     served = [p for p in (*gradients(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
     served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:
         first, *others = family.candidates(p, DEFAULT_CUDA)
         near = [c for c in family.neighbours(p, first, DEFAULT_CUDA) if family.refusal(p, c) is None]
-        samples += [Sample(family, p, config) for config in (first, *others, *near)]
+        samples += [Run(family, p, config) for config in (first, *others, *near)]
     return {sample.plan.source: sample for sample in samples}
 
 
 @functools.cache
-def samples(family: Family) -> list[Sample]:
+def samples(family: Family) -> list[Run]:
     """Few of the pool that have all pairs and values between them, each the one that adds the most."""
     found, code = pool(family), CODE[family.name]
     traits = {}
@@ -240,7 +229,7 @@ def samples(family: Family) -> list[Sample]:
     return chosen
 
 
-def check(sample: Sample, compiled: compiler.Compiled) -> None:
+def check(sample: Run, compiled: compiler.Compiled) -> None:
     made, log = sample.plan, compiled.log
     assert not cubin.warnings(log, made.source.file), log
     found, reports, macros = cubin.kernels(compiled.image), cubin.reports(log), dict(made.source.defines)
@@ -267,7 +256,7 @@ def check(sample: Sample, compiled: compiler.Compiled) -> None:
         CODE[sample.family.name].check(Main(macros, kernel, threads, consumer, bool(shares)))
 
 
-def check_all(wanted: list[Sample]) -> None:
+def check_all(wanted: list[Run]) -> None:
     """Compiles in parallel, and tells of all that are wrong."""
     assert toolchain.unavailable() is None, toolchain.unavailable()
     errors = []
