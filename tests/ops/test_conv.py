@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -20,21 +21,25 @@ from jax_splitk.ops import lowering, trace
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests import float64
 from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
+from tests.exhaustive import thinned
+from tests.gpu_wgrad import error
 from tests.problems import generator, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
 
-def serves(conv: Conv, implementation: str | None) -> bool:
-    return not (implementation == "host" and conv.batch_groups > 1)
+# The host kernel has no batch groups.
+CALLS = [
+    (name, implementation)
+    for implementation in (None, "host", "xla")
+    for name, conv in GEOMETRIES.items()
+    if implementation != "host" or conv.batch_groups == 1
+]
 
 
-@pytest.mark.parametrize("implementation", [None, "host", "xla"])
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize(("name", "implementation"), thinned(CALLS, 4))
 def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None) -> None:
     conv = GEOMETRIES[name]
-    if not serves(conv, implementation):
-        pytest.skip("the host kernel has no batch groups")
     with seeded(1) as rng:
         lhs, _, g = conv.integers(rng)
         out = jax.jit(functools.partial(conv.wgrad, implementation=implementation))(lhs, g)
@@ -58,26 +63,24 @@ def test_problem_has_the_operands_shapes(name: str) -> None:
     assert problem.flops == 2 * math.prod(conv.g_shape) * math.prod(conv.kernel) * inputs
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", [None, "host", "xla"])
 def test_no_output_pixels_give_zeros(implementation: str | None) -> None:
     lhs, rhs, g = EMPTY_OUTPUT.integers(generator(9))
     assert 0 in g.shape
-    out = EMPTY_OUTPUT.wgrad(lhs, g, implementation=implementation)
-    np.testing.assert_array_equal(out, np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32))
-    d_rhs = jax.vjp(functools.partial(EMPTY_OUTPUT.ours, implementation=implementation), lhs, rhs)[1](g)[1]
-    np.testing.assert_array_equal(d_rhs, EMPTY_OUTPUT.lax_wgrad(lhs, g))
+    zeros = np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32)
+    np.testing.assert_array_equal(EMPTY_OUTPUT.wgrad(lhs, g, implementation=implementation), zeros)
+    if implementation != "host":
+        d_rhs = jax.vjp(functools.partial(EMPTY_OUTPUT.ours, implementation=implementation), lhs, rhs)[1](g)[1]
+        np.testing.assert_array_equal(d_rhs, EMPTY_OUTPUT.lax_wgrad(lhs, g))
 
 
-def test_no_output_pixels_give_zeros_on_the_host_kernel() -> None:
-    lhs, _, g = EMPTY_OUTPUT.integers(generator(9))
-    np.testing.assert_array_equal(
-        EMPTY_OUTPUT.wgrad(lhs, g, implementation="host"), np.zeros(EMPTY_OUTPUT.rhs_shape, np.float32)
-    )
-
-
-def test_numpy_operands() -> None:
-    lhs, rhs, g = (np.asarray(x) for x in PLAIN.integers(generator(9)))
-    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numpy_operands(dtype: Any) -> None:
+    """Of float64 they are float32 without x64."""
+    lhs, rhs, g = (np.asarray(x, dtype) for x in PLAIN.integers(generator(9)))
+    out = PLAIN.wgrad(lhs, g)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
     np.testing.assert_array_equal(PLAIN.ours(lhs, rhs), PLAIN.lax(lhs, rhs))
 
 
@@ -88,13 +91,6 @@ def test_numpy_arrays_and_integers_as_arguments() -> None:
     out = jax_splitk.conv_wgrad(lhs, g, np.array(conv.rhs_shape), **arguments)
     np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
     np.testing.assert_array_equal(jax_splitk.conv_general_dilated(lhs, rhs, **arguments), conv.lax(lhs, rhs))
-
-
-def test_numpy_float64_operands_are_float32_without_x64() -> None:
-    lhs, _, g = (np.asarray(x, np.float64) for x in PLAIN.integers(generator(9)))
-    out = PLAIN.wgrad(lhs, g)
-    assert out.dtype == jnp.float32
-    np.testing.assert_array_equal(out, PLAIN.lax_wgrad(jnp.asarray(lhs), jnp.asarray(g)))
 
 
 @pytest.mark.parametrize("implementation", [None, "host", "xla"])
@@ -117,11 +113,6 @@ def test_implementation_that_was_asked_for_is_the_one_lowered() -> None:
     assert HOST not in text["xla"]
     assert "stablehlo.convolution" in text["xla"]
     assert "stablehlo.convolution" not in text["host"]
-
-
-def test_works_without_jit() -> None:
-    lhs, _, g = PLAIN.integers(generator(4))
-    np.testing.assert_array_equal(PLAIN.wgrad(lhs, g), PLAIN.lax_wgrad(lhs, g))
 
 
 def test_works_with_jit_disabled() -> None:
@@ -177,13 +168,9 @@ def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str) -> None:
         out = conv.wgrad(lhs, g, preferred_element_type=out_dtype)
         expected = conv.lax_wgrad(lhs.astype(jnp.float32), g.astype(jnp.float32))
         assert out.dtype == out_dtype
+        assert conv.wgrad(lhs, g).dtype == dtype
         # bfloat16 holds integers up to 256 exactly.
         np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(out_dtype).astype(jnp.float32))
-
-
-def test_default_dtype_is_the_inputs() -> None:
-    lhs, _, g = PLAIN.integers(generator(7), jnp.bfloat16)
-    assert PLAIN.wgrad(lhs, g).dtype == jnp.bfloat16
 
 
 def test_float64_is_xlas() -> None:
@@ -293,7 +280,10 @@ def test_kept_operands_are_in_the_compute_dtype() -> None:
     assert dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("name", ["plain", "groups", "lhs_dilation", "nchw_hwio_nhwc", "batch_groups", "strides"])
+SECOND = ("plain", "groups", "lhs_dilation", "nchw_hwio_nhwc", "batch_groups", "strides")
+
+
+@pytest.mark.parametrize("name", thinned(SECOND, 4))
 def test_second_derivatives_are_laxs(name: str) -> None:
     conv = GEOMETRIES[name]
 
@@ -316,8 +306,10 @@ def test_second_derivatives_are_laxs(name: str) -> None:
         np.testing.assert_allclose(over[0], over[1], rtol=1e-4, atol=1e-5 * float(jnp.abs(over[1]).max()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "groups", "batch_groups", "lhs_dilation", "nhwc_oihw_nchw"])
+OWN = ("plain", "groups", "batch_groups", "lhs_dilation", "nhwc_oihw_nchw")
+
+
+@pytest.mark.parametrize(("name", "dtype"), thinned(itertools.product(OWN, ("float32", "bfloat16")), 3))
 def test_wgrads_own_derivatives_are_laxs(name: str, dtype: str) -> None:
     conv = GEOMETRIES[name]
     with seeded(14) as rng:
@@ -345,8 +337,11 @@ def test_forward_mode_is_refused() -> None:
 # ---- transformations -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2)], ids=str)
-@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "default_numbers", "batch_groups", "one_dimension"])
+AXES = ((0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2))
+MAPPED = ("plain", "groups", "depthwise", "default_numbers", "batch_groups", "one_dimension")
+
+
+@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED, AXES), 5))
 def test_vmap_is_a_loop(name: str, axes: tuple[int | None, int | None]) -> None:
     conv, dtype = GEOMETRIES[name], "bfloat16" if name == "plain" else "float32"
     ranks = len(conv.lhs_shape) + 1
@@ -399,8 +394,7 @@ def test_nested_vmap() -> None:
         np.testing.assert_array_equal(out, jnp.array(expected))
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "batch_groups"])
+@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED[:3], AXES[:3]), 4))
 def test_vmap_over_nothing(name: str, axes: tuple[int | None, int | None]) -> None:
     conv = GEOMETRIES[name]
     shapes = (conv.lhs_shape, conv.g_shape)
@@ -473,10 +467,6 @@ def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPat
 # ---- precision -----------------------------------------------------------------------------------------------------
 
 
-def relative_error(out: jax.Array, exact: np.ndarray) -> float:
-    return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
-
-
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
 def test_master_weights_get_a_float32_gradient_that_lax_cannot_give(compute_dtype: str) -> None:
     case = cases.Case("master", 4, 12, 12, 16, 24, (3, 3))
@@ -492,7 +482,7 @@ def test_master_weights_get_a_float32_gradient_that_lax_cannot_give(compute_dtyp
         assert (d_lhs.dtype, d_rhs.dtype) == (jnp.float32, jnp.float32)
         cast = lambda x, w: conv.lax(x.astype(compute_dtype), w.astype(compute_dtype))  # noqa: E731
         d_lhs_lax, d_rhs_lax = jax.vjp(cast, lhs, rhs)[1](g.astype(compute_dtype))
-        mine, theirs = relative_error(d_rhs, exact), relative_error(d_rhs_lax, exact)
+        mine, theirs = error(d_rhs, exact), error(d_rhs_lax, exact)
         assert mine < 1e-6
         assert 50 * mine < theirs
         np.testing.assert_array_equal(out, cast(lhs, rhs))
