@@ -57,31 +57,20 @@ __device__ inline void produce_x(const Kernel& kernel, const TensorMap& map, Pro
   }
 }
 
-// Words and scales of `COUNT` warpgroups from `first` on.
+// Of `COUNT` warpgroups from `first` on.
 template <int COUNT>
-__device__ inline void produce_weight(const Kernel& kernel, const uint8_t* words, const uint8_t* scales,
-                                      Producer to, int first) {
+__device__ inline void produce_weight(const Kernel& kernel, const Weight& weight, Producer to, int first) {
   const Args& g = kernel.g;
-  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
   for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const Place at = place_of(g, piece.tile, multicast_rank());
 #pragma unroll 1
     for (int block = piece.begin; block < piece.end; ++block) {
-      uint64_t* full = to.begin(COUNT * (2 * TILE_BYTES + SCALES));
-      const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
+      uint64_t* full = to.begin(COUNT * WEIGHT_BYTES);
 #pragma unroll
       for (int i = first; i < first + COUNT; ++i) {
-        const int tile = at.feature_tile(g, i);
-        copy_block(kernel.pipeline + to.index * STAGE_BYTES + X_BYTES + i * 2 * TILE_BYTES,
-                   words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
-                   hint);
-        if constexpr (GROUPS > 0) {
-          copy_block(kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES + i * SCALES,
-                     scales + (size_t(tile) * g.groups + block * GROUPS) * WARPGROUP_M * SCALE_ITEM, SCALES,
-                     half && GROUPS > 1, full, hint);
-        }
+        copy_weight(kernel, weight, at.feature_tile(g, i), block, i, to.index, full);
       }
       to.advance();
     }
@@ -271,14 +260,14 @@ struct Loop {
   static constexpr int PRODUCER_REGS = WARPGROUPS == 2 ? 40 : 64, CONSUMER_REGS = WARPGROUPS == 2 ? 232 : 104;
   static constexpr bool FORGETS = true;
   using Reader = ::Reader;
-  const uint8_t *words, *scales;
+  const Weight weight;
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, const Producer& to, int warp) const {
     constexpr int HALF = M_WARPGROUPS / 2;
     if (warp == X_WARP) {
       produce_x(kernel, x_map, to);
     } else {
-      produce_weight<HALF>(kernel, words, scales, to, warp * HALF);
+      produce_weight<HALF>(kernel, weight, to, warp * HALF);
     }
   }
 
@@ -288,7 +277,7 @@ struct Loop {
   }
 
   __device__ void scale(int channel, TileSums& acc) const {
-    const float2 scale = load_pair<SCALE_TYPE>(scales + size_t(channel) * SCALE_ITEM);
+    const float2 scale = load_pair<SCALE_TYPE>(weight.scale + size_t(channel) * SCALE_ITEM);
 #pragma unroll
     for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= i / 2 % 2 ? scale.y : scale.x;
   }
@@ -296,6 +285,6 @@ struct Loop {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
-                  const uint8_t* words, const uint8_t* scales, Output* out, float* partials) {
-  run(Loop{words, scales}, x_map, g, out, partials);
+                  const uint8_t* words, const uint8_t* scale, Output* out, float* partials) {
+  run(Loop{{words, scale}}, x_map, g, out, partials);
 }

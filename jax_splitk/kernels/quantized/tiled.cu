@@ -26,58 +26,32 @@ constexpr int BOX_BYTES = TILE_N * 128;  // 64 k of x
 // one box of x each.
 constexpr int PRODUCERS = 4, SUMS_WARP = 1, X_WARP = 2;
 
-struct Weight {
-  const uint8_t *words, *scale, *zero;
-  const float* sums;  // of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]
-};
-
+// `sums` of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N].
 __device__ inline void produce(const Kernel& kernel, const TensorMap& x_map, const Weight& weight,
-                               Producer to, int warp) {
+                               const float* sums, Producer to, int warp) {
   const Args& g = kernel.g;
-  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
   const bool has_weight = warp < M_WARPGROUPS, has_x = warp >= X_WARP, has_sums = warp == SUMS_WARP;
-  const int bytes = (has_weight ? 2 * TILE_BYTES + SCALES + ZEROS : 0) + (has_x ? BOX_BYTES : 0) +
-                    (has_sums ? SUMS_BYTES : 0);
+  const int bytes = (has_weight ? WEIGHT_BYTES : 0) + (has_x ? BOX_BYTES : 0) + (has_sums ? SUMS_BYTES : 0);
   for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const Place at = place_of(g, piece.tile, 0);
     const int tile = at.feature_tile(g, warp);
-    const uint8_t* words = weight.words + (size_t(tile) * g.k_tiles + 2 * piece.begin) * TILE_BYTES;
-    const size_t row = (size_t(tile) * g.groups + piece.begin * GROUPS) * WARPGROUP_M;
-    [[maybe_unused]] const uint8_t* scale = weight.scale + row * SCALE_ITEM;
-    [[maybe_unused]] const uint8_t* zero = weight.zero + row * ZERO_ITEM;
-    [[maybe_unused]] const float* sums =
-        weight.sums + (size_t(piece.begin * SUM_ROWS) * g.tiles_n + at.n) * TILE_N;
 #pragma unroll 1  // all but the first turn find their code
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = to.begin(bytes);
-      const int stage = to.index * STAGE_BYTES;
-      [[maybe_unused]] const uint32_t extra = kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES;
-      if (has_weight) {
-        const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
-        copy_block(kernel.pipeline + stage + X_BYTES + warp * 2 * TILE_BYTES, words, 2 * TILE_BYTES, half,
-                   full, hint);
-        words += 2 * TILE_BYTES;
-        if constexpr (GROUPS > 0) {
-          copy_block(extra + warp * SCALES, scale, SCALES, half, full, hint);
-          scale += SCALES;
-          if constexpr (ZERO_TYPE != NONE) {
-            copy_block(extra + ZEROS_AT + warp * ZEROS, zero, ZEROS, half, full, hint);
-            zero += ZEROS;
-          }
-        }
-      }
+      if (has_weight) copy_weight(kernel, weight, tile, block, warp, to.index, full);
       if (has_x) {
         cute::SM90_TMA_LOAD_2D::copy(&x_map, full, EVICT_NORMAL,
-                                     kernel.stages + stage + (warp - X_WARP) * BOX_BYTES,
+                                     kernel.stages + to.index * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES,
                                      block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
       }
       if (SUM_ROWS > 0 && has_sums) {
 #pragma unroll 1
         for (int i = 0; i < SUM_ROWS; ++i) {
-          copy_bulk(extra + SUMS_AT + i * TILE_N * 4, sums, TILE_N * 4, full, EVICT_NORMAL);
-          sums += g.tiles_n * TILE_N;
+          copy_bulk(kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES + SUMS_AT + i * TILE_N * 4,
+                    sums + (size_t(block * SUM_ROWS + i) * g.tiles_n + at.n) * TILE_N, TILE_N * 4, full,
+                    EVICT_NORMAL);
         }
       }
       to.advance();
@@ -342,11 +316,12 @@ struct Loop {
   static constexpr bool FORGETS = false;
   using Reader = ::Reader;
   const Weight weight;
+  const float* sums;
   Period channel = {};
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, const Producer& to, int warp) const {
     if constexpr (PREPARED) wait_on_dependent_grids();
-    ::produce(kernel, x_map, weight, to, warp);
+    ::produce(kernel, x_map, weight, sums, to, warp);
   }
 
   __device__ void consume(Reader& in, const Args& g, const Piece& piece, const Role& role, int blocks,
@@ -376,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
                     const uint8_t* words, const uint8_t* scale, const uint8_t* zero, const float* sums,
                     Output* out, float* partials) {
-  run(Loop{{words, scale, zero, sums}}, x_map, g, out, partials);
+  run(Loop{{words, scale, zero}, sums}, x_map, g, out, partials);
 }
 
 #if X_E4M3

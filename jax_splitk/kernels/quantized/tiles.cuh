@@ -162,6 +162,33 @@ struct Producer : Stage<> {
   }
 };
 
+struct Weight {
+  const uint8_t *words, *scale, *zero;
+};
+
+constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS;  // of a stage and a warpgroup
+
+// The words, scales and zero points of a block of a tile of 64 features, for a warpgroup, into a stage.
+__device__ inline void copy_weight(const Kernel& kernel, const Weight& from, int tile, int block,
+                                   int warpgroup, int stage, uint64_t* full) {
+  const Args& g = kernel.g;
+  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
+  const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
+  copy_block(kernel.pipeline + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES,
+             from.words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
+             hint);
+  if constexpr (GROUPS > 0) {
+    const uint32_t extras = kernel.pipeline + EXTRAS_AT + stage * EXTRA_BYTES;
+    const size_t row = (size_t(tile) * g.groups + block * GROUPS) * WARPGROUP_M;
+    const bool half_groups = half && GROUPS > 1;
+    copy_block(extras + warpgroup * SCALES, from.scale + row * SCALE_ITEM, SCALES, half_groups, full, hint);
+    if constexpr (ZERO_TYPE != NONE) {
+      copy_block(extras + ZEROS_AT + warpgroup * ZEROS, from.zero + row * ZERO_ITEM, ZEROS, half_groups, full,
+                 hint);
+    }
+  }
+}
+
 // ---- consumer --------------------------------------------------------------------------------------------
 
 // Which of M_WARPGROUPS and K_WARPGROUPS a consumer warp is in.
