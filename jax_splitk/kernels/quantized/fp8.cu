@@ -118,7 +118,7 @@ __device__ inline void promote(Accumulator& sum, const float2& scale, TileSums& 
 }
 
 // The words of two lanes, of a part of a period. 4-bit: those of the whole tile of 64 k.
-struct Words {
+struct PartWords {
   uint32_t w[2][4 * PART_LOADS];
 
   __device__ void load(const Reader& in, int period, int part) {
@@ -168,7 +168,7 @@ __device__ constexpr int steps_before(int chunk) {
 __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
   PeriodFragments a[2];
   Accumulator sum[SUMS];
-  Words words;
+  PartWords words;
   Pair<SCALE_TYPE> next;      // scales of the period that is decoded
   float2 scale = {0.f, 0.f};  // of the period whose sums are promoted; at first there are none
 #pragma unroll

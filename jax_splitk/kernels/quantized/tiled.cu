@@ -61,19 +61,6 @@ __device__ inline void produce(const Kernel& kernel, const TensorMap& x_map, con
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
-// The lane's words of a tile.
-using Words = uint32_t[4][WORDS];
-
-__device__ inline void load_tile(uint32_t address, Words& words) {
-#pragma unroll
-  for (int load = 0; load < WORDS; ++load) {
-    const uint4 w = load_shared<uint4>(address + load * 512);
-    const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
-  }
-}
-
 struct Reader : Consumer {
   uint32_t words;  // the lane's in the first stage
   uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
@@ -157,7 +144,7 @@ struct Block {
   __device__ void load(const Reader& in) {
     in.wait_full();
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) load_tile(in.tile(tile), words[tile]);
+    for (int tile = 0; tile < TILES; ++tile) load_words(in.tile(tile), words[tile]);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
       pairs[i] = load_shared<uint32_t>(in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM);
@@ -183,7 +170,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       const int tile = batch * BATCH / 4, first = batch * BATCH % 4;
-      if (tile >= Block::TILES && first == 0) load_tile(in.tile(tile), block.words[tile]);
+      if (tile >= Block::TILES && first == 0) load_words(in.tile(tile), block.words[tile]);
       auto& a = fragments[batch % (PENDING + 1)];
 #pragma unroll
       for (int step = 0; step < BATCH; ++step) {
@@ -278,7 +265,7 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
       // retired.
       if (PERIOD == 128 && tile == 0) cute::warpgroup_wait<1>();
       Words words;
-      load_tile(in.tile(tile), words);
+      load_words(in.tile(tile), words);
 #pragma unroll
       for (int step = 0; step < 4; ++step) dequantize(words[step], a[tile][step]);
       if (tile == 0 || PERIOD < 128) {
