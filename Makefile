@@ -5,7 +5,10 @@ VENV ?= .venv/$(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_inf
 BIN = $(VENV)/bin
 SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
-.PHONY: demo demo-quantized test lint bench clean
+# A process for each core, of a few: each compiles for itself and imports jax.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+.PHONY: demo demo-quantized test test-all lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py
@@ -13,8 +16,12 @@ demo: $(VENV)/installed
 demo-quantized: $(VENV)/installed
 	$(BIN)/python examples/quantized_digits.py
 
+# Every promise, on the cases that differ the most. What else there is, and more machine code: test-all.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not exhaustive"
+
+test-all: $(VENV)/installed
+	$(PYTEST)
 
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

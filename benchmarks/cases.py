@@ -176,29 +176,10 @@ WGRAD_CASES: tuple[Case, ...] = (
 
 
 def _small(
-    name: str,
-    *,
-    batch: int = 2,
-    size: tuple[int, int] = (12, 12),
-    channels: tuple[int, int] = (64, 64),
-    kernel: tuple[int, int] = (3, 3),
-    stride: tuple[int, int] = (1, 1),
-    padding: Pairs | None = None,
-    dilation: tuple[int, int] = (1, 1),
+    name: str, *, size: tuple[int, int] = (12, 12), channels: tuple[int, int] = (64, 64), **changes: Any
 ) -> Case:
-    return Case(
-        name=name,
-        batch=batch,
-        height=size[0],
-        width=size[1],
-        in_channels=channels[0],
-        out_channels=channels[1],
-        kernel=kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        tags=("small",),
-    )
+    """A 3x3 convolution of two images, with changes."""
+    return dataclasses.replace(Case(name, 2, *size, *channels, (3, 3), tags=("small",)), **changes)
 
 
 VALID: Pairs = ((0, 0), (0, 0))

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import json
 import pathlib
 import sys
 import traceback
@@ -23,10 +22,10 @@ import jax
 
 import jax_splitk
 from benchmarks import quantized_products as contestants
-from benchmarks import timing
+from benchmarks import report, timing
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
-from benchmarks.wgrad import H200_BYTES, H200_FLOPS, environment, on_gpu, rate, say, tuning_entry
+from benchmarks.report import H200_BYTES, H200_FLOPS, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.explain import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
@@ -160,14 +159,12 @@ def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
     Where no cache has a case, it is tuned later, with sources of its own.
     """
     target = target_for(local_platform())
-    plans = [
-        family.make_plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)
-    ]
+    plans = [family.plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)]
     for case in cases:
         decision = decide(case)
         for family in kernels.families("quantized_matmul", target.platform):
             if isinstance(decision.config, family.Config):
-                plans.append(family.make_plan(case.problem(), decision.config))
+                plans.append(family.plan(case.problem(), decision.config))
     # An error comes again, and is recorded, for the case that it belongs to.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
@@ -179,7 +176,7 @@ def configs(case: Case, families: Sequence[str], most: int | None) -> list[tuple
     found = [
         (family.estimate(problem, config, target), family, config)
         for family in kernels.families("quantized_matmul", target.platform)
-        if family.name in families and family.supports(problem, None, target) is None
+        if family.name in families and family.refusal(problem, None, target) is None
         for config in family.candidates(problem, target)
     ]
     return [(family, config) for _, family, config in sorted(found, key=lambda item: item[0])[:most]]
@@ -210,7 +207,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     ours = bench.products["ours"]
     compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
     compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
-    decision, tuned = decide(case), tuning_entry(case.problem())
+    decision, tuned = decide(case), report.tuning_entry(case.problem())
     most = max(map(len, bench.weights.values()))
     xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
     functions = {
@@ -238,7 +235,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
         config="" if decision.config is None else str(decision.config),
         why=decision.why,
         times={name: found for name, found in times.items() if name not in tried},
-        floor_us=floor_us(case),
+        floor_us=report.floor_us(case.problem(), H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)),
         workspace_bytes=decision.workspace_bytes,
         error=error(case, functions["ours"], xs[ours.x(case)], bench),
         fp8_product=contestants.is_fp8_product(compiled["xla_fp8"]) if "xla_fp8" in compiled else None,
@@ -260,7 +257,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
 
 def compile_config(case: Case, family: kernels.Family, config: Any) -> Any:
     problem = case.problem()
-    call = family.make_plan(problem, config).custom_call()
+    call = family.plan(problem, config).custom_call()
     function = jax.jit(lambda *operands: execute.call(call, problem, *operands))
     return function.lower(*contestants.products(case)["ours"].arguments(case)).compile()
 
@@ -277,16 +274,6 @@ def on_sets(function: Callable[..., Any], xs: Sequence[jax.Array], weights: Sequ
 def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], bench: Bench) -> float:
     words, scale = bench.weights["ours"][0]
     return contestants.relative_error(case, xs[0], words, scale, function(0))
-
-
-def floor_us(case: Case) -> float | None:
-    """What the problem takes on an H200 at the rates that large 16-bit products and copies reach there; None on other
-    devices."""
-    if "H200" not in jax.devices()[0].device_kind:
-        return None
-    problem = case.problem()
-    flops = H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)
-    return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -323,13 +310,11 @@ def table(results: Sequence[Result]) -> str:
                 *(f"{r.times[name].us:.1f}" if name in r.times else "" for name in others),
                 *(f"{r.ratios[name]:.2f}" if name in r.times else "" for name in others),
                 *(rate(r.tflops), rate(r.gbytes)),
-                *("" if share is None else f"{share:.0%}" for share in floors),
+                *map(percent, floors),
                 *(f"{r.workspace_bytes / 2**20:.1f}", f"{r.error:.1e}", r.config),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    rows.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in rows)
+    return report.markdown(rows)
 
 
 def crossovers(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
@@ -357,16 +342,15 @@ def notes(results: Sequence[Result]) -> Iterable[str]:
 
 def write_report(path: pathlib.Path, options: Mapping[str, Any], results: Sequence[Result], failures: Any) -> None:
     families = kernels.families("quantized_matmul")
-    report = {
-        "environment": environment() | {"torch": torch_version()},
+    found = {
+        "environment": report.environment() | {"torch": torch_version()},
         "abi": {family.name: family.ABI for family in families},
         "options": {name: value for name, value in options.items() if name != "json"},
         "crossovers": crossovers(results),
         "results": [result.as_json() for result in results],
         "failures": failures,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    report.write(path, found)
 
 
 def torch_version() -> str | None:

@@ -4,19 +4,11 @@ python -m benchmarks.wgrad [--cases NAME_OR_TAG ...] [--quick] [--json FILE] [--
 """
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
-import functools
-import hashlib
-import importlib.metadata
-import json
 import math
 import pathlib
 import statistics
-import subprocess
 import sys
-import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,23 +19,10 @@ from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
-from benchmarks import cases, ceilings, timing
+from benchmarks import cases, ceilings, report, timing
 from benchmarks.cases import Case
-from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import key_for
+from benchmarks.report import on_gpu, percent, rate, say
 
-try:
-    from tqdm import tqdm
-except ImportError:  # pragma: no cover
-    tqdm = None
-
-# One NVIDIA H200, measured: bf16 matrix product on random data, and device-to-device copy.
-H200_FLOPS = 790e12
-H200_BYTES = 4.3e12
 QUICK_CPU_FLOPS = 2e9
 QUICK_CPU_GROUPED_FLOPS = 2e8  # XLA:CPU takes seconds for more
 
@@ -122,7 +101,7 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
     compiled = {"ours": jax.jit(ours).lower(lhs, g).compile(), "xla": jax.jit(xla).lower(lhs, g).compile()}
     # After the compilation, which tunes what no cache has, if tuning is on.
     (decision,) = jax_splitk.explain(ours, lhs, g).decisions
-    tuned = tuning_entry(case.problem())
+    tuned = report.tuning_entry(case.problem())
     limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
     input_sets = timing.random_input_sets([case.lhs_shape, case.g_shape], case.dtype, **limits)
     times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
@@ -138,7 +117,7 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
         why=decision.why,
         ours=times["ours"],
         xla=times["xla"],
-        floor_us=floor_us(case),
+        floor_us=report.floor_us(case.problem()),
         workspace_bytes=decision.workspace_bytes,
         ours_temp_bytes=temp["ours"],
         xla_temp_bytes=temp["xla"],
@@ -149,29 +128,10 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
     )
 
 
-def tuning_entry(problem: Problem) -> Entry | None:
-    """What the caches have for the problem."""
-    target = target_for(local_platform())
-    found = store.lookup(key_for(problem, target))
-    return None if found is None else found[0]
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
 def temp_bytes(compiled: Any) -> int:
     """Scratch memory that XLA plans for a compiled function."""
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
-
-
-def floor_us(case: Case) -> float | None:
-    """No implementation can be faster than this on an H200; None on other devices."""
-    if "H200" not in jax.devices()[0].device_kind:
-        return None
-    problem = case.problem()
-    return max(problem.flops / H200_FLOPS, problem.bytes_moved / H200_BYTES) * 1e6
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------
@@ -255,10 +215,6 @@ def perf_line(result: Result) -> str:
     )
 
 
-def rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def table(results: Sequence[Result]) -> str:
     """The results in Markdown, columns aligned."""
     header = ["case", "implementation", "ours us", "XLA us", "XLA/ours", "TFLOP/s", "GB/s", "of floor", "of measured"]
@@ -270,16 +226,13 @@ def table(results: Sequence[Result]) -> str:
             [
                 *(r.case.name, r.implementation, f"{r.ours.us:.1f}", f"{r.xla.us:.1f}", f"{r.speedup:.2f}"),
                 *(rate(r.tflops), rate(r.gbytes)),
-                *("" if share is None else f"{share:.0%}" for share in (r.share_of_floor, r.share_of_measured)),
+                *map(percent, (r.share_of_floor, r.share_of_measured)),
                 *megabytes,
                 *("" if e is None else f"{e:.1e}" for e in (r.ours_error, r.xla_error)),
                 r.config,
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    rows.insert(1, ["-" * width for width in widths])
-    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return report.markdown(rows)
 
 
 def geometric_means(results: Sequence[Result]) -> dict[str, float]:
@@ -305,53 +258,6 @@ def regret_line(results: Sequence[Result]) -> str:
         f"regret of the cost model's first choice ({len(regrets)} tuned cases): mean {statistics.fmean(regrets):.1%}, "
         f"worst {max(regrets):.1%}; tuning {statistics.fmean(seconds):.1f} s a problem, at most {max(seconds):.1f}"
     )
-
-
-@functools.cache
-def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    device = jax.devices()[0]
-    wanted = ("jax", "jaxlib", "nvidia-", "numpy", "scipy")
-    packages = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
-    kernels = pathlib.Path(jax_splitk.__file__).parent / "kernels"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "driver": driver(),
-        "jax": jax.__version__,
-        "jaxlib": packages.get("jaxlib"),
-        "jax_splitk": packages.get("jax_splitk") or packages.get("jax-splitk") or version_in_tree(),
-        "packages": {name: packages[name] for name in sorted(packages) if name.startswith(wanted)},
-        "nvrtc": nvrtc_version(),
-        "plan_version": plan.PLAN_VERSION,
-        "kernel_sources": {
-            path.relative_to(kernels).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(kernels.rglob("*.cu*"))
-        },
-    }
-
-
-def version_in_tree() -> str:
-    """The package's version in pyproject.toml beside it, for a tree that is used without being installed."""
-    pyproject = pathlib.Path(jax_splitk.__file__).parents[1] / "pyproject.toml"
-    return tomllib.loads(pyproject.read_text())["project"]["version"]
-
-
-def nvrtc_version() -> str | None:
-    if compiler.unavailable() is not None:
-        return None
-    return ".".join(map(str, compiler.find_nvrtc().version))
-
-
-def driver() -> str | None:
-    """The NVIDIA driver's version, None without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.splitlines() or [""])[0].strip() or None
 
 
 # ---- command line ----------------------------------------------------------------------------------------
@@ -381,31 +287,23 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def progress(selected: Sequence[Case]) -> Iterator[Case]:
     """The cases, with a progress bar on a terminal."""
-    if tqdm is None or not sys.stderr.isatty():
+    if report.tqdm is None or not sys.stderr.isatty():
         yield from selected
     else:
-        yield from tqdm(selected, unit="case")
-
-
-def say(text: str) -> None:
-    """Prints above the progress bar, if there is one."""
-    guard = contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode()
-    with guard:
-        print(text, flush=True)
+        yield from report.tqdm(selected, unit="case")
 
 
 def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
-    report = {
-        "environment": environment(),
-        "ceilings": None if (found := ceilings.measured()) is None else dataclasses.asdict(found),
+    found = {
+        "environment": report.environment(),
+        "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
         "quick": options.quick,
         "implementation": options.implementation,
         "geometric_means": geometric_means(results),
         "results": [result.as_json() for result in results],
         "failures": failures,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report.write(options.json, found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -88,6 +88,42 @@ def adam(params, grads, state):
     return params, (step, mean, square)
 
 
+def train_step(loss):
+    """The compiled step of Adam on `loss(params, images, labels)`: also the loss, last."""
+
+    @jax.jit
+    def step(params, state, images, labels):
+        value, grads = jax.value_and_grad(loss)(params, images, labels)
+        return *adam(params, grads, state), value
+
+    return step
+
+
+def start(params):
+    """Adam's state before the first step."""
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return jnp.zeros(()), zeros, zeros
+
+
+def train(step, params, images, labels, epochs, description="training"):
+    """The parameters after epochs of random batches."""
+    state, value, rng = start(params), jnp.nan, np.random.default_rng(1)
+    progress = trange(epochs, desc=description, unit="epoch")
+    for _ in progress:
+        order = rng.permutation(len(labels))
+        for first in range(0, len(order) - BATCH + 1, BATCH):
+            rows = order[first : first + BATCH]
+            params, state, value = step(params, state, images[rows], labels[rows])
+        progress.set_postfix(loss=f"{float(value):.4f}")
+    return params
+
+
+def exit_with(problems):
+    """Ends the script as failed, if there are problems."""
+    if problems:
+        sys.exit(f"FAILED: {'; '.join(problems)}")
+
+
 def load(seed=0, test_images=360):
     """Images [n, 8, 8, 1] in 0..1 and labels [n]: train images, train labels, test images, test labels."""
     pixels, labels = load_digits(return_X_y=True)
@@ -116,21 +152,15 @@ def main():
     def conv(x, w, stride):
         return split_conv(x, w, stride, implementation)
 
-    @jax.jit
-    def train_step(params, state, images, labels):
-        value, grads = jax.value_and_grad(loss)(params, images, labels, conv)
-        params, state = adam(params, grads, state)
-        return params, state, value
-
+    step = train_step(lambda params, images, labels: loss(params, images, labels, conv))
     train_images, train_labels, test_images, test_labels = load()
     params = init(jax.random.key(0))
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    state = (jnp.zeros(()), zeros, zeros)
+    state = start(params)
     batch = (jnp.asarray(train_images[:BATCH]), jnp.asarray(train_labels[:BATCH]))
 
     print("What computes the weight gradients:")
-    print(jax_splitk.explain(train_step, params, state, *batch))
-    hlo = train_step.lower(params, state, *batch).as_text()
+    print(jax_splitk.explain(step, params, state, *batch))
+    hlo = step.lower(params, state, *batch).as_text()
     targets = sorted(set(re.findall(r"custom_call @(jax_splitk\w*)", hlo)))
     print(f"Custom calls in the train step: {', '.join(targets) or 'none'}\n")
 
@@ -138,15 +168,7 @@ def main():
     for name, difference in differences.items():
         print(f"{name}: weight gradient differs from lax's in float32 by {difference:.1e} (relative norm)")
 
-    rng = np.random.default_rng(1)
-    value = jnp.nan
-    progress = trange(EPOCHS, desc="training", unit="epoch")
-    for _ in progress:
-        order = rng.permutation(len(train_labels))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            rows = order[start : start + BATCH]
-            params, state, value = train_step(params, state, train_images[rows], train_labels[rows])
-        progress.set_postfix(loss=f"{float(value):.4f}")
+    params = train(step, params, train_images, train_labels, EPOCHS)
     predicted = jax.jit(lambda p, x: jnp.argmax(logits(p, x, conv), axis=1))(params, test_images)
     accuracy = float(np.mean(np.asarray(predicted) == test_labels))
     print(f"Test accuracy: {accuracy:.1%} of {len(test_labels)} images")
@@ -158,8 +180,7 @@ def main():
         problems.append(f"weight gradients differ from lax's by more than {NEEDED_AGREEMENT}")
     if accuracy < NEEDED_ACCURACY:
         problems.append(f"test accuracy {accuracy:.1%} is below {NEEDED_ACCURACY:.0%}")
-    if problems:
-        sys.exit(f"FAILED: {'; '.join(problems)}")
+    exit_with(problems)
 
 
 if __name__ == "__main__":

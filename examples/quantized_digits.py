@@ -8,13 +8,10 @@ adapters of rank 8 learn them, as QLoRA (arXiv:2305.14314) does: gradients flow 
 adapters while the 4-bit weights stay as they are.
 """
 
-import sys
-
 import jax
 import numpy as np
-from digits import BATCH, adam, load
+from digits import exit_with, load, train, train_step
 from jax import numpy as jnp
-from tqdm import trange
 
 from jax_splitk import prepack, quantize, quantized_matmul
 
@@ -75,27 +72,6 @@ def nll(logits, labels):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
 
 
-def train(loss, params, images, labels, epochs, description):
-    """Adam on random batches."""
-
-    @jax.jit
-    def step(params, state, images, labels):
-        value, grads = jax.value_and_grad(loss)(params, images, labels)
-        return *adam(params, grads, state), value
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    state, rng = (jnp.zeros(()), zeros, zeros), np.random.default_rng(1)
-    value = jnp.nan
-    progress = trange(epochs, desc=description, unit="epoch")
-    for _ in progress:
-        order = rng.permutation(len(labels))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            rows = order[start : start + BATCH]
-            params, state, value = step(params, state, images[rows], labels[rows])
-        progress.set_postfix(loss=f"{float(value):.4f}")
-    return params
-
-
 @jax.jit
 def quantized_logits(layers, images):
     return mlp(layers, images, quantized_dense)
@@ -115,7 +91,7 @@ def main():
     train_images, test_images = train_images.reshape(-1, 64), test_images.reshape(-1, 64)
 
     float_loss = lambda params, x, labels: nll(mlp(params, x, float_dense), labels)  # noqa: E731
-    params = train(float_loss, init(jax.random.key(0)), train_images, train_labels, EPOCHS, "training")
+    params = train(train_step(float_loss), init(jax.random.key(0)), train_images, train_labels, EPOCHS)
     kept = accuracy(mlp(params, test_images, float_dense), test_labels)
     print(f"\n{'weights':<22}{'accuracy':>10}{'bytes':>10}")
     print(f"{'float32':<22}{kept:>10.1%}{nbytes(params):>10,}")
@@ -135,15 +111,14 @@ def main():
     adapter_loss = lambda adapters, x, labels: nll(quantized_logits(with_adapters(layers, adapters), x), labels)  # noqa: E731
     adapters = init_adapters(jax.random.key(2))
     print()
-    adapters = train(adapter_loss, adapters, train_images, train_labels, ADAPTER_EPOCHS, "adapters")
+    adapters = train(train_step(adapter_loss), adapters, train_images, train_labels, ADAPTER_EPOCHS, "adapters")
     after = accuracy(quantized_logits(with_adapters(layers, adapters), test_images), test_labels)
     trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (adapters, [p["w"] for p in params]))
     print(f"Upside down: accuracy {before:.1%} before, {after:.1%} with adapters of rank {RANK}")
     print(f"Trained {trained:,} parameters on top of {frozen:,} frozen ones of 4 bits")
     if after < NEEDED_ADAPTED:
         problems.append(f"accuracy with adapters {after:.1%} is below {NEEDED_ADAPTED:.0%}")
-    if problems:
-        sys.exit(f"FAILED: {'; '.join(problems)}")
+    exit_with(problems)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 // Tiles of a packed quantized weight (jax_splitk/quantized/packing.py) as floats, for the host product.
-#ifndef JAX_SPLITK_HOST_DECODE_H_
-#define JAX_SPLITK_HOST_DECODE_H_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "host_split.h"
 #include "host_types.h"
 
 namespace jax_splitk {
@@ -35,10 +35,12 @@ JAX_SPLITK_INLINE void ExpandSmallFloat(const Words& codes, Floats* to) {
   *to = (Floats)(value | (codes >> (bits - 1)) << 31);
 }
 
-// An activation of 8 bits; ToFloats finds these two.
+// An activation of 8 bits.
 struct E4m3 {
   uint8_t bits;
 };
+template <>
+inline constexpr ffi::DataType kType<E4m3> = ffi::F8E4M3FN;
 JAX_SPLITK_INLINE void Load(const E4m3* from, Words* to) {
   typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
   Bytes bytes;
@@ -117,5 +119,3 @@ JAX_SPLITK_INLINE void DecodeTile(const uint32_t* words, const TileGroups& scale
 }
 
 }  // namespace jax_splitk
-
-#endif  // JAX_SPLITK_HOST_DECODE_H_

@@ -1,7 +1,6 @@
 // The loop that replaces sgemm where a group is too small for one, depthwise filters above all: products of
 // lhs and g are summed lane by lane (a lane is an output channel) over the rows in order.
-#ifndef JAX_SPLITK_HOST_DIRECT_H_
-#define JAX_SPLITK_HOST_DIRECT_H_
+#pragma once
 
 #include "host_pack.h"
 
@@ -66,5 +65,3 @@ JAX_SPLITK_INLINE void Direct(const Geometry& geo, const T* lhs, const T* g, con
 }
 
 }  // namespace jax_splitk
-
-#endif  // JAX_SPLITK_HOST_DIRECT_H_

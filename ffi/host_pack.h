@@ -1,52 +1,14 @@
-// The data movement of the host weight gradient: element types, the convolution's geometry, and the walk over
-// output pixels that turns the implicit im2col matrix into an explicit block of f32.
-#ifndef JAX_SPLITK_HOST_PACK_H_
-#define JAX_SPLITK_HOST_PACK_H_
+// The data movement of the host weight gradient: the walk over output pixels that turns the implicit im2col
+// matrix into an explicit block of f32.
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "host_geometry.h"
 #include "host_types.h"
 
 namespace jax_splitk {
-
-// A weight gradient in canonical form: always three spatial dimensions (leading ones added), sizes validated.
-// Reduction row `row` is the output pixel (n, d, h, w), and column m of the im2col matrix is (tap, channel of
-// group).
-struct Geometry {
-  int64_t batch;
-  int64_t in[3], out[3], kernel[3];
-  int64_t stride[3], pad_lo[3], lhs_dilation[3], rhs_dilation[3];
-  int64_t in_channels, out_channels, groups;
-
-  int64_t rows() const { return batch * out[0] * out[1] * out[2]; }
-  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
-  int64_t group_in() const { return in_channels / groups; }
-  int64_t group_out() const { return out_channels / groups; }
-  int64_t gemm_m() const { return taps() * group_in(); }
-  int64_t line() const { return in[2] * in_channels; }  // elements in one innermost spatial line of lhs
-
-  // Input coordinate that output position `pos` meets at filter tap `tap`, or -1 if it meets padding or a
-  // hole.
-  int64_t Source(int dim, int64_t pos, int64_t tap) const {
-    int64_t at = pos * stride[dim] - pad_lo[dim] + tap * rhs_dilation[dim];
-    if (at < 0 || (lhs_dilation[dim] != 1 && at % lhs_dilation[dim] != 0)) return -1;
-    at /= lhs_dilation[dim];
-    return at < in[dim] ? at : -1;
-  }
-
-  // A 1x1 convolution that only copies: lhs itself is the im2col matrix.
-  bool IsPlainProduct() const {
-    bool plain = taps() == 1;
-    for (int i = 0; i < 3; ++i) {
-      plain = plain && stride[i] == 1 && lhs_dilation[i] == 1 && pad_lo[i] == 0 && in[i] == out[i];
-    }
-    return plain;
-  }
-
-  // Whether the innermost filter taps of one pixel are neighbours in memory, to be copied in one go.
-  bool MergesInnerTaps() const { return groups == 1 && lhs_dilation[2] == 1 && rhs_dilation[2] == 1; }
-};
 
 // Calls body(row, count, w, line) for every stretch of rows in [begin, end) with the same n, d, h: rows [row,
 // row + count) are output columns [w, w + count), and line is the offset in lhs of the line they meet at tap
@@ -148,5 +110,3 @@ JAX_SPLITK_INLINE int64_t ListMeetings(const Geometry& geo, int64_t tap, int64_t
 }
 
 }  // namespace jax_splitk
-
-#endif  // JAX_SPLITK_HOST_PACK_H_

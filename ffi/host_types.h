@@ -1,13 +1,11 @@
-// Element types of the host weight gradient and their conversions, which XLA's flushing of subnormals must
-// not change.
-#ifndef JAX_SPLITK_HOST_TYPES_H_
-#define JAX_SPLITK_HOST_TYPES_H_
+// Element types of the CPU kernels and their conversions, which XLA's flushing of subnormals must not change.
+#pragma once
 
 #include <cstdint>
 #include <cstring>
 
 // Everything inside a task is inlined into it, because a task is compiled once per instruction set
-// (host_wgrad.cc).
+// (host_split.h).
 #define JAX_SPLITK_INLINE inline __attribute__((always_inline))
 #define JAX_SPLITK_LAMBDA __attribute__((always_inline))
 
@@ -126,5 +124,3 @@ JAX_SPLITK_INLINE void ToFloats(const T* src, int64_t count, float* dst) {
 }
 
 }  // namespace jax_splitk
-
-#endif  // JAX_SPLITK_HOST_TYPES_H_

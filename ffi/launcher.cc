@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "plan.h"
+#include "text.h"
 
 namespace ffi = xla::ffi;
 
@@ -39,7 +40,7 @@ class Libraries {
     if (found != libraries_.end()) return found->second;
     // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
     if (cubin.substr(0, 4) != "\177ELF") {
-      return Invalid("the code attribute (" + std::to_string(cubin.size()) + " bytes) is not an ELF file");
+      return Invalid(Text("the code attribute (", cubin.size(), " bytes) is not an ELF file"));
     }
     CUlibrary library = nullptr;
     if (CUresult r =

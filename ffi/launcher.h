@@ -11,7 +11,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(LaunchExecute);
 XLA_FFI_TypeId* LaunchStateTypeId();
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
 
-// What the launcher did in this process, for tests and `python -m jax_splitk doctor`.
+// What the launcher did in this process, for tests.
 struct LaunchCounts {
   long instantiated;  // call sites
   long loaded;        // cubins handed to the driver

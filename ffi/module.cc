@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "driver.h"
-#include "host_quantized.h"
-#include "host_wgrad.h"
+#include "host.h"
 #include "launcher.h"
 #include "plan.h"
 

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "text.h"
+
 namespace jax_splitk {
 namespace {
 
@@ -13,13 +15,12 @@ class Reader {
   int64_t Next(const char* what, int64_t lo, int64_t hi) {
     if (!error_.empty()) return 0;
     if (next_ == count_) {
-      error_ = std::string("plan ends before ") + what + " (" + std::to_string(count_) + " words)";
+      error_ = Text("plan ends before ", what, " (", count_, " words)");
       return 0;
     }
     int64_t value = words_[next_++];
     if (value < lo || value > hi) {
-      error_ = std::string(what) + " is " + std::to_string(value) + "; accepted: " + std::to_string(lo) +
-               " to " + std::to_string(hi);
+      error_ = Text(what, " is ", value, "; accepted: ", lo, " to ", hi);
       return 0;
     }
     return value;
@@ -50,7 +51,7 @@ constexpr int64_t kMaxBytes = int64_t{1} << 50;
 BufferSpec ReadBuffer(Reader& in) {
   BufferSpec spec{in.Next("buffer bytes", 0, kMaxBytes), in.Next("buffer alignment", 1, 4096)};
   if (spec.alignment & (spec.alignment - 1)) {
-    in.Fail("buffer alignment is " + std::to_string(spec.alignment) + "; accepted: powers of two");
+    in.Fail(Text("buffer alignment is ", spec.alignment, "; accepted: powers of two"));
   }
   return spec;
 }
@@ -119,8 +120,7 @@ LaunchSpec ReadLaunch(Reader& in, const Plan& plan) {
   }
   for (int i = 0; i < 3 && in.ok(); ++i) {
     if (spec.grid[i] % spec.cluster[i]) {
-      in.Fail("launch grid " + std::to_string(spec.grid[i]) + " is not a multiple of its cluster " +
-              std::to_string(spec.cluster[i]));
+      in.Fail(Text("launch grid ", spec.grid[i], " is not a multiple of its cluster ", spec.cluster[i]));
     }
   }
   return spec;
@@ -151,8 +151,7 @@ bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Pla
   for (int64_t i = 0; i < maps && in.ok(); ++i) plan->maps.push_back(ReadTensorMap(in, buffers));
   for (int64_t i = 0; i < launches && in.ok(); ++i) plan->launches.push_back(ReadLaunch(in, *plan));
   if (in.ok() && !in.AtEnd()) {
-    in.Fail("plan has " + std::to_string(count) + " words; " + std::to_string(in.position()) +
-            " were expected");
+    in.Fail(Text("plan has ", count, " words; ", in.position(), " were expected"));
   }
   if (!in.ok()) *error = in.error();
   return in.ok();
@@ -161,20 +160,17 @@ bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Pla
 bool CheckBuffers(const Plan& plan, const std::vector<void*>& addresses, const std::vector<size_t>& sizes,
                   std::string* error) {
   if (addresses.size() != plan.buffers.size()) {
-    *error = "the plan is for " + std::to_string(plan.buffers.size()) + " buffers; the call has " +
-             std::to_string(addresses.size());
+    *error = Text("the plan is for ", plan.buffers.size(), " buffers; the call has ", addresses.size());
     return false;
   }
   for (size_t i = 0; i < addresses.size(); ++i) {
     const BufferSpec& spec = plan.buffers[i];
     if (static_cast<int64_t>(sizes[i]) != spec.bytes) {
-      *error = "buffer " + std::to_string(i) + " has " + std::to_string(sizes[i]) +
-               " bytes; the plan expects " + std::to_string(spec.bytes);
+      *error = Text("buffer ", i, " has ", sizes[i], " bytes; the plan expects ", spec.bytes);
       return false;
     }
     if (reinterpret_cast<uintptr_t>(addresses[i]) % spec.alignment) {
-      *error = "buffer " + std::to_string(i) + " is not aligned to the " + std::to_string(spec.alignment) +
-               " bytes the plan expects";
+      *error = Text("buffer ", i, " is not aligned to the ", spec.alignment, " bytes the plan expects");
       return false;
     }
   }

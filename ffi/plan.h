@@ -1,6 +1,6 @@
 // The Plan of a custom call as the launcher reads it: launches, tensor maps and the buffers they expect. The
-// encoding is the int64 word list written by jax_splitk/plan.py (its docstring has the grammar); both sides
-// carry kPlanVersion.
+// encoding is the int64 word list written by jax_splitk/runtime/plan.py (its docstring has the grammar); both
+// sides carry kPlanVersion.
 #pragma once
 
 #include <array>

@@ -1,21 +1,38 @@
 """Split-k convolution weight gradients and mixed-precision GEMMs for JAX on NVIDIA Hopper."""
 
-from jax_splitk.ops.conv import conv_general_dilated as conv_general_dilated
-from jax_splitk.ops.conv import conv_wgrad as conv_wgrad
-from jax_splitk.ops.explain import explain as explain
-from jax_splitk.ops.exporting import EXPORT_CHECKS as EXPORT_CHECKS
-from jax_splitk.ops.quantized_matmul import quantized_matmul as quantized_matmul
-from jax_splitk.ops.tune import tune as tune
-from jax_splitk.ops.tune import tune_problems as tune_problems
-from jax_splitk.quantized import PackedWeight as PackedWeight
-from jax_splitk.quantized import QuantizedArray as QuantizedArray
-from jax_splitk.quantized import dequantize as dequantize
-from jax_splitk.quantized import prepack as prepack
-from jax_splitk.quantized import quantize as quantize
-from jax_splitk.quantized import unpack as unpack
-from jax_splitk.runtime import registration as registration
-from jax_splitk.tuning.options import options as options
-from jax_splitk.tuning.result import TuningResult as TuningResult
-from jax_splitk.tuning.store import FrozenCacheMiss as FrozenCacheMiss
+from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+from jax_splitk.ops.explain import explain
+from jax_splitk.ops.exporting import EXPORT_CHECKS
+from jax_splitk.ops.quantized_matmul import quantized_matmul
+from jax_splitk.ops.tune import tune, tune_problems
+from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+from jax_splitk.runtime import registration as _registration
+from jax_splitk.tuning.decide import FrozenCacheMiss
+from jax_splitk.tuning.options import options
+from jax_splitk.tuning.result import TuningResult
 
-registration.register()
+__all__ = [
+    "EXPORT_CHECKS",
+    "FrozenCacheMiss",
+    "PackedWeight",
+    "QuantizedArray",
+    "TuningResult",
+    "conv_general_dilated",
+    "conv_wgrad",
+    "dequantize",
+    "explain",
+    "options",
+    "prepack",
+    "quantize",
+    "quantized_matmul",
+    "tune",
+    "tune_problems",
+    "unpack",
+]
+
+_registration.register()
+
+
+def __dir__() -> list[str]:
+    """The public names; the submodules that Python adds when they are imported are not."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

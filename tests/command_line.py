@@ -10,33 +10,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases import Case
 from jax_splitk.__main__ import main
 from jax_splitk.kernels.wgrad import host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from tests import tuning_cache
 
-PROBLEM = ConvWgradProblem(
-    batch=4,
-    input_spatial=(8, 8),
-    output_spatial=(8, 8),
-    kernel_spatial=(3, 3),
-    in_channels=8,
-    out_channels=8,
-    window_strides=(1, 1),
-    padding=((1, 1), (1, 1)),
-    lhs_dilation=(1, 1),
-    rhs_dilation=(1, 1),
-    feature_group_count=1,
-    dtype="float32",
-    out_dtype="float32",
-)
+PROBLEM = Case("small", 4, 8, 8, 8, 8, (3, 3), dtype="float32").problem()
 PROBLEMS = [dataclasses.replace(PROBLEM, batch=batch) for batch in (4, 5, 6, 7)]
-A, B, C = (Candidate("wgrad_host", host.Config(splits, 128)) for splits in (1, 2, 4))
-X = Candidate(XLA)
+A, B, C = (Candidate(host.FAMILY, host.Config(splits, 128)) for splits in (1, 2, 4))
+X = XLA
 OLD, NEW = "2024-01-01T00:00:00+00:00", "2025-06-01T12:00:00+00:00"
 
 
@@ -47,7 +35,7 @@ def key_of(problem: ConvWgradProblem = PROBLEM, **environment: Any) -> Key:
 
 def entry_of(key: Key, times: dict[Candidate, float], date: Any = OLD) -> Entry:
     measurements = tuple(Measurement(candidate, us) for candidate, us in times.items())
-    return Entry(key.as_dict(), min(times, key=lambda c: times[c]), measurements, A, {"date": date, "jax": "0"})
+    return Entry.of(key, min(times, key=lambda c: times[c]), measurements, A, {"date": date, "jax": "0"})
 
 
 def put(folder: pathlib.Path, key: Key, times: dict[Candidate, float], date: Any = OLD) -> pathlib.Path:

@@ -5,7 +5,10 @@ import os
 import tempfile
 
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
-os.environ.setdefault("JAX_SPLITK_CACHE_DIR", tempfile.mkdtemp(prefix="jax_splitk-test-"))
+if "JAX_SPLITK_CACHE_DIR" not in os.environ:
+    # One for all processes of a run (pytest-xdist's inherit the environment), deleted when the first of them ends.
+    cache = tempfile.TemporaryDirectory(prefix="jax_splitk-test-", ignore_cleanup_errors=True)
+    os.environ["JAX_SPLITK_CACHE_DIR"] = cache.name
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # NumPy's matrix products would take every core, in each of the processes.
@@ -21,6 +24,7 @@ import jax
 import pytest
 
 from jax_splitk.runtime import compiler, disk
+from jax_splitk.tuning import session
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test measures, settles and is told is not another's."""
+    monkeypatch.setattr(session, "_session", session.Session())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

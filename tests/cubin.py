@@ -11,6 +11,13 @@ import re
 import struct
 
 HGMMA = 0x9F0  # a warpgroup's matrix product
+HGMMA_REGISTERS = 0xDF0  # the same with A in registers
+QGMMA_REGISTERS = 0xDF3  # the same of e4m3
+HMMA = 0x23C  # a warp's matrix product
+PRODUCTS = {HGMMA, HGMMA_REGISTERS, QGMMA_REGISTERS, HMMA}
+STMATRIX = 0x844
+GENERIC_LOAD, GENERIC_STORE = 0x980, 0x985
+UBLKCP = 0x3BA  # a bulk copy into shared memory
 USETMAXREG = 0x9C8  # a warpgroup takes or gives registers; the immediate is how many a thread has from then on
 _SHT_NOBITS = 8
 
@@ -86,15 +93,3 @@ def warnings(log: str, file: str) -> list[str]:
     front_end = re.compile(rf"{re.escape(file)}\(\d+\): (warning|error)")
     ptxas = re.compile(r"ptxas\s*(warning|fatal|error)|Potential Performance Loss", re.IGNORECASE)
     return [line for line in log.splitlines() if front_end.search(line) or ptxas.search(line)]
-
-
-def check_roles(kernel: Kernel, report: Report, consumers: int) -> tuple[int, int]:
-    """A loader's and a consumer's registers, where one warpgroup loads and so many consume.
-
-    What they take of the register file may not exceed what the block was given: it would wait for ever.
-    """
-    given = -(-report.registers // 8) * 8 * (consumers + 1)
-    assert given * 128 <= 65536
-    loader, consumer = sorted(set(kernel.immediates(USETMAXREG)))
-    assert loader + consumers * consumer <= given
-    return loader, consumer

@@ -42,7 +42,7 @@ class Run:
 
     @property
     def plan(self) -> DevicePlan:
-        made = self.family.make_plan(self.problem, self.config)
+        made = self.family.plan(self.problem, self.config)
         assert isinstance(made, DevicePlan)
         return made
 
@@ -122,7 +122,7 @@ def _with_splits(family: Family, p: ConvWgradProblem, config: Any, counts: tuple
     found: dict[Any, None] = {}
     for count in counts:
         others = (dataclasses.replace(config, splits=splits) for splits in (*range(count, 64), *range(count, 0, -1)))
-        found[next(other for other in others if family.supports(p, other, DEFAULT_CUDA) is None)] = None
+        found[next(other for other in others if family.refusal(p, other, DEFAULT_CUDA) is None)] = None
     return (Run(family, p, other) for other in found)
 
 
@@ -146,30 +146,30 @@ def _sm90() -> Iterator[Run]:
         (image, config(64, 64, False, 1)),
         (image, im2col.Config(64, 128, im2col.max_stages(64, 128, 2), False, 1)),
         (image, config(64, 192, True, 3)),
-        (half, config(192, 64, True, 2, reduction="cluster")),
-        (image, config(128, 128, False, 2, cluster=2)),
-        (half, config(256, 128, True, 1, cluster=2)),
+        (half, config(192, 64, True, 2)),
+        (image, config(128, 128, False, 2)),
+        (half, config(256, 128, True, 1)),
         (image, config(64, 64, False, 2, whole_tiles=3)),
         (volume, config(64, 64, True, 1)),
         (volume, config(128, 64, False, 1)),
-        (matrix, config(64, 128, False, 2, reduction="cluster")),
+        (matrix, config(64, 128, False, 2)),
         # Splits that take turns: what is read by one tile and by several, a ring that is filled again.
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
     ):
-        yield from (Run(im2col, p, each) for each in given)
+        yield from (Run(im2col.FAMILY, p, each) for each in given)
 
 
 def _halo() -> Iterator[Run]:
     plain = _conv((4, 16), (3, 3), (72, 72), padding=1)
     pairs = dataclasses.replace(_conv((4, 8), (3, 3), (8, 72), padding=1), dtype=HALF, out_dtype=HALF)
     wide = _conv((6, 20), (5, 5), (64, 8), out_dtype="bfloat16")
-    # More strips than thread blocks, whose parts of stream-k begin and end within tiles.
+    for p, counts in ((plain, (1, 2)), (pairs, (1, 2)), (wide, (1,))):
+        yield from _with_splits(halo.FAMILY, p, halo.FAMILY.candidates(p, DEFAULT_CUDA)[-1], counts)
+    # Buffers that are filled again, with lines that no product reads.
     many = _conv((5, 17), (2, 2), (72, 72), batch=9)
-    for p, counts in ((plain, (1, 2)), (pairs, (0, 1)), (wide, (1,))):
-        yield from _with_splits(halo, p, halo.candidates(p, DEFAULT_CUDA)[-1], counts)
-    yield Run(halo, many, halo.Config(1, 16, 2, 2, 0))
+    yield Run(halo.FAMILY, many, halo.Config(3, 16, 2, 2, 2))
 
 
 def _tf32() -> Iterator[Run]:
@@ -178,9 +178,9 @@ def _tf32() -> Iterator[Run]:
         _conv((9, 13), (2, 3), (4, 100), stride=2, dtype="float32", out_dtype="bfloat16"),
         _conv((6, 11), (1, 1), (36, 32), dtype="float32"),
     ):
-        yield from _best(tf32, p)
+        yield from _best(tf32.FAMILY, p)
     tall = _conv((10, 16), (3, 1), (72, 40), dtype="float32", out_dtype=HALF)
-    yield Run(tf32, tall, tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
+    yield Run(tf32.FAMILY, tall, tf32.Config(3, 1, 2, 64, 1, 4, 16, 2, 2))
 
 
 def _gather() -> Iterator[Run]:
@@ -192,9 +192,9 @@ def _gather() -> Iterator[Run]:
         _conv((10, 10), (3, 3), (20, 12), dtype="float32"),
         _conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
     ):
-        yield from _best(gather, p)
+        yield from _best(gather.FAMILY, p)
     wide = _conv((8, 8), (3, 3), (24, 136), padding=1)
-    yield Run(gather, wide, gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
+    yield Run(gather.FAMILY, wide, gather.Config(2, 2, 64, 2, 4, 8, 8, 2, 2))
 
 
 def _grouped() -> Iterator[Run]:
@@ -204,7 +204,7 @@ def _grouped() -> Iterator[Run]:
         (_conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
         (_conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
     ):
-        yield from _with_splits(grouped, p, grouped.Config(*tile, splits=1), (1, 3))
+        yield from _with_splits(grouped.FAMILY, p, grouped.Config(*tile, splits=1), (1, 3))
 
 
 def _depthwise() -> Iterator[Run]:
@@ -216,7 +216,7 @@ def _depthwise() -> Iterator[Run]:
         (changed(in_channels=8, out_channels=16, groups=8, stride=(2, 2), dtype=HALF), 8, 4),
     ):
         p = case.problem("float32" if case is square else None)
-        yield from _with_splits(depthwise, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
+        yield from _with_splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
 # ---- products with quantized weights -------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def _stream() -> Iterator[Run]:
         (products.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
         (products.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
     ):
-        yield Run(stream, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
+        yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
 
 
 def _fp8() -> Iterator[Run]:

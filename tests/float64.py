@@ -17,8 +17,10 @@ def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.nd
     """dW in float64, [*kernel, C/groups, K], by one matrix product for each filter tap and part of the batch on the
     default device.
 
-    lhs_dilation and batch groups are not covered.
+    Batch groups are not covered, and a dilated lhs only on the host.
     """
+    if set(problem.lhs_dilation) != {1}:
+        return conv_wgrad_on_host(problem, *(np.asarray(array, np.float64) for array in (lhs, g)))
     image_bytes = 8 * max(math.prod(problem.lhs_shape[1:]), math.prod(problem.g_shape[1:]))
     images = max(1, PART_BYTES // image_bytes)
     parts = (slice(first, first + images) for first in range(0, problem.batch, images))

@@ -1,6 +1,8 @@
 """What a family of weight gradients must hold to on a GPU: exactness, accuracy, determinism, NaN where it belongs."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ from jax_splitk.problems import conv_reference
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
-from tests import float64, poison
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from tests import float64, poison, random_problems
 from tests.problems import SEED
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
@@ -47,7 +51,7 @@ def xla(p: ConvWgradProblem) -> Run:
 
 
 def plan(family: Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
-    made = family.make_plan(p, config)
+    made = family.plan(p, config)
     assert isinstance(made, DevicePlan)
     return made
 
@@ -57,10 +61,35 @@ def ours(family: Family, p: ConvWgradProblem, config: Any) -> Run:
     return jax.jit(lambda lhs, g: execute.call(call, p, lhs, g))
 
 
+def best_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
+    """Candidates whose device code differs, from the best on, with splits that are enough for their accuracy."""
+    found: dict[Any, Any] = {}
+    for config in family.candidates(p, DEFAULT_CUDA):
+        if family.workspace_bytes(p, config) <= DEFAULT_WORKSPACE_LIMIT:
+            found.setdefault(plan(family, p, config).source, config)
+    return list(found.values())[:: max(1, len(found) // count)][:count]
+
+
+def some_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
+    """The best, each with its own splits and with one, a few or many."""
+    spread = best_configs(family, p, count)
+    others = (with_splits(family, p, config, wanted) for config, wanted in zip(spread, itertools.cycle((1, 3, 16))))
+    return list(dict.fromkeys([*spread, *others]))
+
+
+def with_splits(family: Family, p: ConvWgradProblem, config: Any, wanted: int) -> Any:
+    """The config with that many splits, or the next number that is legal: above, else below."""
+    others = (dataclasses.replace(config, splits=splits) for splits in (*range(wanted, 64), *range(wanted, 0, -1)))
+    return next(other for other in others if family.refusal(p, other, DEFAULT_CUDA) is None)
+
+
 def check_exact(family: Family, p: ConvWgradProblem, configs: Iterable[Any], seed: int = 0, limit: int = 2) -> None:
     """On integers, whatever the results' memory held before."""
     lhs, g = integers(p, seed, limit)
-    want = rounded(float64.conv_wgrad(p, lhs, g), p.out_dtype)
+    dilated = any(dilation != 1 for dilation in p.lhs_dilation)
+    on_host = (np.asarray(a).astype(np.float64) for a in (lhs, g))
+    exact = float64.conv_wgrad_on_host(p, *on_host) if dilated else float64.conv_wgrad(p, lhs, g)
+    want = rounded(exact, p.out_dtype)
     for config in configs:
         out = poison.run(plan(family, p, config), p, lhs, g)
         np.testing.assert_array_equal(out, want, err_msg=str(config))
@@ -92,17 +121,18 @@ def check_accuracy_and_repeats(
         assert mine <= 2 * theirs, (config, mine, theirs)
 
 
-def check_nan_in_corners(family: Family, problem: ConvWgradProblem, configs: Iterable[Any]) -> None:
-    """One NaN in each input of two dimensions. A NaN in g meets every tap: padding is a product with zero."""
-    (height, width), (p, q), configs = problem.input_spatial, problem.output_spatial, list(configs)
-    for (h, w), (i, j) in (((0, 0), (p - 1, q - 1)), ((height - 1, width - 1), (0, 0)), ((2, width - 1), (1, q - 1))):
-        lhs, g = (np.ones(shape, np.float32) for shape in (problem.lhs_shape, problem.g_shape))
-        one = np.zeros_like(lhs)
-        one[0, h, w, 5] = 1
-        touched = float64.conv_wgrad(problem, jnp.asarray(one), jnp.asarray(g)) != 0
-        touched[..., 3] = True
-        lhs[0, h, w, 5] = g[0, i, j, 3] = np.nan
-        operands = [jnp.asarray(a).astype(problem.dtype) for a in (lhs, g)]
+def check_not_finite(family: Family, p: ConvWgradProblem, configs: Sequence[Any]) -> None:
+    """One NaN, then one infinity, in each operand: others' weights are as exact as ever."""
+    rng = np.random.default_rng([SEED, 2])
+    for value, _ in itertools.product((np.nan, np.inf), range(2)):
+        lhs, g = random_problems.integers(rng, p)
+        in_lhs, in_g = (random_problems.place(rng, shape) for shape in (p.lhs_shape, p.g_shape))
+        lhs[in_lhs] = g[in_g] = 0
+        exact = rounded(float64.conv_wgrad_on_host(p, lhs, g), p.out_dtype)
+        certain, possible = random_problems.reached(p, in_lhs, in_g)
+        lhs[in_lhs] = g[in_g] = value
         for config in configs:
-            out = poison.run(plan(family, problem, config), problem, *operands)
-            np.testing.assert_array_equal(np.isnan(out), touched, err_msg=str(config))
+            out = poison.run(plan(family, p, config), p, jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype))
+            where = f"{config}, {value} at {in_lhs} and {in_g}"
+            assert not np.isfinite(out[certain].astype(np.float32)).any(), where
+            np.testing.assert_array_equal(out[~possible], exact[~possible], err_msg=where)

@@ -1,14 +1,16 @@
-"""Fresh random problems and the seed that names them."""
+"""Problems of convolutions, random ones among them, and the seed that names these."""
 
 import contextlib
 import dataclasses
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from benchmarks.cases import Case
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
 
 
 def _seed() -> int:
@@ -65,3 +67,32 @@ def random_case(rng: np.random.Generator, dtype: str = "bfloat16") -> Case:
             case = dataclasses.replace(case, kernel=(1, 1), stride=(1, 1), padding=((0, 0), (0, 0)))
         if case.problem().reduction_size > 0:
             return case
+
+
+def conv(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    channels: tuple[int, int] = (64, 64),
+    *,
+    batch: int = 2,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | Pairs | None = 0,
+    lhs_dilation: int | tuple[int, ...] = 1,
+    rhs_dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    **fields: Any,
+) -> ConvWgradProblem:
+    """A weight gradient of any rank. Numbers stand for the same in each dimension, padding None for half of the kernel;
+    `fields` are the problem's."""
+
+    def each(value: Any) -> tuple[Any, ...]:
+        return (value,) * len(size) if isinstance(value, int) else value
+
+    pads = tuple((k // 2, k // 2) for k in kernel) if padding is None else padding
+    pads = ((pads, pads),) * len(size) if isinstance(pads, int) else pads
+    geometry = (each(stride), pads, each(lhs_dilation), each(rhs_dilation))
+    made = ConvWgradProblem(
+        batch, size, conv_output_spatial(size, kernel, *geometry), kernel, *channels, *geometry, groups, "bfloat16",
+        "float32",
+    )  # fmt: skip
+    return dataclasses.replace(made, **fields)

@@ -6,7 +6,7 @@ family that supports it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,14 +81,14 @@ def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 KINDS = {
-    "unit_stride": Kind(halo, _eights, (2,), strides=1),
-    "dense": Kind(im2col, _eights, (1, 2, 2, 3), strides=8),
-    "wide_groups": Kind(im2col, _wide_groups, (1, 2, 2, 3)),
-    "small_groups": Kind(grouped, _small_groups, (1, 2, 2)),
-    "depthwise": Kind(depthwise, _depthwise, (1, 2, 2), strides=8),
-    "any_channels": Kind(gather, _any, (1, 2, 2, 3), lhs_dilation=True),
-    "float32": Kind(gather, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
-    "tf32": Kind(tf32, _fours, (1, 2, 2), TF32),
+    "unit_stride": Kind(halo.FAMILY, _eights, (2,), strides=1),
+    "dense": Kind(im2col.FAMILY, _eights, (1, 2, 2, 3), strides=8),
+    "wide_groups": Kind(im2col.FAMILY, _wide_groups, (1, 2, 2, 3)),
+    "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
+    "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
+    "any_channels": Kind(gather.FAMILY, _any, (1, 2, 2, 3), lhs_dilation=True),
+    "float32": Kind(gather.FAMILY, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
+    "tf32": Kind(tf32.FAMILY, _fours, (1, 2, 2), TF32),
 }
 # How many of 25 problems are of each kind.
 MIXTURE = {
@@ -119,6 +119,12 @@ def problems(rng: np.random.Generator, mixtures: int) -> list[ConvWgradProblem]:
     return found
 
 
+def draws(rng: np.random.Generator, *kinds: str) -> Iterator[ConvWgradProblem]:
+    """Problems of these kinds in turns, without end."""
+    for number in itertools.count():
+        yield _problem(rng, KINDS[kinds[number % len(kinds)]], number=number // len(kinds))
+
+
 def _problem(
     rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None = None, number: int = 0
 ) -> ConvWgradProblem:
@@ -126,7 +132,7 @@ def _problem(
     while True:
         p = _resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
         windows = p.reduction_size * p.taps * p.in_channels
-        if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.supports(p, None, TARGET) is None:
+        if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.refusal(p, None, TARGET) is None:
             return p
 
 
@@ -179,7 +185,7 @@ def _resized(rng: np.random.Generator, p: ConvWgradProblem) -> ConvWgradProblem:
 
 
 def device_plan(family: kernels.Family, p: ConvWgradProblem, config: Any) -> DevicePlan:
-    found = family.make_plan(p, config)
+    found = family.plan(p, config)
     assert isinstance(found, DevicePlan)
     return found
 
@@ -204,7 +210,7 @@ class Configs:
             config = pool[self.rng.integers(len(pool))]
             # With few splits, which are legal for most.
             single = dataclasses.replace(config, splits=1)
-            legal = family.supports(p, single, TARGET) is None
+            legal = family.refusal(p, single, TARGET) is None
             known[single if legal else dataclasses.replace(config, splits=2)] = None
             if self.rng.random() < 0.5:
                 config = self._with_other_splits(family, p, config)
@@ -212,13 +218,13 @@ class Configs:
         return config
 
     def _serves(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> bool:
-        return family.supports(p, config, TARGET) is None and device_plan(family, p, config).source in self.sources
+        return family.refusal(p, config, TARGET) is None and device_plan(family, p, config).source in self.sources
 
     def _with_other_splits(self, family: kernels.Family, p: ConvWgradProblem, config: Any) -> Any:
-        wanted = self.rng.permutation(17)  # 0 is stream-k for some
+        wanted = 1 + self.rng.permutation(16)
         for splits in [1, *wanted] if self.rng.random() < SINGLE_SPLITS else wanted:
             other = dataclasses.replace(config, splits=int(splits))
-            if family.supports(p, other, TARGET) is None:
+            if family.refusal(p, other, TARGET) is None:
                 return other
         return config
 

@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantized_digits() -> None:
     """It exits with an error where it misses its own bounds."""
     command = [sys.executable, str(EXAMPLES / "quantized_digits.py")]

@@ -5,11 +5,11 @@ import pytest
 
 from benchmarks import cases
 from tests import float64
-from tests.depthwise import ODD
+from tests.grouped import DEPTHWISE
 from tests.problems import seeded
 
 
-@pytest.mark.parametrize("case", [*ODD, *cases.SMALL_CASES[:10]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*DEPTHWISE, *cases.SMALL_CASES[:10]], ids=lambda case: case.name)
 def test_parts_of_a_batch_are_the_whole(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     p = case.problem()
     with seeded(61) as rng:

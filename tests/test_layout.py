@@ -1,59 +1,91 @@
 """Rules that the repository keeps to."""
 
 import ast
+import functools
+import graphlib
 import pathlib
 import re
+import types
+from collections.abc import Callable, Iterator
 
 import pytest
 
+import jax_splitk
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jax_splitk"
 FOLDERS = ("jax_splitk", "ffi", "benchmarks", "examples", "tests")
-SUFFIXES = {".py", ".cc", ".h", ".cu", ".txt"}
+SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".txt"}
+# From the top down: a module imports those of its own folder and of folders further down.
+LAYERS = ("cli", "ops", "tuning", "kernels", "problems", "quantized", "runtime")
+LONGEST_FUNCTION = 70  # lines, of the package
+# What a module of the package may hold that changes.
+STATE = {
+    "ops/lowering.py": ["PROBLEMS"],  # which primitive is which operation: filled on import
+    "runtime/compiler.py": ["_memory", "_in_flight"],  # machine code that was compiled or read, each once
+    "tuning/session.py": ["_session"],  # what a process remembers of its tuning
+}
+BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")
 
 
+@functools.cache
 def sources(*folders: str) -> list[pathlib.Path]:
     files = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES]
     return sorted(p for p in files if "results" not in p.parts)
 
 
-def name(path: pathlib.Path) -> str:
-    return str(path.relative_to(ROOT))
+def python(*folders: str) -> list[pathlib.Path]:
+    return [path for path in sources(*folders) if path.suffix == ".py"]
 
 
-def imported_modules(text: str) -> set[str]:
-    """Modules that Python code imports, `from a import b` as both `a` and `a.b`, and what it names as attributes."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-        elif (
-            isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"jax\._src(\.|$)", node.value)
-        ):
-            found.add(node.value)
-    return found
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def reaches_behind_jax(text: str) -> bool:
-    return any(re.match(r"jax(lib)?\._src(\.|$)", module) for module in imported_modules(text))
+def offenders(paths: list[pathlib.Path], breaks: Callable[[pathlib.Path], object]) -> dict[str, object]:
+    """What is wrong, by file."""
+    assert paths
+    found = {str(path.relative_to(ROOT)): breaks(path) for path in paths}
+    return {path: wrong for path, wrong in found.items() if wrong}
 
 
 def test_checkout_is_whole() -> None:
     assert {folder for folder in FOLDERS if sources(folder)} == set(FOLDERS)
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in sources("jax_splitk", "benchmarks", "examples", "tests") if p.suffix == ".py"], ids=name
-)
-def test_only_one_file_may_look_behind_jaxs_public_api(path: pathlib.Path) -> None:
-    assert path == PACKAGE / "runtime" / "_compat.py" or not reaches_behind_jax(path.read_text())
+# ---- imports -------------------------------------------------------------------------------------------------------
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Modules that code imports anywhere in a file, `from a import b` as both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def named(tree: ast.Module) -> Iterator[str]:
+    """Attributes and strings that may be modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def reaches_behind_jax(tree: ast.Module) -> bool:
+    return any(BEHIND_JAX.match(module) for module in (*imported(tree), *named(tree)))
+
+
+def test_only_one_file_may_look_behind_jaxs_public_api() -> None:
+    one = PACKAGE / "runtime" / "_compat.py"
+    wrong = offenders(python("jax_splitk", "benchmarks", "examples", "tests"), lambda p: reaches_behind_jax(parsed(p)))
+    assert set(wrong) <= {str(one.relative_to(ROOT))}
+    assert "public API" in str(ast.get_docstring(parsed(one))), "it says why"
 
 
 @pytest.mark.parametrize(
@@ -69,42 +101,59 @@ def test_only_one_file_may_look_behind_jaxs_public_api(path: pathlib.Path) -> No
     ],
 )
 def test_imports_behind_the_api_would_be_seen(text: str, behind: bool) -> None:
-    assert reaches_behind_jax(text) == behind
+    assert reaches_behind_jax(ast.parse(text)) == behind
 
 
-def test_the_one_file_says_why() -> None:
-    assert "public API" in ast.get_docstring(ast.parse((PACKAGE / "runtime" / "_compat.py").read_text()))
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The package's modules, with those that each imports, in functions and for types alone, too. `jax_splitk` itself,
+    which every import runs first, is left out."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python("jax_splitk")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found = {}
+    for name, path in files.items():
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        pairs = [(getattr(node, "module", None) or "", alias.name) for node in nodes for alias in node.names]
+        every = {f"{a}.{b}".strip(".") if f"{a}.{b}".strip(".") in files else a for a, b in pairs}
+        found[name] = every & (set(files) - {"jax_splitk"})
+    return found
+
+
+def layer(module: str) -> int:
+    """0 for the modules above all folders."""
+    _, *folders = module.split(".")
+    return 1 + LAYERS.index(folders[0]) if folders and folders[0] in LAYERS else 0
+
+
+def test_imports_run_downwards() -> None:
+    assert not [(a, b) for a, found in imports().items() for b in found if layer(b) < layer(a)]
+
+
+def test_imports_are_no_circle() -> None:
+    assert list(graphlib.TopologicalSorter(imports()).static_order())
+
+
+# ---- foreign function interface ------------------------------------------------------------------------------------
 
 
 def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
-    assert re.fullmatch(r"jax_splitk_\w+_v\d", plan.LAUNCH_TARGET)
-    assert re.fullmatch(r"jax_splitk_\w+_v\d", HOST_WGRAD_TARGET)
-    assert re.fullmatch(r"jax_splitk_\w+_v\d", HOST_QUANTIZED_TARGET)
-    # What is registered is one of these or a literal of the same form.
-    tree = ast.parse((PACKAGE / "runtime" / "registration.py").read_text())
-    first_arguments = [
-        node.args[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jax.ffi.register_ffi")
-    ]
-    assert len(first_arguments) == 4
-    constants = {"LAUNCH_TARGET": plan.LAUNCH_TARGET, "HOST_WGRAD_TARGET": HOST_WGRAD_TARGET}
-    constants["HOST_QUANTIZED_TARGET"] = HOST_QUANTIZED_TARGET
-    for argument in first_arguments:
-        text = argument.value if isinstance(argument, ast.Constant) else constants[argument.id]
-        assert re.fullmatch(r"jax_splitk_\w+_v\d", text)
+    """What is registered is a target or a literal of the same form."""
+    calls = [node for node in ast.walk(parsed(PACKAGE / "runtime" / "registration.py")) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).startswith("jax.ffi.register_ffi")]
+    assert len(calls) == 4
+    first = [call.args[0] for call in calls]
+    names = [str(arg.value) if isinstance(arg, ast.Constant) else getattr(plan, ast.unparse(arg)) for arg in first]
+    assert set(names) >= set(plan.TARGETS)
+    assert all(re.fullmatch(r"jax_splitk_\w+_v\d", name) for name in names)
 
 
 def test_ffi_calls_name_no_other_target() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ffi_call"):
-                assert ast.unparse(node.args[0]) == "custom_call.target", name(path)
+    calls = [node for path in python("jax_splitk") for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).endswith("ffi_call")]
+    assert {ast.unparse(call.args[0]) for call in calls} == {"custom_call.target"}
 
 
-@pytest.mark.parametrize("path", sources(*FOLDERS), ids=name)
-def test_no_file_is_large(path: pathlib.Path) -> None:
-    assert path.stat().st_size <= 35_000
+# ---- what builds ---------------------------------------------------------------------------------------------------
 
 
 def code_without_comments(path: pathlib.Path) -> str:
@@ -119,10 +168,9 @@ def code_without_comments(path: pathlib.Path) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/|#(?!\s*(include|if|define|el|end|pragma))[^\n]*", "", text, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("path", sources("jax_splitk", "ffi"), ids=name)
-def test_code_that_runs_or_builds_uses_no_nvcc(path: pathlib.Path) -> None:
-    code = code_without_comments(path)
-    assert not re.search(r"nvcc|enable_language\(CUDA|find_package\(CUDA|LANGUAGES[^)]*CUDA|CUDA_HOME", code)
+def test_code_that_runs_or_builds_uses_no_nvcc() -> None:
+    nvcc = re.compile(r"nvcc|enable_language\(CUDA|find_package\(CUDA|LANGUAGES[^)]*CUDA|CUDA_HOME")
+    assert not offenders(sources("jax_splitk", "ffi"), lambda path: nvcc.search(code_without_comments(path)))
 
 
 def test_nvcc_would_be_seen(tmp_path: pathlib.Path) -> None:
@@ -134,12 +182,62 @@ def test_nvcc_would_be_seen(tmp_path: pathlib.Path) -> None:
 
 
 def test_host_code_includes_no_cuda_header() -> None:
-    for path in sources("ffi"):
-        assert not re.search(r'#include\s*[<"](cuda|cuda_runtime|driver_types|nvrtc)[\w]*\.h[>"]', path.read_text()), (
-            path
-        )
+    header = re.compile(r'#include\s*[<"](cuda|cuda_runtime|driver_types|nvrtc)[\w]*\.h[>"]')
+    assert not offenders(sources("ffi"), lambda path: header.search(path.read_text()))
 
 
-@pytest.mark.parametrize("path", [p for p in sources("jax_splitk") if p.suffix == ".py"], ids=name)
-def test_modules_have_docstrings(path: pathlib.Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+# ---- how it is written ---------------------------------------------------------------------------------------------
+
+
+def test_modules_have_docstrings() -> None:
+    assert not offenders(python("jax_splitk"), lambda path: not ast.get_docstring(parsed(path)))
+
+
+def test_functions_are_short() -> None:
+    def long(path: pathlib.Path) -> list[str]:
+        functions = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef))
+        return [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST_FUNCTION]
+
+    assert not offenders(python("jax_splitk"), long)
+
+
+def state(tree: ast.Module) -> list[str]:
+    """Names of a module that hold an empty container, or a new object but for constants, and of what functions
+    rebind."""
+    found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = node.value
+            empty = (isinstance(value, ast.Dict) and not value.keys) or (
+                isinstance(value, ast.List | ast.Set) and not value.elts
+            )
+            new = isinstance(value, ast.Call) and not value.args and not value.keywords
+            called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            (name,) = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
+            if empty or (new and (called in ("dict", "list", "set") or (called[0].isupper() and not name.isupper()))):
+                found.append(name)
+    return found
+
+
+def test_state_is_in_three_places() -> None:
+    found = offenders(python("jax_splitk"), lambda path: state(parsed(path)))
+    assert {path.removeprefix("jax_splitk/"): names for path, names in found.items()} == STATE
+    for text in ("a = {}", "a: dict[str, int] = {}", "a = set()", "a = threading.Lock()", "def f():\n  global a"):
+        assert state(ast.parse(text)) == ["a"]
+    for text in (
+        "a = {1: 2}",
+        "a = (1,)",
+        "a = f()",
+        "def f():\n  a = {}",
+        "FAMILY = Family(Config)",
+        "XLA = Candidate()",
+    ):
+        assert not state(ast.parse(text))
+
+
+def test_the_package_shows_its_public_names_only() -> None:
+    names: dict[str, object] = {}
+    exec("from jax_splitk import *", names)
+    assert names.keys() - {"__builtins__"} == set(jax_splitk.__all__)
+    assert {name for name in dir(jax_splitk) if not name.startswith("__")} == set(jax_splitk.__all__)
+    assert not any(isinstance(value, types.ModuleType) for value in names.values())

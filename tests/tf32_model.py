@@ -11,12 +11,9 @@ import numpy as np
 from jax_splitk.kernels.wgrad import tf32
 from jax_splitk.kernels.wgrad.tf32 import Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Int32Struct, TiledMap
+from jax_splitk.runtime.plan import TiledMap
+from tests.structs import arguments
 
-ARGS = (
-    *("channels", "out_channels", "filter_h", "filter_w", "groups_w", "slots", "k_blocks", "out_h", "out_w"),
-    *("tile_p", "tiles_p", "tiles_q", "pad_h", "pad_w", "units", "units_per_split", "partial_stride"),
-)
 LANES = np.arange(32)
 WORD = 4
 
@@ -50,11 +47,9 @@ class Block:
     """A thread block: shared memory as far as rings hold anything, and its constants."""
 
     def __init__(self, problem: ConvWgradProblem, config: Config):
-        plan = tf32.make_plan(problem, config)
+        plan = tf32.FAMILY.plan(problem, config)
         self.x_map, self.dy_map = (m for m in plan.maps if isinstance(m, TiledMap))
-        struct = plan.launches[0].params[2]
-        assert isinstance(struct, Int32Struct)
-        self.g = dict(zip(ARGS, struct.values, strict=True))
+        self.g = arguments(plan)
         self.config, self.view = config, tf32.view(problem)
         v, c = self.view, config
         self.steps = c.pixels // 8

@@ -1,19 +1,35 @@
-"""Keys, entries and a cache of their own, for tests of the tuning cache."""
+"""Operands, keys, entries and a cache of their own, for tests of tuning."""
 
 import dataclasses
+import functools
+import json
+import os
 import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax import numpy as jnp
 
+import jax_splitk
+from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk import kernels
+from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import search, session, table
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests.problems import random_case
@@ -29,10 +45,64 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     for name in ENVIRONMENT:
         monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(store, "_warned", set())
-    monkeypatch.setattr(store, "_looked_at", set())
+    monkeypatch.setattr(table, "FOLDER", tmp_path / "shipped")
     return tmp_path / "user"
+
+
+def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """(lhs, g, the weight gradient), of small integers, so that every order of summation gives the same."""
+    shapes = (case.lhs_shape, case.g_shape)
+    lhs, g = (jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in shapes)
+    return lhs, g, lax_wgrad(lhs, g, case)
+
+
+def lax_wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE) -> np.ndarray:
+    forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
+    return np.asarray(jax.vjp(forward, jnp.zeros(case.rhs_shape, lhs.dtype))[1](g)[0])
+
+
+def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:
+    return jax_splitk.conv_wgrad(lhs, g, case.rhs_shape, **case.lax_arguments(), **options)
+
+
+def configs(text: str) -> list[wgrad_host.Config]:
+    """The host family's configs in a lowered program."""
+    found = re.findall(r"block = (\d+) : i64.*?splits = (\d+) : i64", text)
+    return [wgrad_host.Config(int(splits), int(block)) for block, splits in found]
+
+
+def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
+    """That of a function that jit has not seen before; None where there is none."""
+    return next(iter(configs(jax.jit(functools.partial(fn)).lower(*args).as_text())), None)
+
+
+def start(
+    script: str, *arguments: Any, environment: Mapping[str, str] | None = None, **variables: str
+) -> subprocess.Popen[str]:
+    """A Python process on one CPU device that sees none of our variables but those given."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
+    inherited |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    given = {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
+    env = {**inherited, **given, **(environment or {})}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    # A session of its own, so that its children can be ended with it: one left over would hold the pipes open.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes)
+
+
+def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tuple[Any, str]]:
+    """(last line of the output as JSON, standard error) of each; all must succeed."""
+    outputs = []
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            outputs.append(process.communicate())
+    report = "\n".join(err for _, err in outputs)
+    assert [process.returncode for process in processes] == [0] * len(processes), report
+    return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
 
 
 def random_tiny(rng: np.random.Generator, **changes: Any) -> Case:
@@ -75,27 +145,35 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
         else:
             problem = random_product(rng)
         key = key_for(problem, target)
-        if len(tuner.ranked(key)) >= 4:
+        if len(search.ranked(key)) >= 4:
             return key
 
 
 def random_entry(rng: np.random.Generator, key: Key, target: Target) -> Entry:
     """A legal choice, timings of several candidates and XLA, and failures."""
-    ranked = tuner.ranked(key)
+    ranked = search.ranked(key)
     picked = [ranked[i] for i in rng.permutation(len(ranked))[:12]]
     failed = max(0, len(picked) - 3)
-    measurements = [Measurement(Candidate(XLA), float(rng.uniform(1, 1e4)))]
+    measurements = [Measurement(XLA, float(rng.uniform(1, 1e4)))]
     measurements += [Measurement(c, float(rng.uniform(1, 1e4))) for c in picked[:failed]]
     measurements += [Measurement(c, None, f"wrong result: {rng.random()} \u00b5 \"'\n") for c in picked[failed:]]
-    choice = Candidate(XLA) if rng.random() < 0.2 else picked[0]
+    choice = XLA if rng.random() < 0.2 else picked[0]
     predicted = ranked[0] if rng.random() < 0.8 else None
     metadata = {"date": "now", "seconds": float(rng.random())}
     limit = DEFAULT_WORKSPACE_LIMIT if rng.random() < 0.7 else int(rng.integers(2**20, 2**26))
-    return Entry(key.as_dict(), choice, tuple(measurements), predicted, metadata, limit)
+    return Entry.of(key, choice, tuple(measurements), predicted, metadata, limit)
 
 
-def entry_of(key: Key, config: Any, family: str = "wgrad_host") -> Entry:
-    return Entry(key.as_dict(), Candidate(family, config), (), None, {})
+def entry_of(key: Key, config: Any, family: kernels.Family = wgrad_host.FAMILY) -> Entry:
+    return Entry.of(key, Candidate(family, config))
+
+
+def ship(key: Key, choice: Candidate, us: float = 5.0, xla_us: float = 9.0) -> pathlib.Path:
+    """A row of a shipped table, which the process has not read yet."""
+    times = {choice: us, XLA: xla_us}
+    (path,) = tables.update([Entry.of(key, choice, [Measurement(c, us) for c, us in times.items()])])
+    session._session = session.Session()
+    return path
 
 
 def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
@@ -107,10 +185,11 @@ def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
 
 def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     """By the family's own predicate, and with fields of exactly the right types."""
-    if candidate == Candidate(XLA):
+    family = candidate.family
+    if family is None:
         return
-    family = next(f for f in kernels.families(key.problem.op, target.platform) if f.name == candidate.family)
+    assert family in kernels.families(key.problem.op, target.platform)
     assert type(candidate.config) is family.Config
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type
-    assert family.supports(key.problem, candidate.config, target) is None
+    assert family.refusal(key.problem, candidate.config, target) is None

@@ -12,7 +12,7 @@ from jax_splitk.cli.output import UsageError
 from jax_splitk.cli.stored import Stored, Unusable
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import store
+from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.result import TuningResult
@@ -52,20 +52,20 @@ def _ls(arguments: argparse.Namespace) -> int:
         sources = [(text, *stored.read_source("PATH", text)) for text in arguments.paths]
     else:
         layers = store.layers() if arguments.all else store.layers()[:1]
-        sources = [(f"{name} {folder}", *stored.read_folder(folder)) for name, folder in layers]
+        sources = [(f"{name} {folder}", *stored.read_layer(folder)) for name, folder in layers]
     lines, listed = [], []
     for name, usable, unusable in sources:
         machines: dict[str, list[Stored]] = {}
-        for item in sorted(usable, key=lambda item: str(item.key.problem)):
-            machines.setdefault(_machine(item.key), []).append(item)
+        for item in sorted(usable, key=lambda item: str(item.entry.key.problem)):
+            machines.setdefault(_machine(item.entry.key), []).append(item)
         for machine, items in machines.items():
-            rows = [stored.row(item.key, item.entry) for item in items]
+            rows = [stored.row(item.entry) for item in items]
             lines += [f"{name}, {machine}:", output.table(stored.HEADER, rows, stored.NARROW)]
         lines += [] if usable else [f"{name}: no entries"]
         lines += [f"damaged: {item.path}: {item.reason}" for item in unusable if not item.foreign]
         others = sum(item.foreign for item in unusable)
-        lines += [f"{others} files of other machines or versions cannot be read here"] if others else []
-        entries = [{"path": item.path, **stored.describe(item.key, item.entry)} for item in usable]
+        lines += [f"{others} entries of other machines or versions cannot be read here"] if others else []
+        entries = [{"path": item.path, **stored.describe(item.entry)} for item in usable]
         listed.append({"source": name, "entries": entries, "unusable": list(map(dataclasses.asdict, unusable))})
     output.emit(listed, "\n".join(lines), arguments.json)
     return 0 if all(item.foreign for _, _, unusable in sources for item in unusable) else 1
@@ -77,12 +77,12 @@ def _machine(key: Key) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    item = stored.read(_entry_file(arguments.what))
+    item = _entry(arguments.what)
     if isinstance(item, Unusable):
         output.emit(dataclasses.asdict(item), f"{item.path}: {item.reason}", arguments.json)
         return 1
-    key, entry = item.key, item.entry
-    value = {"path": item.path, **stored.describe(key, entry)}
+    entry, key = item.entry, item.entry.key
+    value = {"path": item.path, **stored.describe(entry)}
     measurements = sorted(entry.measurements, key=lambda m: (m.us is None, m.us or 0.0))
     value["measurements"] = [m.as_dict() for m in measurements]
     roles = {entry.predicted: "predicted"}
@@ -103,18 +103,20 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _entry_file(what: str) -> pathlib.Path:
-    """A file as such, or the one entry, in the first layer that has it, whose digest begins so."""
+def _entry(what: str) -> Stored | Unusable:
+    """A file's, or the one entry, in the first layer that has it, whose digest begins so."""
     argument = f"DIGEST_PREFIX_OR_FILE={what!r}"
     if os.path.isfile(what):
-        return pathlib.Path(what)
-    files = [path for _, folder in reversed(store.layers()) for path in store.files(folder)]
-    found = {path.stem: path for path in files if what and path.stem.startswith(what)}
+        return stored.read(pathlib.Path(what))
+    found: dict[str, Any] = {item.entry.key.digest[:40]: item for item in stored.read_layer(table.FOLDER)[0]}
+    found |= {path.stem: path for _, folder in reversed(store.layers()) for path in store.files(folder)}
+    found = {digest: item for digest, item in found.items() if what and digest.startswith(what)}
     if not found:
         raise UsageError(f"{argument}: there is none; accepted: a file, or how a digest shown by `cache ls` begins")
     if len(found) > 1:
         raise UsageError(f"{argument} is how {len(found)} digests begin; accepted: more of one of {', '.join(found)}")
-    return next(iter(found.values()))
+    (item,) = found.values()
+    return item if isinstance(item, Stored) else stored.read(item)
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -127,7 +129,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         usable, bad = stored.read_source("SOURCE", text)
         unusable += bad
         for item in usable:
-            found[item.key] = _newer(found.get(item.key), item.entry)
+            found[item.entry.key] = _newer(found.get(item.entry.key), item.entry)
     held = _held(destination, found)
     merged = {key: _newer(held.get(key), entry) for key, entry in found.items()}
     changed = {key: entry for key, entry in merged.items() if entry != held.get(key)}
@@ -140,9 +142,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     counts = {"added": added, "updated": len(changed) - added, "unchanged": len(merged) - len(changed)}
     value = {"into": destination, **counts, "failed": len(failed), "unusable": list(map(dataclasses.asdict, unusable))}
     said = ", ".join(f"{name} {count}" for name, count in counts.items())
-    output.emit(
-        value, f"into {destination}: {said}, not written {len(failed)}, not used {len(unusable)}", arguments.json
-    )
+    said += f", not written {len(failed)}, not used {len(unusable)}"
+    output.emit(value, f"into {destination}: {said}", arguments.json)
     for item in unusable:
         output.note(f"not used: {item.path}: {item.reason}")
     return 1 if unusable or failed else 0
@@ -158,7 +159,7 @@ def _held(destination: pathlib.Path, wanted: Iterable[Key]) -> dict[Key, Entry]:
         if unusable:
             raise UsageError(f"DEST={str(destination)!r}: {unusable[0].reason}; accepted: a TuningResult's file")
         found += usable
-    return {item.key: item.entry for item in found if isinstance(item, Stored)}
+    return {item.entry.key: item.entry for item in found if isinstance(item, Stored)}
 
 
 def _newer(held: Entry | None, other: Entry) -> Entry:

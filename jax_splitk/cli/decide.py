@@ -15,7 +15,7 @@ from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store, tuner
 from jax_splitk.tuning.options import current, options
 from jax_splitk.tuning.select import select
-from jax_splitk.tuning.watch import Watched, watching
+from jax_splitk.tuning.session import Watched, session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -61,7 +61,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             failures.append(f"{key.problem}: tuning failed, see the log")
         elif key in watched.measured and store.lookup(key) is None:
             failures.append(f"{key.problem}: measured, but not stored")
-    decided = {key.problem: stored.describe(key, entry) for key, entry in watched.entries.items() if entry is not None}
+    decided = {key.problem: stored.describe(entry) for key, entry in watched.entries.items() if entry is not None}
     measured = {key.problem for key in watched.measured}
     decisions = [
         {"problem": work.as_dict(p), "why": why, "measured": p in measured} | decided.get(p, {})
@@ -88,7 +88,7 @@ def _decided(arguments: argparse.Namespace, measure: bool) -> tuple[Explanation,
             stack.enter_context(output.stdout_to_stderr())
         if measure:
             _log_to_stderr(stack)
-        watched = stack.enter_context(watching(again=arguments.again))
+        watched = stack.enter_context(session().watching(again=arguments.again))
         if isinstance(what, list):
             platform = arguments.platform or local_platform()
             choices = {select(problem, target_for(platform), current(), measure=measure): 1 for problem in what}

@@ -12,9 +12,9 @@ import jax
 
 from jax_splitk import _ffi
 from jax_splitk.cli import output
-from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime import disk, source, toolchain
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, select, store, tuner
+from jax_splitk.tuning import agreement, decide, store, tuner
 
 _PACKAGES = (
     "jax_splitk",
@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
     that can run; the others' values say why they cannot. "settings" are the variables that jax_splitk reads, with the
     values in force, "problems" what has to be mended.
     """
-    missing = compiler.unavailable()
+    missing = toolchain.unavailable()
     backend, devices, without = _backend()
     settings, problems = _settings(backend)
     return {
@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
         "versions": {package: _version(package) for package in _PACKAGES},
         "backend": backend,
         "devices": devices,
-        "compiler": missing or "NVRTC {}.{} for {}".format(*compiler.find_nvrtc().version, compiler.ARCH),
+        "compiler": missing or "NVRTC {}.{} for {}".format(*toolchain.find_nvrtc().version, source.ARCH),
         "cache_dir": str(disk.cache_dir()),
         "settings": settings,
         "implementations": {"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
@@ -107,7 +107,7 @@ def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
     target = target_for(local_platform()) if backend else Target("", "", "", 0)
     read: dict[str, Callable[[], object]] = {
         "JAX_SPLITK_CACHE_MODE": disk.mode,
-        "JAX_SPLITK_AUTOTUNE": lambda: "on_miss" if select.autotune(target) else "off",
+        "JAX_SPLITK_AUTOTUNE": lambda: "on_miss" if decide.autotune(target) else "off",
         "JAX_SPLITK_TUNE_BUDGET_S": tuner.budget_seconds,
         "JAX_SPLITK_AGREEMENT_TIMEOUT_S": agreement.timeout_seconds,
     }
@@ -135,7 +135,7 @@ def _can_be_written(folder: pathlib.Path) -> bool:
 
 
 def _cutlass_reason(backend: str | None) -> str | None:
-    missing = compiler.unavailable()
+    missing = toolchain.unavailable()
     if missing is not None:
         return f"cannot compile: {missing}"
     driver = _ffi.driver_error()

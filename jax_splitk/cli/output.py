@@ -37,22 +37,22 @@ def require_writable() -> None:
 
 def emit(value: Any, text: str, as_json: bool) -> None:
     """Prints `value` as JSON, or `text`."""
-    print(json.dumps(value, indent=2, default=str) if as_json else printable(text))
+    print(json.dumps(value, indent=2, default=str) if as_json else _printable(text))
 
 
 def note(text: str) -> None:
     """A line on stderr."""
-    print(printable(text), file=sys.stderr)
+    print(_printable(text), file=sys.stderr)
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """The text with control characters and lone surrogates, which damaged files may hold, escaped."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence[str] = ()) -> str:
     """Aligned columns. On a terminal those named by `narrow` are shortened, in this order, until a line fits."""
-    lines = [[printable(cell) for cell in line] for line in (header, *rows)]
+    lines = [[_printable(cell) for cell in line] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if sys.stdout.isatty():
         excess = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns

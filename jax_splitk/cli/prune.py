@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax_splitk.cli import output, stored
-from jax_splitk.runtime import compiler, disk, settings
+from jax_splitk.runtime import compiler, disk, settings, source, toolchain
 from jax_splitk.tuning import store
 
 # A write takes milliseconds: a temporary file this old was left by a process that died.
@@ -72,9 +72,9 @@ def _files(folder: pathlib.Path) -> Iterator[_File]:
         yield _File(path, "an entry", is_others, item.reason if isinstance(item, stored.Unusable) else None)
     # Machine code names no machine: it is another installation's if its source text, compiler or headers are not those
     # of now. Without a compiler here that cannot be told of any.
-    compiles = compiler.unavailable() is None
-    current = {compiler.origin(file) for file in compiler.source_files()} if compiles else set()
-    for path, origin in compiler.stored(folder):
+    compiles = toolchain.unavailable() is None
+    current = {compiler.origin(file) for file in source.source_files()} if compiles else set()
+    for path, origin in compiler.cached(folder):
         damage = "damaged, or another version's machine code" if origin is None else None
         yield _File(path, "machine code", compiles and origin not in current, damage)
     for path in sorted([*(folder / "tuning").glob("*/.tmp-*"), *(folder / "cubin").glob(".tmp-*")]):

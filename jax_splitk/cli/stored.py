@@ -14,9 +14,9 @@ from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import key as keys
-from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Candidate, Entry
-from jax_splitk.tuning.key import Key
+from jax_splitk.tuning import store, table
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.result import TuningResult
 
 HEADER = ("digest", "us", "XLA us", "ratio", "problem", "choice")
@@ -31,7 +31,6 @@ class Stored:
     """An entry that can be used, and its file."""
 
     path: pathlib.Path
-    key: Key
     entry: Entry
 
 
@@ -47,7 +46,7 @@ class Unusable:
 def local_environments() -> set[str]:
     """The folders of a cache in which this machine, with this version, looks entries up."""
     targets = [target_for(platform) for platform in ("cpu", "cuda")]
-    return {e.digest() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
+    return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:
@@ -56,14 +55,12 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unu
     if data is None:
         return Unusable(path, _UNREADABLE)
     try:
-        fields = json.loads(data)
-        key = keys.key_from_dict(fields.get("key") if isinstance(fields, dict) else None)
-        entry = entries.loads(data, key)
+        entry = entries.whole(json.loads(data))
     except _DAMAGE as error:
         return Unusable(path, str(error))
-    if folder is not None and path != folder / key.file:
-        return Unusable(path, f"it is not where it would be looked for, {folder / key.file}")
-    return Stored(path, key, entry)
+    if folder is not None and path != folder / entry.key.file:
+        return Unusable(path, f"it is not where it would be looked for, {folder / entry.key.file}")
+    return Stored(path, entry)
 
 
 def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
@@ -77,13 +74,43 @@ def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
     )
 
 
+def read_table(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    """Every row of a table that ships with the package."""
+    usable: list[Stored] = []
+    unusable: list[Unusable] = []
+    try:
+        found = table.read(path)
+    except _DAMAGE as error:
+        return [], [Unusable(path, str(error))]
+    for text in found.rows:
+        try:
+            problem = keys.problem_from_dict(path.stem, json.loads(text))
+            key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target)
+            entry = found.entry(key)
+            if entry is None:
+                unusable.append(Unusable(path, f"for another version of CUDA: {key.problem}", foreign=True))
+            else:
+                usable.append(Stored(path, entry))
+        except _DAMAGE as error:
+            unusable.append(Unusable(path, str(error)))
+    return usable, unusable
+
+
+def read_layer(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+    """Every entry of a layer of the cache."""
+    if folder != table.FOLDER:
+        return read_folder(folder)
+    found = [read_table(path) for path in sorted(folder.glob("*/*.json"))]
+    return [item for usable, _ in found for item in usable], [item for _, unusable in found for item in unusable]
+
+
 def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
     """Every entry of a file with a TuningResult's text, which is used as a whole or not at all."""
     data = disk.read(path)
     if data is None:
         return [], [Unusable(path, _UNREADABLE)]
     try:
-        return [Stored(path, key, entry) for key, entry in TuningResult.loads(data)], []
+        return [Stored(path, entry) for _, entry in TuningResult.loads(data)], []
     except _DAMAGE as error:
         return [], [Unusable(path, str(error))]
 
@@ -112,17 +139,17 @@ def date(entry: Entry) -> datetime.datetime:
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
     """(us of the choice, us of XLA, how many times faster the choice is)."""
-    us, xla_us = entry.us(entry.choice), entry.us(Candidate(XLA))
+    us, xla_us = entry.us(entry.choice), entry.us(XLA)
     return us, xla_us, xla_us / us if us and xla_us else None
 
 
-def describe(key: Key, entry: Entry) -> dict[str, Any]:
+def describe(entry: Entry) -> dict[str, Any]:
     """The decision as plain data, without its measurements."""
     us, xla_us, ratio = times(entry)
     return {
-        "digest": key.digest[:40],
-        "problem": work.as_dict(key.problem),
-        "environment": dataclasses.asdict(key.environment),
+        "digest": entry.key.digest[:40],
+        "problem": work.as_dict(entry.key.problem),
+        "environment": dataclasses.asdict(entry.key.environment),
         "workspace_limit_bytes": entry.workspace_limit_bytes,
         "choice": entry.choice.as_dict(),
         "predicted": None if entry.predicted is None else entry.predicted.as_dict(),
@@ -131,8 +158,9 @@ def describe(key: Key, entry: Entry) -> dict[str, Any]:
     }
 
 
-def row(key: Key, entry: Entry) -> list[str]:
+def row(entry: Entry) -> list[str]:
     """The decision as the cells of a table with `HEADER`; the problem without its operation, which the choice tells."""
     us, xla_us, ratio = times(entry)
-    problem = str(key.problem).removeprefix(f"{key.problem.op} ").replace("bfloat", "bf").replace("float", "f")
-    return [key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), problem, str(entry.choice)]
+    problem = entry.key.problem
+    brief = str(problem).removeprefix(f"{problem.op} ").replace("bfloat", "bf").replace("float", "f")
+    return [entry.key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), brief, str(entry.choice)]

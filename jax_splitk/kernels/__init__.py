@@ -1,8 +1,6 @@
 """Kernel families and their registry: which family may compute what, on which platform.
 
-A family is a module with `name`, `implementation`, `platform`, `ABI`, a frozen `Config`, one legality predicate
-`supports`, `candidates`, `neighbours`, `estimate`, `workspace_bytes` and `make_plan`; see `Family`. Adding one takes
-its module, its device source and a line in `FAMILIES`.
+Adding one takes its module, its device source and a line in `FAMILIES`; see `Family`.
 """
 
 from jax_splitk.kernels.family import Family as Family
@@ -12,8 +10,8 @@ from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, t
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_wgrad": (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host),
-    "quantized_matmul": (stream, fp8.FAMILY, tiled.FAMILY, quantized_host),
+    "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
 }
 
 

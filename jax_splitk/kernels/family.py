@@ -1,45 +1,140 @@
-"""What a kernel family offers."""
+"""What a kernel family is: a Config, what it refuses, which configs are worth a try, their cost and their plan."""
 
+import abc
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
-from jax_splitk.runtime.plan import DevicePlan, HostPlan
-from jax_splitk.runtime.target import Target
+from jax_splitk.kernels.device.structs import Struct, declarations
+from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
+from jax_splitk.runtime.source import Source
+from jax_splitk.runtime.target import Target, hopper_refusal
+
+_Problem = TypeVar("_Problem")
+_Config = TypeVar("_Config")
+
+# JAX's platform on which an implementation runs.
+_PLATFORMS = {"cutlass": "cuda", "host": "cpu"}
 
 
-class Family(Protocol):
-    """What a kernel family's module offers. `problem` is of the problem type of the family's operation."""
+class Family(abc.ABC, Generic[_Problem, _Config]):
+    """One way to compute an operation's problems. `kernels.FAMILIES` registers an instance.
 
-    name: str
-    implementation: str  # the word users choose it by: "cutlass" or "host"
-    platform: str  # JAX's lowering platform
-    Config: type
+    Attributes:
+      name: no other family has it.
+      implementation: the word that users choose it by: "cutlass" or "host".
+      ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
+      Config: a frozen dataclass of what a plan leaves open.
+    """
+
+    name: ClassVar[str]
+    implementation: ClassVar[str]
+    ABI: ClassVar[int]
+
+    def __init__(self, config: type[_Config]) -> None:
+        self.Config = config
 
     @property
-    def ABI(self) -> int:
-        """Raised when earlier tuning decisions no longer hold for the family's kernels."""
-        ...
+    def platform(self) -> str:
+        """JAX's lowering platform."""
+        return _PLATFORMS[self.implementation]
 
-    def supports(self, problem: Any, config: Any | None = None, target: Target | None = None) -> str | None:
-        """None when legal, else the reason: the value and what is accepted."""
-        ...
+    def refusal(self, problem: _Problem, config: _Config | None = None, target: Target | None = None) -> str | None:
+        """None where the family (with that config, on that target) can compute the problem, else the reason: the value
+        and what is accepted."""
+        reason = self.target_refusal(target) or self.problem_refusal(problem)
+        return self.config_refusal(problem, config) if reason is None and config is not None else reason
 
-    def preferred(self, problem: Any, target: Target) -> str | None:
-        """None when it should be chosen over XLA without measuring, else the reason."""
-        ...
+    def target_refusal(self, target: Target | None) -> str | None:
+        """Why the family cannot run on `target`."""
+        del target
+        return None
 
-    def candidates(self, problem: Any, target: Target) -> Sequence[Any]:
+    @abc.abstractmethod
+    def problem_refusal(self, problem: _Problem) -> str | None:
+        """Why no config can compute the problem."""
+
+    @abc.abstractmethod
+    def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
+        """Why `config` cannot compute a problem that the family serves."""
+
+    def unmeasured_refusal(self, problem: _Problem) -> str | None:
+        """Why XLA is preferred where nothing was measured; None where the family is."""
+        del problem
+        return None
+
+    @abc.abstractmethod
+    def candidates(self, problem: _Problem, target: Target) -> Sequence[_Config]:
         """Legal configs worth considering."""
-        ...
 
-    def neighbours(self, problem: Any, config: Any, target: Target) -> Sequence[Any]:
+    @abc.abstractmethod
+    def neighbours(self, problem: _Problem, config: _Config, target: Target) -> Sequence[_Config]:
         """Configs one step from `config`, for refining a search; they need not be legal."""
-        ...
 
-    def estimate(self, problem: Any, config: Any, target: Target) -> float:
+    @abc.abstractmethod
+    def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds."""
-        ...
 
-    def workspace_bytes(self, problem: Any, config: Any) -> int: ...
+    @abc.abstractmethod
+    def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
+        """Bytes of the custom call's last result, which it may use as it likes."""
 
-    def make_plan(self, problem: Any, config: Any) -> DevicePlan | HostPlan: ...
+    @abc.abstractmethod
+    def plan(self, problem: _Problem, config: _Config) -> DevicePlan | CustomCall:
+        """The custom call for a legal config."""
+
+
+class CudaFamily(Family[_Problem, _Config]):
+    """Kernels for Hopper, compiled from one source.
+
+    Attributes:
+      file: the device source, in this folder.
+      structs: what stands for `#include "structs.cuh"` in it.
+    """
+
+    implementation = "cutlass"
+    file: ClassVar[str]
+    structs: ClassVar[tuple[type[Struct], ...]] = ()
+
+    def target_refusal(self, target: Target | None) -> str | None:
+        return hopper_refusal(target)
+
+    def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
+        """Thread blocks that share a multiprocessor (CTAS_PER_SM in device code)."""
+        del problem, config
+        return 1
+
+    @abc.abstractmethod
+    def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:
+        """What the device code is specialised to."""
+
+    @abc.abstractmethod
+    def buffers(self, problem: _Problem, config: _Config) -> tuple[Buffer, ...]:
+        """The custom call's operands and results; the last is the workspace."""
+
+    def maps(self, problem: _Problem, config: _Config) -> tuple[TiledMap | Im2colMap, ...]:
+        """Tensor maps of the buffers."""
+        del problem, config
+        return ()
+
+    @abc.abstractmethod
+    def launches(self, problem: _Problem, config: _Config) -> tuple[Launch, ...]:
+        """The kernels, in their order."""
+
+    def source(self, problem: _Problem, config: _Config) -> Source:
+        """The specialised device code."""
+        structs = declarations(*self.structs) if self.structs else ""
+        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+
+    def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
+        given = (problem, config)
+        label = f"{self.name} {config}"
+        return DevicePlan(self.source(*given), self.buffers(*given), self.maps(*given), self.launches(*given), label)
+
+
+def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
+    """Why a field of `config` is not among the values that are accepted of it, which are listed or a range."""
+    for field, values in accepted.items():
+        if (value := getattr(config, field)) not in values:
+            said = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
+            return f"{field} {value}; accepted: {said}"
+    return None

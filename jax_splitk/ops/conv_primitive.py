@@ -4,7 +4,7 @@ It is bilinear in (lhs, g); its transposes are convolutions that lax already has
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching
 
 from jax_splitk.ops import lowering
 from jax_splitk.problems import conv_reference
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.arguments import wider
 from jax_splitk.runtime.plan import CustomCall
@@ -23,15 +23,16 @@ from jax_splitk.runtime.plan import CustomCall
 conv_wgrad_p = core.Primitive("conv_wgrad")
 
 
-def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
+def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
     """The canonical problem of an equation, from the types of its operands (lhs, g) and its parameters."""
     lhs, g = avals
-    specs, rhs_shape = params["dimension_numbers"], params["rhs_shape"]
+    conv = params["convolution"]
+    specs = conv.dimension_numbers
     # A symbolic dimension (jax.export) stays what it is.
     take = lambda shape, spec: tuple(_compat.static_or_symbolic(shape[i]) for i in spec)  # noqa: E731
     batch, in_channels, *input_spatial = take(lhs.shape, specs.lhs_spec)
     _, out_channels, *output_spatial = take(g.shape, specs.out_spec)
-    _, _, *kernel_spatial = take(rhs_shape, specs.rhs_spec)
+    _, _, *kernel_spatial = take(params["rhs_shape"], specs.rhs_spec)
     return ConvWgradProblem(
         batch=batch,
         input_spatial=tuple(input_spatial),
@@ -39,15 +40,15 @@ def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem
         kernel_spatial=tuple(kernel_spatial),
         in_channels=in_channels,
         out_channels=out_channels,
-        window_strides=params["window_strides"],
-        padding=params["padding"],
-        lhs_dilation=params["lhs_dilation"],
-        rhs_dilation=params["rhs_dilation"],
-        feature_group_count=params["feature_group_count"],
-        batch_group_count=params["batch_group_count"],
+        window_strides=conv.window_strides,
+        padding=cast(Pairs, conv.padding),  # in an equation they are known
+        lhs_dilation=conv.lhs_dilation,
+        rhs_dilation=conv.rhs_dilation,
+        feature_group_count=conv.feature_group_count,
+        batch_group_count=conv.batch_group_count,
         dtype=jnp.dtype(lhs.dtype).name,
         out_dtype=params["out_dtype"],
-        precision=params["precision"],
+        precision=conv.precision,
     )
 
 
@@ -61,40 +62,24 @@ conv_wgrad_p.def_abstract_eval(_abstract_eval)
 # ---- differentiation -----------------------------------------------------------------------------------------------
 
 
-def _forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """The convolution whose weight gradient the primitive is."""
-    return lax.conv_general_dilated(
-        lhs,
-        rhs,
-        window_strides=params["window_strides"],
-        padding=params["padding"],
-        lhs_dilation=params["lhs_dilation"],
-        rhs_dilation=params["rhs_dilation"],
-        dimension_numbers=params["dimension_numbers"],
-        feature_group_count=params["feature_group_count"],
-        batch_group_count=params["batch_group_count"],
-        precision=conv_reference.lax_precision(params["precision"]),
-    )
-
-
 # The operand being solved for arrives as a placeholder that has only a type, `.aval`.
 
 
 def _transpose_lhs(ct: jax.Array, lhs: Any, g: jax.Array, **params: Any) -> jax.Array:
     wide = wider(ct.dtype, g.dtype)
-    transpose = jax.linear_transpose(lambda x: _forward(x, ct.astype(wide), params), lhs.aval.update(dtype=wide))
+    transpose = jax.linear_transpose(lambda x: params["convolution"](x, ct.astype(wide)), lhs.aval.update(dtype=wide))
     return transpose(g.astype(wide))[0].astype(lhs.aval.dtype)
 
 
 def _transpose_g(ct: jax.Array, lhs: jax.Array, g: Any, **params: Any) -> jax.Array:
     wide = wider(ct.dtype, lhs.dtype)
-    return _forward(lhs.astype(wide), ct.astype(wide), params).astype(g.aval.dtype)
+    return params["convolution"](lhs.astype(wide), ct.astype(wide)).astype(g.aval.dtype)
 
 
 def _transpose_rhs(lhs: jax.Array, g: jax.Array, out: Any, params: dict[str, Any]) -> jax.Array:
     """The primitive's value by lax's own rule, which knows symbolic sizes."""
     wide = wider(lhs.dtype, out.dtype)
-    transpose = jax.linear_transpose(lambda rhs: _forward(lhs.astype(wide), rhs, params), out.update(dtype=wide))
+    transpose = jax.linear_transpose(lambda rhs: params["convolution"](lhs.astype(wide), rhs), out.update(dtype=wide))
     return transpose(g.astype(wide))[0].astype(out.dtype)
 
 
@@ -123,9 +108,9 @@ def _unfold_from(x: jax.Array, dim: int, size: int, channels: int, groups: int) 
 def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
     """One batched operand widens the channels of a single product; two make a loop over products."""
     (lhs, g), (lhs_dim, g_dim) = args, dims
-    specs, rhs_shape = params["dimension_numbers"], params["rhs_shape"]
-    groups = params["feature_group_count"]
-    one_sided = params["batch_group_count"] == 1 and params["options"].config is None
+    conv, rhs_shape = params["convolution"], params["rhs_shape"]
+    specs, groups = conv.dimension_numbers, conv.feature_group_count
+    one_sided = conv.batch_group_count == 1 and params["options"].config is None
     if one_sided and lhs_dim is None and g_dim is not None:
         size, out_dim = g.shape[g_dim], specs.rhs_spec[0]
         folded = _fold_into(g, g_dim, specs.out_spec[1], groups)
@@ -150,35 +135,17 @@ batching.primitive_batchers[conv_wgrad_p] = _batch
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
-def _to_channels_last(spec: Sequence[int]) -> tuple[int, ...]:
-    return (spec[0], *spec[2:], spec[1])
-
-
-def _from_hwio(specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:
+def _orders(specs: lax.ConvDimensionNumbers) -> tuple[tuple[int, ...], ...]:
+    """The transposes of lhs and g to N, spatial..., C, and of the result from HWIO to the order of `rhs_spec`."""
+    lhs, g = ((spec[0], *spec[2:], spec[1]) for spec in (specs.lhs_spec, specs.out_spec))
     hwio = (*specs.rhs_spec[2:], specs.rhs_spec[1], specs.rhs_spec[0])
-    return tuple(int(i) for i in np.argsort(hwio))
-
-
-def canonicalize(lhs: jax.Array, g: jax.Array, specs: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
-    """lhs and g as N, spatial..., C."""
-    return lhs.transpose(_to_channels_last(specs.lhs_spec)), g.transpose(_to_channels_last(specs.out_spec))
-
-
-def from_hwio(out: jax.Array, specs: lax.ConvDimensionNumbers) -> jax.Array:
-    """Spatial..., I, O to the order of `rhs_spec`."""
-    return out.transpose(_from_hwio(specs))
-
-
-def _is_canonical(specs: lax.ConvDimensionNumbers) -> bool:
-    """Whether neither moves anything."""
-    orders = (_to_channels_last(specs.lhs_spec), _to_channels_last(specs.out_spec), _from_hwio(specs))
-    return all(order == tuple(range(len(order))) for order in orders)
+    return lhs, g, tuple(int(i) for i in np.argsort(hwio))
 
 
 def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
     if not _compat.is_known(*problem.input_spatial):
         return lambda lhs, g: _transpose_rhs(lhs, g, out, params)
-    specs, sharding = params["dimension_numbers"], _compat.explicit_sharding(out)
+    specs, sharding = params["convolution"].dimension_numbers, _compat.explicit_sharding(out)
     return lambda lhs, g: conv_reference.conv_wgrad(lhs, g, problem, specs, sharding)
 
 
@@ -186,10 +153,15 @@ def _with_kernel(
     problem: ConvWgradProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
 ) -> Callable[..., jax.Array] | None:
     del out
-    specs = params["dimension_numbers"]
-    if _is_canonical(specs):
+    orders = _orders(params["convolution"].dimension_numbers)
+    if all(order == tuple(range(len(order))) for order in orders):
         return None
-    return lambda lhs, g: from_hwio(execute.call(custom_call, problem, *canonicalize(lhs, g, specs)), specs)
+
+    def between_transposes(lhs: jax.Array, g: jax.Array) -> jax.Array:
+        lhs_order, g_order, out_order = orders
+        return execute.call(custom_call, problem, lhs.transpose(lhs_order), g.transpose(g_order)).transpose(out_order)
+
+    return between_transposes
 
 
-lowering.define(conv_wgrad_p, problem_of, _with_xla, _with_kernel)
+lowering.define(conv_wgrad_p, _problem_of, _with_xla, _with_kernel)

@@ -10,10 +10,10 @@ from jax_splitk.ops import trace
 from jax_splitk.ops.lowering import choose
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning.select import Choice
+from jax_splitk.tuning.choice import Choice
 
 # As JAX names what it lowers for.
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +86,8 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     Raises:
       ValueError: another platform.
     """
-    if platform is not None and platform not in PLATFORMS:
-        raise ValueError(f"platform={platform!r}; accepted: None, {', '.join(map(repr, PLATFORMS))}")
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"platform={platform!r}; accepted: None, {', '.join(map(repr, _PLATFORMS))}")
     if platform is None:
         platform = local_platform()
     target = target_for(platform)

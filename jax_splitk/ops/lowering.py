@@ -17,23 +17,24 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
+from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import Choice, announce, select, xla
+from jax_splitk.tuning.select import announce, select
 
-PLATFORMS = ("cpu", "cuda")
+_PLATFORMS = ("cpu", "cuda")
 
 
 # An equation's problem in canonical form, from the types of its operands and its parameters.
-ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
+_ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
 
 # Our primitives.
-PROBLEMS: dict[core.Primitive, ProblemOf] = {}
+PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
 
 
 def define(
     primitive: core.Primitive,
-    problem_of: ProblemOf,
+    problem_of: _ProblemOf,
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
 ) -> None:
@@ -41,7 +42,7 @@ def define(
 
     Args:
       primitive: its parameters include `options`, the caller's.
-      problem_of: see `ProblemOf`.
+      problem_of: see `_ProblemOf`.
       with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
         custom call; None where its operands and result are the primitive's as they are.
@@ -53,7 +54,7 @@ def define(
         with jax.disable_jit(False):  # else jit would call this again, for ever
             return jitted(primitive, **params)(*operands)
 
-    for platform in (*PLATFORMS, None):
+    for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
@@ -73,7 +74,7 @@ def jitted(primitive: core.Primitive, **params: Any) -> Callable[..., jax.Array]
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-def is_static(problem: Problem) -> bool:
+def _is_static(problem: Problem) -> bool:
     """Whether all of a problem's sizes are known: none is a symbolic dimension of jax.export."""
     values = [getattr(problem, field.name) for field in dataclasses.fields(problem)]
     return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
@@ -81,7 +82,7 @@ def is_static(problem: Problem) -> bool:
 
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
-    return problem.limit or (None if is_static(problem) else "symbolic shapes")
+    return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
 
 
 def choose(
@@ -100,14 +101,15 @@ def choose(
     """
     reason = only_xla(problem)
     if reason is not None:
-        return xla(problem, reason)
+        return Choice(problem, XLA, reason)
     if partitioned and options.implementation != "xla":
         if options.implementation is not None or options.config is not None:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
                 "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
             )
-        return xla(problem, "automatic partitioning over several devices; use jax.shard_map for a kernel on each")
+        why = "automatic partitioning over several devices; use jax.shard_map for a kernel on each"
+        return Choice(problem, XLA, why)
     return select(problem, target, options, measure=measure, final=final)
 
 

@@ -18,9 +18,9 @@ from jax_splitk.quantized.array import ZERO_INTEGERS
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
-from jax_splitk.tuning.options import Options, check_options, merged
+from jax_splitk.tuning.options import Options, settled
 
-X_DTYPES = (*problems.X_DTYPES, "float32")
+_X_DTYPES = (*problems.X_DTYPES, "float32")
 
 
 def quantized_matmul(
@@ -53,9 +53,7 @@ def quantized_matmul(
         kernels), a qwix QArray or an AQT QTensor.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
-      implementation: None (the best available; always works), "cutlass" (H200/H100 kernels), "host" (the CPU kernel)
-        or "xla".
-      config: a kernel family's `Config`, to bypass selection.
+      implementation, config: as in `conv_wgrad`.
       transposed: a second weight, `prepack(quantize(w.T, ...))` of shape [features, k], that stands for w in the
         cotangent of x, so that a kernel can compute it: the groups of w lie along what that product does not sum
         over, so its own packing serves no kernel there. It is quantized by itself, hence as close to the unquantized
@@ -73,34 +71,19 @@ def quantized_matmul(
         device can tell is raised at lowering.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
     """
-    options = merged(Options(config, implementation))
-    check_options("quantized_matmul", options)
+    options = settled("quantized_matmul", Options(config, implementation))
     x = jnp.asarray(x)
-    if x.dtype.name not in X_DTYPES:
-        raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(X_DTYPES)}")
+    if x.dtype.name not in _X_DTYPES:
+        raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
     leaves, layout = _leaves(w)
     k, features = layout.shape
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(f"x of shape {x.shape} and w of shape {layout.shape}; accepted: x of [..., {k}]")
-    natural = quantized_reference.widened(x.dtype)
-    preferred = natural if preferred_element_type is None else preferred_element_type
+    preferred = quantized_reference.widened(x.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
-    back_leaves, back = None, None
-    if transposed is not None:
-        if not isinstance(transposed, PackedWeight):
-            raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
-        back_leaves, back_layout = _leaves(transposed)
-        if back_layout.shape != (features, k):
-            raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {(features, k)}, that of w.T")
-        back = _Back(back_layout, dataclasses.replace(options, config=None))
-    limit = problems.limit(x.shape, x.dtype.name, layout.shape, layout.version)
-    if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
-        asked = f"config={config!r}" if config is not None else f"implementation={options.implementation!r}"
-        raise NotImplementedError(f"{asked}: {limit}. Or use implementation=None or 'xla'.")
-    # All vary over the mesh axes that any varies over, so that AD sums their cotangents over them.
-    operands = (x, *leaves, back_leaves)
-    every = jax.tree.leaves(operands)
-    x, *arguments = jax.tree.map(lambda leaf: _compat.vary_like(leaf, *every), operands)
+    back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, options)
+    _check_limit(x, layout, options)
+    x, *arguments = _compat.vary_alike((x, *leaves, back_leaves))
     integer_zeros = isinstance(w, PackedWeight) and w.zero_dtype in ZERO_INTEGERS
     call = _Call(layout, x.dtype, out_dtype, options, back, integer_zeros)
     out = _matmul_jitted(call, x.reshape(-1, k), *arguments)
@@ -140,6 +123,24 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
     q = per_feature(w)
     layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)
     return (q.qvalue, q.scale, q.zero_point), layout
+
+
+def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, _Back]:
+    """`_leaves` of the weight that stands for w in the cotangent of x, and the rest."""
+    if not isinstance(transposed, PackedWeight):
+        raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
+    leaves, back_layout = _leaves(transposed)
+    accepted = layout.shape[::-1]
+    if back_layout.shape != accepted:
+        raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {accepted}, that of w.T")
+    return leaves, _Back(back_layout, dataclasses.replace(options, config=None))
+
+
+def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
+    limit = problems.refusal(x.shape, x.dtype.name, layout.shape, layout.version)
+    if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
+        given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
+        raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")
 
 
 # ---- the product and its cotangents ----------------------------------------------------------------------------------

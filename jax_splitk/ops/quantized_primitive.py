@@ -1,7 +1,7 @@
 """The `quantized_matmul` primitive: its type, its transformation rules and its lowering.
 
 Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
-one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.limit`) is lowered to
+one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.refusal`) is lowered to
 XLA's product, like any other fallback. A batch of activations alone widens n. A batch of weights stays until lowering,
 where the choice is made for the product with one of them: a kernel runs once for each (one after the other, each fills
 the device), XLA multiplies them all at once.
@@ -31,7 +31,7 @@ def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: 
     return quantized_matmul_p.bind(x, *present, layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
 
 
-def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmulProblem:
+def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmulProblem:
     """The problem of an equation, of one of its weights if it has a batch of them."""
     x, _, scale, *zero_point = avals
     layout: Layout = params["layout"]
@@ -150,4 +150,4 @@ def _with_kernel(
     return one_by_one
 
 
-lowering.define(quantized_matmul_p, problem_of, _with_xla, _with_kernel)
+lowering.define(quantized_matmul_p, _problem_of, _with_xla, _with_kernel)

@@ -15,13 +15,15 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import agreement, store, tuner, watch
+from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.result import TuningResult
+from jax_splitk.tuning.search import ranked
+from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 
 def tune(
@@ -82,12 +84,17 @@ def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: b
     found: dict[Key, Entry] = {}
     for i, (problem, limit) in enumerate(wanted):
         key = key_for(problem, target)
-        if not tuner.ranked(key, limit):
+        if not ranked(key, limit):
             continue  # only XLA can compute it: nothing to decide
         if sys.stderr.isatty() and len(wanted) > 1:
             print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
-        _, entry = agreement.agree(key, limit, lambda key=key, limit=limit: _one(key, limit, budget, again))
-        watch.decided(key, entry)
+        _, entry = agreement.agree(key, limit, lambda key=key, limit=limit: decide.tuned(key, limit, budget, again)[0])
+        session().decided(key, entry)
+        if key in session().unsaved:
+            where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
+            _logger.warning(
+                "%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where
+            )
         if entry is not None:
             found[key] = merge(found.get(key), entry)
     return TuningResult(tuple(found.items()))
@@ -102,17 +109,3 @@ def _seconds(value: Any) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"seconds={value!r}; accepted: None or a number above 0")
     return number
-
-
-def _one(key: Key, workspace_limit: int, seconds: float | None, again: bool) -> Entry:
-    held = [entry for entry, _ in store.found(key)]
-    for entry in () if again else held:
-        if entry.is_searched(workspace_limit) and entry.best(key, workspace_limit) is not None:
-            return entry
-    entry = tuner.tune(key, workspace_limit, held[0] if held else None, seconds)
-    if not store.save(key, entry):
-        logger.warning(
-            "%s: measured, but not stored (JAX_SPLITK_CACHE_MODE=%s, %s): the TuningResult alone has it",
-            *(key.problem, disk.mode(), disk.cache_dir()),
-        )
-    return entry

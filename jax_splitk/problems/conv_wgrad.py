@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.runtime.arguments import quoted, require
+
 Pairs = tuple[tuple[int, int], ...]
 
 # Of a convolution's operands and of its weight gradient.
@@ -51,42 +53,25 @@ class ConvWgradProblem:
         For problems that come from files or command lines; those that come from arrays are right by construction.
         """
         rank = len(self.input_spatial) if isinstance(self.input_spatial, tuple) else 0
-        vectors = ("output_spatial", "kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
-        counts = ("batch", "in_channels", "out_channels", "feature_group_count", "batch_group_count")
-        if not 1 <= rank <= 3:
-            raise ValueError(f"input_spatial={self.input_spatial!r}; accepted: one to three integers of at least 0")
-        for name in ("input_spatial", *vectors):
-            value = getattr(self, name)
-            least = 0 if name in ("input_spatial", "output_spatial") else 1
-            if not _integers(value, least) or len(value) != rank:
-                raise ValueError(f"{name}={value!r}; accepted: {rank or 'one to three'} integers of at least {least}")
-        for name in counts:
-            least = 0 if name == "batch" else 1
-            if not _integers((getattr(self, name),), least):
-                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: an integer of at least {least}")
-        if (
-            not isinstance(self.padding, tuple)
-            or len(self.padding) != rank
-            or not all(isinstance(pair, tuple) and len(pair) == 2 and _integers(pair, None) for pair in self.padding)
-        ):
-            raise ValueError(f"padding={self.padding!r}; accepted: {rank} pairs of integers")
+        require(1 <= rank <= 3, f"input_spatial={self.input_spatial!r}", "one to three integers of at least 0")
+        window = ("kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
+        for name in ("input_spatial", "output_spatial", *window):
+            value, least = getattr(self, name), int(name in window)
+            valid = _integers(value, least) and len(value) == rank
+            require(valid, f"{name}={value!r}", f"{rank} integers of at least {least}")
+        for name in ("batch", "in_channels", "out_channels", "feature_group_count", "batch_group_count"):
+            value, least = getattr(self, name), int(name != "batch")
+            require(_integers((value,), least), f"{name}={value!r}", f"an integer of at least {least}")
+        pairs = self.padding if isinstance(self.padding, tuple) else ()
+        valid = len(pairs) == rank and all(_integers(pair, None) and len(pair) == 2 for pair in pairs)
+        require(valid, f"padding={self.padding!r}", f"{rank} pairs of integers")
         for name in ("dtype", "out_dtype"):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in DTYPES:
-                raise ValueError(f"{name}={value!r}; accepted: {', '.join(map(repr, DTYPES))}")
+            require(isinstance(value, str) and value in DTYPES, f"{name}={value!r}", quoted(DTYPES))
         parts = self.precision.split(",") if isinstance(self.precision, str) else []
-        if len(parts) not in (1, 2) or len(set(parts)) != len(parts) or not set(parts) <= set(PRECISIONS):
-            accepted = f"{', '.join(map(repr, PRECISIONS))} or two different ones, 'lhs,rhs'"
-            raise ValueError(f"precision={self.precision!r}; accepted: {accepted}")
-        if min(self.feature_group_count, self.batch_group_count) > 1:
-            both = f"feature_group_count={self.feature_group_count}, batch_group_count={self.batch_group_count}"
-            raise ValueError(f"{both}; accepted: only one of them above 1")
-        if self.in_channels % self.feature_group_count or self.out_channels % self.feature_group_count:
-            raise ValueError(f"feature_group_count={self.feature_group_count}; accepted: a divisor of the channels")
-        if self.batch % self.batch_group_count or self.out_channels % self.batch_group_count:
-            raise ValueError(
-                f"batch_group_count={self.batch_group_count}; accepted: a divisor of the batch and of out_channels"
-            )
+        valid = len(parts) in (1, 2) and len(set(parts)) == len(parts) and set(parts) <= set(PRECISIONS)
+        require(valid, f"precision={self.precision!r}", f"{quoted(PRECISIONS)} or two different ones, 'lhs,rhs'")
+        self._validate_groups()
         expected = conv_output_spatial(
             self.input_spatial,
             self.kernel_spatial,
@@ -97,6 +82,15 @@ class ConvWgradProblem:
         )
         if self.output_spatial != expected:
             raise ValueError(f"output_spatial={self.output_spatial}; the convolution gives {expected}")
+
+    def _validate_groups(self) -> None:
+        groups, batch_groups = self.feature_group_count, self.batch_group_count
+        both, channels = f"feature_group_count={groups}, batch_group_count={batch_groups}", self.out_channels
+        require(min(groups, batch_groups) == 1, both, "only one of them above 1")
+        valid = self.in_channels % groups == 0 and channels % groups == 0
+        require(valid, f"feature_group_count={groups}", "a divisor of the channels")
+        valid = self.batch % batch_groups == 0 and channels % batch_groups == 0
+        require(valid, f"batch_group_count={batch_groups}", "a divisor of the batch and of out_channels")
 
     @property
     def rank(self) -> int:
@@ -137,7 +131,7 @@ class ConvWgradProblem:
         return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
 
     @property
-    def limit(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why no kernel on any platform takes it: each family says for itself."""
         return None
 
@@ -154,22 +148,16 @@ class ConvWgradProblem:
         return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
 
     def __str__(self) -> str:
-        def times(values: tuple[int, ...]) -> str:
-            return "x".join(map(str, values))
-
-        text = (
-            f"conv_wgrad {self.dtype}->{self.out_dtype} lhs {times(self.lhs_shape)} g {times(self.g_shape)} "
-            f"kernel {times(self.kernel_spatial)} stride {times(self.window_strides)}"
-        )
-        if any(d != 1 for d in self.lhs_dilation):
-            text += f" lhs_dilation {times(self.lhs_dilation)}"
-        if any(d != 1 for d in self.rhs_dilation):
-            text += f" rhs_dilation {times(self.rhs_dilation)}"
-        if self.feature_group_count != 1:
-            text += f" groups {self.feature_group_count}"
-        if self.batch_group_count != 1:
-            text += f" batch_groups {self.batch_group_count}"
-        return text
+        sizes = {"lhs": self.lhs_shape, "g": self.g_shape, "kernel": self.kernel_spatial, "stride": self.window_strides}
+        optional = {
+            "lhs_dilation": self.lhs_dilation,
+            "rhs_dilation": self.rhs_dilation,
+            "groups": (self.feature_group_count,),
+            "batch_groups": (self.batch_group_count,),
+        }
+        sizes |= {name: values for name, values in optional.items() if set(values) != {1}}
+        said = [f"{name} {'x'.join(map(str, values))}" for name, values in sizes.items()]
+        return " ".join([f"conv_wgrad {self.dtype}->{self.out_dtype}", *said])
 
 
 def _integers(values: object, least: int | None) -> bool:

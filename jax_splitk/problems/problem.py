@@ -21,7 +21,7 @@ class Problem(Protocol):
     def out_dtype(self) -> str: ...
 
     @property
-    def limit(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why no kernel on any platform takes it, None where one may."""
         ...
 

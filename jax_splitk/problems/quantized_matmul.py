@@ -8,13 +8,14 @@ from jax import numpy as jnp
 
 from jax_splitk.quantized.array import GROUP_SIZES
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
-from jax_splitk.quantized.packing import LAYOUT_VERSION, TILE
+from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
+from jax_splitk.runtime.arguments import quoted, require
 
 X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def limit(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
+def refusal(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
     """Why no kernel on any platform takes x [..., k] and w [k, features]; None where one may.
 
     `layout` is that of a packed weight, None for one that is not packed. A symbolic size is taken for a positive one.
@@ -31,7 +32,7 @@ def limit(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: 
 class QuantizedMatmulProblem:
     """x @ w for an activation x [rows, k] and a packed weight w [k, features] (`prepack`, `LAYOUT_VERSION`).
 
-    Products that are XLA's on every platform (see `limit`) are described too, so that they appear where the others do.
+    Products that are XLA's on every platform (see `refusal`) are described too, to appear where the others do.
 
     As the kernels see it, it is D[m, n] = sum over k of A[m, k] B[k, n] with A the transposed weight (m over features),
     B the transposed activation (n over rows): see `gemm_shape`. The result is [rows, features].
@@ -69,8 +70,8 @@ class QuantizedMatmulProblem:
         """
         for name, least in (("rows", 0), ("k", 1), ("features", 1), ("group_size", 1)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value < 2**40:
-                raise ValueError(f"{name}={value!r}; accepted: an integer of at least {least}")
+            valid = type(value) is int and least <= value < 2**40
+            require(valid, f"{name}={value!r}", f"an integer of at least {least}")
         names = {
             "x_dtype": X_DTYPES,
             "out_dtype": OUT_DTYPES,
@@ -79,22 +80,18 @@ class QuantizedMatmulProblem:
             "zero_dtype": ("none", *SCALE_DTYPES),
         }
         for name, accepted in names.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}")
-        if self.zero_dtype != "none" and not FORMATS[self.qtype].integer:
-            raise ValueError(f"zero_dtype={self.zero_dtype!r} with {self.qtype}; accepted: 'none', for this format")
-        if self.group_size not in (*GROUP_SIZES, self.k):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"group_size={self.group_size}; accepted: {sizes} or k={self.k}")
-        if self.k % self.group_size:
-            raise ValueError(f"group_size={self.group_size}; accepted: a divisor of k={self.k}")
-        if self.layout != LAYOUT_VERSION:
-            raise ValueError(f"layout={self.layout!r}; accepted: {LAYOUT_VERSION}")
+            require(getattr(self, name) in accepted, f"{name}={getattr(self, name)!r}", quoted(accepted))
+        valid = self.zero_dtype == "none" or FORMATS[self.qtype].integer
+        require(valid, f"zero_dtype={self.zero_dtype!r} with {self.qtype}", "'none', for this format")
+        valid = self.group_size in (*GROUP_SIZES, self.k)
+        require(valid, f"group_size={self.group_size}", f"{', '.join(map(str, GROUP_SIZES))} or k={self.k}")
+        require(self.k % self.group_size == 0, f"group_size={self.group_size}", f"a divisor of k={self.k}")
+        require(self.layout == LAYOUT_VERSION, f"layout={self.layout!r}", f"{LAYOUT_VERSION}")
 
     @property
-    def limit(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why no kernel on any platform takes the operands; None where one may."""
-        return limit(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
+        return refusal(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
 
     @property
     def bits(self) -> int:
@@ -104,17 +101,17 @@ class QuantizedMatmulProblem:
     @property
     def feature_tiles(self) -> int:
         """Tiles of 64 features in the packed weight."""
-        return -(-self.features // TILE)
+        return tiles(self.features)
 
     @property
     def k_tiles(self) -> int:
         """Tiles of 64 k in the packed weight."""
-        return -(-self.k // TILE)
+        return tiles(self.k)
 
     @property
     def groups(self) -> int:
         """Groups in the packed scales: those of the padded k, or one per channel."""
-        return 1 if self.group_size == self.k else self.k_tiles * TILE // self.group_size
+        return packed_groups(self.k, self.group_size)
 
     @property
     def x_shape(self) -> tuple[int, int]:
@@ -123,12 +120,12 @@ class QuantizedMatmulProblem:
     @property
     def words_shape(self) -> tuple[int, int, int]:
         """Of the packed elements, uint32."""
-        return (self.feature_tiles, self.k_tiles, TILE * TILE * self.bits // 32)
+        return packed_shapes((self.k, self.features), self.bits, self.group_size)[0]
 
     @property
     def scale_shape(self) -> tuple[int, int, int]:
         """Of the packed scales and zero points."""
-        return (self.feature_tiles, self.groups, TILE)
+        return packed_shapes((self.k, self.features), self.bits, self.group_size)[1]
 
     @property
     def out_shape(self) -> tuple[int, int]:

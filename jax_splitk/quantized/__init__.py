@@ -1,12 +1,6 @@
-"""Weights of few bits: quantization and the layout of the kernels.
+"""Weights of few bits: quantization and the layout of the kernels. The product is in `jax_splitk.ops`."""
 
-The product, `jax_splitk.quantized_matmul`, is in the module `matmul`, which is not imported here: kernels import this
-package, and the product is what selects among them.
-"""
+from jax_splitk.quantized.array import QuantizedArray, dequantize, quantize
+from jax_splitk.quantized.packing import PackedWeight, prepack, unpack
 
-from jax_splitk.quantized.array import QuantizedArray as QuantizedArray
-from jax_splitk.quantized.array import dequantize as dequantize
-from jax_splitk.quantized.array import quantize as quantize
-from jax_splitk.quantized.packing import PackedWeight as PackedWeight
-from jax_splitk.quantized.packing import prepack as prepack
-from jax_splitk.quantized.packing import unpack as unpack
+__all__ = ["PackedWeight", "QuantizedArray", "dequantize", "prepack", "quantize", "unpack"]

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
-from jax_splitk.runtime.arguments import dtype_of, integer
+from jax_splitk.runtime.arguments import dtype_of, integer, require
 
 GROUP_SIZES = (32, 64, 128)
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -100,18 +100,15 @@ def as_quantized(w: Any) -> QuantizedArray:
     if name not in FORMATS or qvalue.dtype != FORMATS[name].storage:
         stored = ", ".join(sorted({fmt.storage.name for fmt in FORMATS.values()}))
         raise TypeError(f"qvalue of dtype {qvalue.dtype} and qtype {name!r}; accepted: {stored} (uint4 for 'nf4')")
-    if scale.dtype.name not in SCALE_DTYPES:
-        raise TypeError(f"scale of dtype {scale.dtype}; accepted: {', '.join(SCALE_DTYPES)}")
+    require(scale.dtype.name in SCALE_DTYPES, f"scale of dtype {scale.dtype}", ", ".join(SCALE_DTYPES), TypeError)
     if scale.ndim != qvalue.ndim or any(n % s if s else n for n, s in zip(qvalue.shape, scale.shape, strict=True)):
         raise ValueError(f"scale {scale.shape} of qvalue {qvalue.shape}; accepted: the same rank, sizes that divide it")
     if zero_point is not None:
-        if not FORMATS[name].integer:
-            raise ValueError(f"zero_point of shape {zero_point.shape} with {name}; accepted: None, for this format")
-        if zero_point.shape != scale.shape:
-            raise ValueError(f"zero_point of shape {zero_point.shape}; accepted: scale's shape {scale.shape}")
-        if zero_point.dtype.name not in (*ZERO_INTEGERS, *SCALE_DTYPES):
-            accepted = ", ".join((*ZERO_INTEGERS, *SCALE_DTYPES))
-            raise TypeError(f"zero_point of dtype {zero_point.dtype}; accepted: {accepted}")
+        given = f"zero_point of shape {zero_point.shape}"
+        require(FORMATS[name].integer, f"{given} with {name}", "None, for this format")
+        require(zero_point.shape == scale.shape, given, f"scale's shape {scale.shape}")
+        accepted, dtype = (*ZERO_INTEGERS, *SCALE_DTYPES), zero_point.dtype
+        require(dtype.name in accepted, f"zero_point of dtype {dtype}", ", ".join(accepted), TypeError)
     return QuantizedArray(qvalue, scale, zero_point, name)
 
 
@@ -155,31 +152,34 @@ def quantize(
         such form.
     """
     fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
-    if not jnp.issubdtype(w.dtype, jnp.floating):
-        raise TypeError(f"w of dtype {w.dtype}; accepted: a floating dtype")
-    if w.ndim == 0:
-        raise ValueError("w of rank 0; accepted: a rank of at least 1")
-    along = integer(axis)
-    if along is None or not -w.ndim <= along < w.ndim:
-        raise ValueError(f"axis={axis!r} of an array of rank {w.ndim}; accepted: {-w.ndim} to {w.ndim - 1}")
+    require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
+    along, group = _grouping(w.shape, axis, group_size)
     if scale_dtype is None:
         scale_dtype = w.dtype if w.dtype.name in SCALE_DTYPES else jnp.float32
     scales = dtype_of("scale_dtype", scale_dtype, SCALE_DTYPES)
-    if not isinstance(symmetric, bool):
-        raise TypeError(f"symmetric={symmetric!r}; accepted: True or False")
-    if symmetric and fmt.name == "uint4":
-        raise ValueError("symmetric=True with uint4, which has no negative values; accepted: symmetric=False, or int4")
-    if not symmetric and not fmt.integer:
-        raise ValueError(f"symmetric=False with {fmt.name}; accepted: symmetric=True (only integers have zero points)")
-    along %= w.ndim
-    size = w.shape[along]
-    group = size if group_size is None else integer(group_size) or 0
-    if (group_size is not None and group not in GROUP_SIZES) or group < 1 or size % group:
-        raise ValueError(
-            f"group_size={group_size!r} of {size} elements along axis {along}; accepted: "
-            f"{', '.join(map(str, GROUP_SIZES))} where it divides them, None for all (at least one)"
-        )
+    require(isinstance(symmetric, bool), f"symmetric={symmetric!r}", "True or False", TypeError)
+    unsigned = "symmetric=True with uint4, which has no negative values"
+    require(not symmetric or fmt.name != "uint4", unsigned, "symmetric=False, or int4")
+    valid = symmetric or fmt.integer
+    require(valid, f"symmetric=False with {fmt.name}", "symmetric=True (only integers have zero points)")
     return _quantize(w, fmt, group, along, symmetric, scales.name)
+
+
+def _grouping(shape: tuple[int, ...], axis: int, group_size: int | None) -> tuple[int, int]:
+    """(axis, elements along it that share a scale) from what the user gave."""
+    rank, along = len(shape), integer(axis)
+    require(rank > 0, "w of rank 0", "a rank of at least 1")
+    if along is None or not -rank <= along < rank:
+        raise ValueError(f"axis={axis!r} of an array of rank {rank}; accepted: {-rank} to {rank - 1}")
+    along %= rank
+    size = shape[along]
+    group = size if group_size is None else integer(group_size) or 0
+    require(
+        (group_size is None or group in GROUP_SIZES) and group > 0 and size % group == 0,
+        f"group_size={group_size!r} of {size} elements along axis {along}",
+        f"{', '.join(map(str, GROUP_SIZES))} where it divides them, None for all (at least one)",
+    )
+    return along, group
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

@@ -25,8 +25,10 @@ from jax import numpy as jnp
 
 from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, as_quantized
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
+from jax_splitk.runtime.arguments import require
 
 LAYOUT_VERSION = 1
+_Shape3 = tuple[int, int, int]
 TILE = 64
 
 # How the two dimensions of a tile split, k first, then features, and the order of the parts in memory. The last parts
@@ -104,12 +106,12 @@ def prepack(q: Any) -> PackedWeight:
     given = as_quantized(q)
     spread = _spread(given)
     k = spread.shape[0]
-    if spread.group_size not in (*GROUP_SIZES, k):
-        along = given.group_size // spread.group_size
-        raise ValueError(
-            f"groups of {spread.group_size} along axis 0 and {along} along axis 1; accepted: "
-            f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0"
-        )
+    along = given.group_size // spread.group_size
+    require(
+        spread.group_size in (*GROUP_SIZES, k),
+        f"groups of {spread.group_size} along axis 0 and {along} along axis 1",
+        f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0",
+    )
     return _prepack(spread)
 
 
@@ -165,10 +167,9 @@ def per_feature(q: Any) -> QuantizedArray:
 
 
 def _spread(q: QuantizedArray) -> QuantizedArray:
-    if q.ndim != 2:
-        raise ValueError(f"a weight of shape {q.shape}; accepted: [k, features] (jax.vmap for a batch of weights)")
-    if q.shape[0] < 1:
-        raise ValueError(f"a weight of shape {q.shape}; accepted: k of at least 1")
+    given = f"a weight of shape {q.shape}"
+    require(q.ndim == 2, given, "[k, features] (jax.vmap for a batch of weights)")
+    require(q.shape[0] > 0, given, "k of at least 1")
     if q.shape[1] == q.scale.shape[1]:
         return q
     repeats = q.shape[1] // q.scale.shape[1]
@@ -180,28 +181,23 @@ def _spread(q: QuantizedArray) -> QuantizedArray:
 def checked(packed: PackedWeight) -> PackedWeight:
     """`packed`, if it is one whose leaves have their dtypes (else TypeError) and belong to its static part (else
     ValueError)."""
-    if not isinstance(packed, PackedWeight):
-        raise TypeError(f"packed of type {type(packed).__name__}; accepted: PackedWeight")
-    if packed.layout != LAYOUT_VERSION:
-        raise ValueError(f"a PackedWeight of layout {packed.layout}; accepted: {LAYOUT_VERSION}; pack it again")
-    k, features = packed.shape
-    if packed.qtype not in FORMATS:
-        raise ValueError(f"a PackedWeight of qtype {packed.qtype!r}; accepted: {', '.join(FORMATS)}")
-    if packed.group_size not in (*GROUP_SIZES, k) or packed.group_size < 1 or k % packed.group_size:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(
-            f"a PackedWeight of shape {packed.shape} with group_size {packed.group_size}; accepted: {sizes} where it "
-            f"divides k, or k (at least 1)"
-        )
-    words = (_tiles(features), _tiles(k), TILE * TILE * FORMATS[packed.qtype].bits // 32)
-    scale = (_tiles(features), _padded_groups(k, packed.group_size), TILE)
+    require(isinstance(packed, PackedWeight), f"packed of type {type(packed).__name__}", "PackedWeight", TypeError)
+    layout, (k, _) = packed.layout, packed.shape
+    require(layout == LAYOUT_VERSION, f"a PackedWeight of layout {layout}", f"{LAYOUT_VERSION}; pack it again")
+    require(packed.qtype in FORMATS, f"a PackedWeight of qtype {packed.qtype!r}", ", ".join(FORMATS))
+    given = f"a PackedWeight of shape {packed.shape}"
+    group = packed.group_size
+    valid = group in (*GROUP_SIZES, k) and group > 0 and k % group == 0
+    sizes = ", ".join(map(str, GROUP_SIZES))
+    require(valid, f"{given} with group_size {group}", f"{sizes} where it divides k, or k (at least 1)")
+    words, scale = packed_shapes(packed.shape, FORMATS[packed.qtype].bits, group)
     zero_point = None if packed.zero_point is None else tuple(packed.zero_point.shape)
-    if tuple(packed.words.shape) != words or tuple(packed.scale.shape) != scale or zero_point not in (None, scale):
-        raise ValueError(
-            f"a PackedWeight of shape {packed.shape} with words {tuple(packed.words.shape)}, scale "
-            f"{tuple(packed.scale.shape)} and zero_point {zero_point}; accepted: {words}, {scale} and {scale} or None "
-            "(jax.vmap for a batch of weights)"
-        )
+    shapes = (tuple(packed.words.shape), tuple(packed.scale.shape), zero_point)
+    require(
+        shapes in ((words, scale, None), (words, scale, scale)),
+        f"{given} with words {shapes[0]}, scale {shapes[1]} and zero_point {zero_point}",
+        f"{words}, {scale} and {scale} or None (jax.vmap for a batch of weights)",
+    )
     floats = [leaf.dtype for leaf in (packed.scale, packed.zero_point) if leaf is not None]
     if packed.words.dtype != jnp.uint32 or any(dtype.name not in SCALE_DTYPES for dtype in floats):
         raise TypeError(
@@ -211,10 +207,27 @@ def checked(packed: PackedWeight) -> PackedWeight:
     return packed
 
 
+def tiles(size: int) -> int:
+    """Tiles of 64 that hold so many features or k."""
+    return -(-size // TILE)
+
+
+def packed_groups(k: int, group_size: int) -> int:
+    """Groups in packed scales: those of the padded k, or the one group of a weight quantized per channel."""
+    return 1 if group_size == k else tiles(k) * TILE // group_size
+
+
+def packed_shapes(shape: tuple[int, int], bits: int, group_size: int) -> tuple[_Shape3, _Shape3]:
+    """Shapes of the packed words and scales of a weight [k, features]."""
+    k, features = shape
+    words = (tiles(features), tiles(k), TILE * TILE * bits // 32)
+    return words, (tiles(features), packed_groups(k, group_size), TILE)
+
+
 def pack_codes(fmt: Format, codes: jax.Array) -> jax.Array:
     """uint32 codes [k, features] to words [tiles of features, tiles of k, words]."""
     k, features = codes.shape
-    kt, mt = _tiles(k), _tiles(features)
+    kt, mt = tiles(k), tiles(features)
     padding = ((0, kt * TILE - k), (0, mt * TILE - features))
     codes = jnp.pad(codes, padding, constant_values=np.uint32(fmt.zero_code))
     codes = codes.reshape(kt, *_SPLIT_K, mt, *_SPLIT_FEATURES).transpose(_ORDER[fmt.bits])
@@ -235,7 +248,7 @@ def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.A
 def pack_groups(x: jax.Array, k: int, group_size: int) -> jax.Array:
     """Scales or zero points [groups, features] to [tiles of features, padded groups, 64]; its inverse's adjoint."""
     groups, features = x.shape
-    mt, padded = _tiles(features), _padded_groups(k, group_size)
+    mt, padded = tiles(features), packed_groups(k, group_size)
     x = jnp.pad(x, ((0, padded - groups), (0, mt * TILE - features)))
     return x.reshape(padded, mt, *_SPLIT_FEATURES).transpose(1, 0, 2, 4, 3).reshape(mt, padded, TILE)
 
@@ -246,15 +259,6 @@ def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
     block, half, g = _SPLIT_FEATURES
     x = x.reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)
     return x[:groups, :features]
-
-
-def _tiles(size: int) -> int:
-    return -(-size // TILE)
-
-
-def _padded_groups(k: int, group_size: int) -> int:
-    """Groups that a kernel sees: of the padded k, or the one group of a weight quantized per channel."""
-    return 1 if group_size == k else _tiles(k) * TILE // group_size
 
 
 def _shifts(fmt: Format) -> jax.Array:

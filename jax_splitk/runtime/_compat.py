@@ -13,11 +13,6 @@ def aval_vma(aval: Any) -> frozenset[str]:
     return frozenset(getattr(manual, "varying", ()))
 
 
-def vma(x: Any) -> frozenset[str]:
-    """`aval_vma` of a value."""
-    return aval_vma(jax.typeof(x))
-
-
 def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A type of another shape and dtype that varies over the same mesh axes and is not sharded by type."""
     sharding = aval.sharding
@@ -37,11 +32,15 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """Marks `x` as varying over every mesh axis that `others` vary over, so that AD sums its cotangent over them."""
-    missing = frozenset().union(*(vma(other) for other in others)) - vma(x)
-    if not missing:
-        return x
-    axes = tuple(sorted(missing))
-    return jax.lax.pcast(x, axes, to="varying")
+    wanted, varying = (frozenset().union(*(aval_vma(jax.typeof(y)) for y in of)) for of in (others, (x,)))
+    missing = tuple(sorted(wanted - varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(operands: Any) -> Any:
+    """The pytree with each of its arrays varying over every mesh axis that any of them varies over."""
+    every = jax.tree.leaves(operands)
+    return jax.tree.map(lambda x: vary_like(x, *every), operands)
 
 
 def is_automatically_partitioned(ctx: Any) -> bool:

@@ -1,7 +1,7 @@
 """Arguments of the public functions: what they must be, in errors that name them and their values."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,17 @@ def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np
         names = "a floating dtype" if accepted is None else ", ".join(accepted)
         raise TypeError(f"{name}={value!r}; accepted: {names}")
     return dtype
+
+
+def require(valid: bool, given: str, accepted: str, error: type[Exception] = ValueError) -> None:
+    """Raises `error`, which says what was given and what is accepted, unless `valid`."""
+    if not valid:
+        raise error(f"{given}; accepted: {accepted}")
+
+
+def quoted(names: Iterable[str]) -> str:
+    """'one', 'other'"""
+    return ", ".join(map(repr, names))
 
 
 def wider(one: DTypeLike, other: DTypeLike) -> np.dtype:

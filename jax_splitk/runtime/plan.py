@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.runtime import compiler
+from jax_splitk.runtime.source import Source
 
 # Names of the custom calls; a name ends in the version of its attributes.
 LAUNCH_TARGET = "jax_splitk_launch_v2"
@@ -38,25 +39,17 @@ L2_PROMOTION_256B = 3
 
 @dataclasses.dataclass(frozen=True)
 class CustomCall:
-    """An FFI custom call: its versioned target, attributes (plain data) and workspace size in bytes."""
+    """An FFI custom call: its versioned target, attributes (plain data) and workspace size in bytes.
+
+    It is also the plan of a host family: a C++ handler that runs on XLA's own threads has nothing to compile.
+    """
 
     target: str
     attributes: Mapping[str, Any]
     workspace_bytes: int
 
-
-@dataclasses.dataclass(frozen=True)
-class HostPlan:
-    """A call of a C++ handler that runs on XLA's own threads; nothing to compile."""
-
-    call: CustomCall
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.call.workspace_bytes
-
-    def custom_call(self) -> CustomCall:
-        return self.call
+    def custom_call(self) -> "CustomCall":
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +162,7 @@ class Launch:
 class DevicePlan:
     """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
 
-    source: compiler.Source
+    source: Source
     buffers: tuple[Buffer, ...]
     maps: tuple[TiledMap | Im2colMap, ...]
     launches: tuple[Launch, ...]

@@ -75,7 +75,7 @@ def _hardware_threads() -> int:
     return os.cpu_count() or 1
 
 
-def hopper_limit(target: Target | None) -> str | None:
+def hopper_refusal(target: Target | None) -> str | None:
     """Why kernels for Hopper cannot run on `target`; None where they can, or for no target in particular."""
     if target is None or target.is_hopper:
         return None

@@ -1,13 +1,12 @@
 """Several processes of one job must lower the same program: process 0 decides and tells the others.
 
 Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
-problem; then process 0 publishes its decision in the key-value store of `jax.distributed`. When the barrier does not
-hold everybody falls back to the deterministic choice, so that two processes never lower different configs, on machines
-of one kind (the cost model counts their cores, and they are part of the key). At a second barrier they tell what keeps
-them from the kernel that was chosen, such as a missing compiler: XLA is left to all then.
+problem; then process 0 publishes its entry in the key-value store of `jax.distributed`. When the barrier does not hold
+everybody falls back to the shipped table and the cost model, so that two processes never lower different configs, on
+machines of one kind. At a second barrier they tell what keeps them from the kernel that was chosen, such as a missing
+compiler: XLA is left to all then.
 """
 
-import collections
 import hashlib
 import json
 import logging
@@ -15,10 +14,12 @@ from collections.abc import Callable
 
 from jax_splitk.runtime import _compat, settings
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning.entry import Candidate, Entry, InvalidEntry
+from jax_splitk.tuning.choice import Candidate
+from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 _MISS = "miss"
 
@@ -29,9 +30,9 @@ _DECISION_MS = 3_600_000
 def timeout_seconds() -> float:
     """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at a barrier for all others to come.
 
-    There are two for each problem: before the decision, where a process that waited in vain takes the deterministic
-    choice, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
-    0's decision, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
+    There are two for each problem: before process 0 decides, where a process that waited in vain takes what all have
+    alike, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
+    0's entry, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
     """
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
 
@@ -40,12 +41,6 @@ def needed() -> bool:
     """Whether this process is one of several."""
     client, _, processes = _compat.distributed()
     return client is not None and processes > 1
-
-
-_rounds: collections.Counter[str] = collections.Counter()
-
-# Digests of the keys that this process decided by itself: it need not wait for the others a second time.
-_alone: set[str] = set()
 
 
 def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
@@ -57,15 +52,15 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
     if client is None or processes == 1:
         return True, decide()
     # A name serves once: the key-value store refuses to set a key again.
-    asked = f"{key.digest}/{workspace_limit}"
-    name = f"jax_splitk/{asked}/{_rounds[asked]}"
-    _rounds[asked] += 1
+    asked = f"jax_splitk/{key.digest}/{workspace_limit}"
+    session().rounds[asked] += 1
+    name = f"{asked}/{session().rounds[asked]}"
     wait_ms = int(timeout_seconds() * 1000)
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
-        logger.warning("%s: the processes did not agree (%s); the deterministic choice is used", key.problem, error)
-        _alone.add(key.digest)
+        _logger.warning("%s: the processes did not agree (%s); no cache is asked", key.problem, error)
+        session().alone.add(key.digest)
         return False, None
     if process == 0:
         entry = None
@@ -93,7 +88,7 @@ def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     Each process asks once, with what keeps itself. Where not all of them ask, its own obstacle is the answer.
     """
     client, process, processes = _compat.distributed()
-    if client is None or processes == 1 or key.digest in _alone:
+    if client is None or processes == 1 or key.digest in session().alone:
         return own
     which = hashlib.sha256(json.dumps(chosen.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
     name = f"jax_splitk/{key.digest}/{which}"
@@ -102,7 +97,7 @@ def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     try:
         client.wait_at_barrier(f"{name}/compiled", int(timeout_seconds() * 1000))
     except Exception as error:
-        logger.warning("%s: not all processes have compiled %s (%s)", key.problem, chosen, error)
+        _logger.warning("%s: not all processes have compiled %s (%s)", key.problem, chosen, error)
         return own
     others = client.key_value_dir_get(f"{name}/obstacles/")
     if own is not None or not others:

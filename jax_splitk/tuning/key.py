@@ -1,4 +1,4 @@
-"""What a tuning decision depends on: the problem and the machine. Never a path, nor what a caller allows."""
+"""What an entry depends on: the problem and the machine. Never a path, nor what a caller allows."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_splitk import kernels
+from jax_splitk.kernels import Family
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
 
 SCHEMA = 3
@@ -20,22 +21,12 @@ SCHEMA = 3
 FOLDER_PREFIX = f"v{SCHEMA}-"
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """`dataclasses.asdict` of a flat one, at a fraction of its time."""
-    return {name: getattr(value, name) for name in _names(type(value))}
-
-
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
-
-
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """The machine as far as timings and machine code depend on it.
 
     Attributes:
-      abi: versions of the kernel families that can compute the problem; a new one retires old decisions.
+      abi: versions of the kernel families that can compute the problem; a new one retires old entries.
     """
 
     platform: str
@@ -49,15 +40,20 @@ class Environment:
     def target(self) -> Target:
         return Target(self.platform, self.device_kind, self.compute_capability, self.cores)
 
+    def __str__(self) -> str:
+        machine = f"{self.platform}, {self.cores} cores, CUDA {self.cuda_major}"
+        return f"{self.device_kind} ({machine}, {', '.join(self.abi)})"
+
     @functools.lru_cache(maxsize=256)  # noqa: B019 - few, small, and each lowering asks
-    def digest(self) -> str:
-        text = json.dumps(_fields(self), sort_keys=True)
+    def folder(self) -> str:
+        """The name of its entries' folder in a cache."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return f"{FOLDER_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Identity of a tuning decision."""
+    """Identity of an entry."""
 
     problem: Problem
     environment: Environment
@@ -72,12 +68,8 @@ class Key:
 
     @functools.cached_property
     def _text(self) -> str:
-        fields = {
-            "schema": SCHEMA,
-            "op": self.problem.op,
-            "problem": _fields(self.problem),
-            "environment": _fields(self.environment),
-        }
+        problem, environment = map(dataclasses.asdict, (self.problem, self.environment))
+        fields = {"schema": SCHEMA, "op": self.problem.op, "problem": problem, "environment": environment}
         return json.dumps(fields, sort_keys=True)
 
     @functools.cached_property
@@ -87,49 +79,36 @@ class Key:
     @functools.cached_property
     def file(self) -> str:
         """The entry's file, relative to a layer of the cache."""
-        return f"tuning/{self.environment.digest()}/{self.digest[:40]}.json"
+        return f"tuning/{self.environment.folder()}/{self.digest[:40]}.json"
 
 
-def serving(problem: Problem, target: Target) -> tuple[kernels.Family, ...]:
-    """The families that can compute a problem on `target`."""
-    return tuple(f for f in kernels.families(problem.op, target.platform) if f.supports(problem, None, target) is None)
-
-
-def environment(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Environment:
-    """The environment for a problem's decisions on `target`; `families` where `serving` is known already."""
-    return _environment(serving(problem, target) if families is None else families, target)
+def key_for(problem: Problem, target: Target, serving: Sequence[Family] | None = None) -> Key:
+    """The key of a problem's entry on `target`; `serving` where the families that can compute it are known already."""
+    if serving is None:
+        families = kernels.families(problem.op, target.platform)
+        serving = [family for family in families if family.refusal(problem, None, target) is None]
+    return Key(problem, _environment(serving, target))
 
 
 def environments(op: str, target: Target) -> Iterator[Environment]:
-    """Every environment that `environment` may give for an operation's problems."""
+    """Every environment that an operation's problems may have on `target`."""
     families = kernels.families(op, target.platform)
     for count in range(len(families) + 1):
         for some in itertools.combinations(families, count):
             yield _environment(some, target)
 
 
-def _environment(families: Sequence[kernels.Family], target: Target) -> Environment:
+def _environment(families: Sequence[Family], target: Target) -> Environment:
     abi = tuple(f"{family.name}:{family.ABI}" for family in families)
-    return Environment(
-        target.platform,
-        target.device_kind,
-        target.compute_capability,
-        target.cores,
-        _cuda_major(target.platform),
-        abi,
-    )
+    machine = (target.platform, target.device_kind, target.compute_capability, target.cores)
+    return Environment(*machine, _cuda_major(target.platform), abi)
 
 
 @functools.cache
 def _cuda_major(platform: str) -> int:
     if platform != "cuda":
         return 0
-    return 13 if compiler.unavailable() else compiler.find_nvrtc().version[0]
-
-
-def key_for(problem: Problem, target: Target, families: Sequence[kernels.Family] | None = None) -> Key:
-    """The key of a problem's decision; `families` as in `environment`."""
-    return Key(problem, environment(problem, target, families))
+    return 13 if toolchain.unavailable() else toolchain.find_nvrtc().version[0]
 
 
 def key_from_dict(data: Any) -> Key:
@@ -137,35 +116,28 @@ def key_from_dict(data: Any) -> Key:
     names = {"schema", "op", "problem", "environment"}
     if not isinstance(data, Mapping) or set(data) != names or data["schema"] != SCHEMA:
         raise ValueError(f"key {data!r}; accepted: an object of schema {SCHEMA} with {', '.join(sorted(names))}")
-    env = data["environment"]
+    env, problem = data["environment"], data["problem"]
     types = {field.name: list if field.name == "abi" else field.type for field in dataclasses.fields(Environment)}
     if not isinstance(env, Mapping) or {name: type(value) for name, value in env.items()} != types:
         raise ValueError(f"environment {env!r}; accepted: {', '.join(types)}")
-    if not all(isinstance(name, str) for name in env["abi"]):
-        raise ValueError(f"abi {env['abi']!r}; accepted: strings")
-    if not isinstance(data["problem"], Mapping):
-        raise ValueError(f"problem {data['problem']!r}; accepted: an object")
-    try:
-        problem = problem_from_dict(data["op"], dict(data["problem"]))
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    return Key(problem, Environment(**{**env, "abi": tuple(env["abi"])}))
+    if not all(isinstance(name, str) for name in env["abi"]) or not isinstance(problem, Mapping):
+        raise ValueError(f"abi {env['abi']!r}, problem {problem!r}; accepted: strings, an object")
+    environment = Environment(**{**env, "abi": tuple(env["abi"])})
+    return Key(problem_from_dict(data["op"], problem), environment)
 
 
-def problem_from_dict(op: str, fields: dict[str, Any]) -> Problem:
+def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:
     """A problem from plain data, e.g. from an entry or a command line.
 
     Raises:
       ValueError: an unknown operation, or fields that are missing, unknown or of the wrong type.
     """
-    if op not in OPERATIONS:
+    if not isinstance(op, str) or op not in OPERATIONS:
         raise ValueError(f"op={op!r}; accepted: {', '.join(map(repr, OPERATIONS))}")
     problem_type = OPERATIONS[op].problem
-    known = {field.name: field for field in dataclasses.fields(problem_type)}
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(problem_type)}
     unknown = sorted(set(fields) - set(known))
-    missing = sorted(
-        name for name, field in known.items() if name not in fields and field.default is dataclasses.MISSING
-    )
+    missing = sorted(name for name, is_needed in known.items() if is_needed and name not in fields)
     if unknown or missing:
         raise ValueError(f"{op} problem: unknown fields {unknown}, missing fields {missing}")
     problem = problem_type(**{name: _as_tuple(value) for name, value in fields.items()})

@@ -9,21 +9,21 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import numpy as jnp
 
-from jax_splitk import kernels
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import profile
-from jax_splitk.tuning.entry import XLA, Candidate, Measurement, family_named
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Measurement
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
 # An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
@@ -66,21 +66,13 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
-def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> None:
-    """Compiles the candidates' device code, in processes of its own, so that a `Bench` finds it done."""
-    plans = [_attempt(lambda c=c: _plan(problem, c)) for c in candidates]
-    _compile_sources(plans)
-
-
-def _plan(problem: Problem, candidate: Candidate) -> Any:
-    family: kernels.Family = family_named(problem.op, candidate.family)
-    return family.make_plan(problem, candidate.config)
-
-
-def _compile_sources(plans: Iterable[Any]) -> None:
+def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Any]:
+    """The plans of our candidates, or why there is none, after their device code is compiled in parallel processes."""
+    plans = {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
-        compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
+        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)})
+    return plans
 
 
 @contextlib.contextmanager
@@ -89,13 +81,6 @@ def usual_settings() -> Iterator[None]:
     for this thread."""
     with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
-
-
-class Abandoned(RuntimeError):
-    """Nobody waits for the bench any longer."""
-
-    def __init__(self) -> None:
-        super().__init__("the measurement was given up")
 
 
 class Bench:
@@ -123,10 +108,8 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        if self.abandoned:
-            raise Abandoned
-        plans = {c: _attempt(lambda c=c: _plan(self.problem, c)) for c in candidates if c.family != XLA}
-        _compile_sources(plans.values())
+        self._check_abandoned()
+        plans = compile_ahead(self.problem, candidates)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
@@ -147,7 +130,7 @@ class Bench:
         problem = self.problem
         if isinstance(plan, str):
             raise RuntimeError(plan)
-        if candidate.family == XLA:
+        if candidate == XLA:
             one = lambda *operands: self.operation.reference(problem, *operands)  # noqa: E731
         else:
             custom_call = plan.custom_call()
@@ -156,7 +139,7 @@ class Bench:
         def every_set(inputs: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             return [one(*operands) for operands in inputs]
 
-        together = XLA_INPUT_SETS if candidate.family == XLA else self.sets
+        together = XLA_INPUT_SETS if candidate == XLA else self.sets
         groups = [self._inputs[i : i + together] for i in range(0, self.sets, together)]
         compiled = jax.jit(every_set).lower(groups[0]).compile()
         return lambda: [result for group in groups for result in compiled(group)]
@@ -227,20 +210,23 @@ class Bench:
             if len(parts) != len(contestants):
                 raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
         except Exception as error:
-            logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
             return ()
         busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
         return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
-        if self.abandoned:
-            raise Abandoned
+        self._check_abandoned()
         self.running = (candidate, time.monotonic())
         try:
             return work()
         finally:
             self.running = None
+
+    def _check_abandoned(self) -> None:
+        if self.abandoned:
+            raise RuntimeError("the measurement was given up")
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()

@@ -38,6 +38,13 @@ class Options:
         return DEFAULT_WORKSPACE_LIMIT if limit is None else int(limit)
 
 
+def settled(op: str, call: Options) -> Options:
+    """A call's options on top of the enclosing blocks', as `check_options` accepts them."""
+    options = merged(call)
+    check_options(op, options)
+    return options
+
+
 def check_options(op: str, options: Options) -> None:
     """Raises ValueError or TypeError for options that no problem of the operation could make right."""
     _check_values(options)
@@ -47,7 +54,8 @@ def check_options(op: str, options: Options) -> None:
     if not known:
         accepted = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families(op))
         raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
-    _check_fields(options.config)
+    if (wrong := wrong_field(options.config)) is not None:
+        raise TypeError(f"config={options.config!r} has {wrong}")
     if options.implementation not in (None, known[0].implementation):
         raise ValueError(
             f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
@@ -55,14 +63,14 @@ def check_options(op: str, options: Options) -> None:
         )
 
 
-def _check_fields(config: Any) -> None:
-    """TypeError unless each field of a family's config is of exactly its type, as where a config is read from a file
-    (tuning/entry.py): bool is an int, and 2.0 equals 2. Families may take it for granted."""
+def wrong_field(config: Any) -> str | None:
+    """A field of a family's config that is not of exactly its type (bool is an int, and 2.0 equals 2), None where all
+    are: families take it for granted."""
     for field in dataclasses.fields(config):
         value, accepted = getattr(config, field.name), field.type
         if type(value) is not accepted:
-            names = f"type {_name(type(value))}; accepted: {_name(accepted)}"
-            raise TypeError(f"config={config!r} has {field.name}={value!r} of {names}")
+            return f"{field.name}={value!r} of type {_name(type(value))}; accepted: {_name(accepted)}"
+    return None
 
 
 def _name(kind: Any) -> str:
@@ -85,11 +93,7 @@ _context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def options(
-    *,
-    implementation: str | None = None,
-    workspace_limit_bytes: int | None = None,
-) -> Iterator[None]:
+def options(*, implementation: str | None = None, workspace_limit_bytes: int | None = None) -> Iterator[None]:
     """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
 
     Args:
@@ -104,11 +108,9 @@ def options(
         yield
 
 
-@contextlib.contextmanager
-def using(tuning: Any) -> Iterator[None]:
-    """Makes a `TuningResult`'s decisions the first choice inside the block (see its `__enter__`)."""
-    with _context(dataclasses.replace(current(), tuning=tuning)):
-        yield
+def using(tuning: Any) -> contextlib.AbstractContextManager[Any]:
+    """A block in which a `TuningResult` comes first (see its `__enter__`)."""
+    return _context(dataclasses.replace(current(), tuning=tuning))
 
 
 def current() -> Options:
@@ -119,11 +121,6 @@ def current() -> Options:
 def merged(call: Options) -> Options:
     """A call's options on top of the enclosing blocks'."""
     outer = current()
-    return dataclasses.replace(
-        call,
-        implementation=outer.implementation if call.implementation is None else call.implementation,
-        workspace_limit_bytes=(
-            outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
-        ),
-        tuning=outer.tuning,
-    )
+    implementation = outer.implementation if call.implementation is None else call.implementation
+    limit = outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
+    return Options(call.config, implementation, limit, outer.tuning)

@@ -1,29 +1,19 @@
 """Decisions as a value: to keep, combine, send, and put in force for a block of code."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import options
+from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import Key, key_from_dict
-
-
-class _Blocks(threading.local):
-    """The `with` blocks that are open in this thread, by their result's id."""
-
-    def __init__(self) -> None:
-        self.open: dict[int, list[contextlib.ExitStack]] = {}
-
-
-_blocks = _Blocks()
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.session import session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +38,8 @@ class TuningResult:
         return self is other or (isinstance(other, TuningResult) and self._digest == other._digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a file's measurements are made by cannot be pickled: the measurements themselves are."""
-        plain = ((key, dataclasses.replace(e, measurements=tuple(e.measurements))) for key, e in self.entries)
-        return TuningResult, (tuple(plain),)
+        """As text: a kernel family is this process's own."""
+        return TuningResult.loads, (self.dumps(),)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -59,32 +48,37 @@ class TuningResult:
         return iter(self.entries)
 
     def __or__(self, other: "TuningResult") -> "TuningResult":
-        return TuningResult(tuple((dict(self.entries) | dict(other.entries)).items()))
+        return TuningResult(tuple((self._by_key | other._by_key).items()))
+
+    @functools.cached_property
+    def _by_key(self) -> dict[Key, Entry]:
+        return dict(self.entries)
 
     def get(self, key: Key) -> Entry | None:
-        return dict(self.entries).get(key)
+        return self._by_key.get(key)
 
     def __enter__(self) -> "TuningResult":
-        context = contextlib.ExitStack()
-        context.enter_context(options.using(self))
-        _blocks.open.setdefault(id(self), []).append(context)
+        context = options.using(self)
+        context.__enter__()
+        session().blocks.open.setdefault(id(self), []).append(context)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        contexts = _blocks.open.get(id(self))
+        blocks = session().blocks.open
+        contexts = blocks.get(id(self))
         if contexts is None:
             raise RuntimeError("the end of a TuningResult's block in a thread that has not entered it")
         context = contexts.pop()
         if not contexts:
-            del _blocks.open[id(self)]
-        context.close()
+            del blocks[id(self)]
+        context.__exit__(kind, error, trace)
 
     def __str__(self) -> str:
         lines = []
         for key, entry in self.entries:
-            ours, xla = entry.us(entry.choice), entry.us(entries.Candidate(entries.XLA))
+            ours, xla = entry.us(entry.choice), entry.us(XLA)
             times = ", ".join(f"{name} {us:.1f} us" for name, us in (("chosen", ours), ("XLA", xla)) if us is not None)
             lines.append(f"{key.problem}: {entry.choice} ({times})")
         return "\n".join(lines)
@@ -109,8 +103,8 @@ class TuningResult:
         pairs = []
         for i, item in enumerate(items):
             try:
-                key = key_from_dict(item.get("key") if isinstance(item, dict) else None)
-                pairs.append((key, entries.loads(json.dumps(item), key)))
+                entry = entries.whole(item)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"entry {i}: {error}") from None
+            pairs.append((entry.key, entry))
         return TuningResult(tuple(pairs))

@@ -1,6 +1,6 @@
-"""Tuning entries on disk: one JSON file for each key, in layers.
+"""Entries on disk: one JSON file for each key, in layers.
 
-The writable layer is `JAX_SPLITK_CACHE_DIR` (storage.cache_dir()), then come the read-only layers of
+The writable layer is `JAX_SPLITK_CACHE_DIR` (disk.cache_dir()), then come the read-only layers of
 `JAX_SPLITK_CACHE_PATH` (separated by colons), then the tables that ship with the package. Writes are atomic and hold no
 lock, so any number of processes may share a layer; the last writer of a key wins, having merged what it found. A file
 that is damaged, foreign or newer is a miss with one warning, and so is a read-only layer that is no folder.
@@ -14,22 +14,14 @@ from collections.abc import Iterator
 
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import table
 from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Key
+from jax_splitk.tuning.session import session
 
-logger = logging.getLogger("jax_splitk")
+_logger = logging.getLogger("jax_splitk")
 
-SHIPPED = pathlib.Path(__file__).resolve().parent.parent / "tables"
 READ_ONLY = "read-only cache"
-
-
-class FrozenCacheMiss(RuntimeError):
-    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one.
-
-    Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
-    exported. The message is the problem and the command that tunes it. An explicit config, `implementation="xla"`, a
-    `TuningResult` in force that has the problem, and what only XLA can compute need no decision.
-    """
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
@@ -37,19 +29,23 @@ def layers() -> list[tuple[str, pathlib.Path]]:
     read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
     folders = [("user cache", disk.cache_dir())]
     folders += [(READ_ONLY, disk.expanded(p)) for p in read_only]
-    return [*folders, ("shipped table", SHIPPED)]
+    return [*folders, ("shipped table", table.FOLDER)]
 
 
 def found(key: Key) -> Iterator[tuple[Entry, str]]:
     """The layers' entries for `key`, and the layers' names, in the order of their precedence."""
     if disk.mode() == "off":
         return
-    for name, folder in layers():
+    *caches, (shipped, _) = layers()
+    for name, folder in caches:
         entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
         if entry is not None:
             yield entry, name
-        if folder != SHIPPED:
+        if session().is_first("layer", str(folder)):
             _look_at(name, str(folder))
+    entry = table.lookup(key)
+    if entry is not None:
+        yield entry, shipped
 
 
 def lookup(key: Key) -> tuple[Entry, str] | None:
@@ -57,27 +53,14 @@ def lookup(key: Key) -> tuple[Entry, str] | None:
     return next(found(key), None)
 
 
-def shipped(key: Key) -> Entry | None:
-    """The entry that came with the package: the same for every process of a job."""
-    return read(SHIPPED / key.file, key)
-
-
-_warned: set[str] = set()
-_looked_at: set[str] = set()
-
-
 def _look_at(name: str, folder: str) -> None:
-    """Warns of a read-only layer that cannot hold anything, and of a layer with another version's entries. A layer is
-    looked at once, since each miss comes here."""
-    if folder in _looked_at:
-        return
-    _looked_at.add(folder)
+    """Warns of a read-only layer that cannot hold anything, and of a layer with another version's entries."""
     if name == READ_ONLY and not os.path.isdir(folder):
-        logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
+        _logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
     with contextlib.suppress(OSError):
         if any(not inner.startswith(FOLDER_PREFIX) for inner in os.listdir(os.path.join(folder, "tuning"))):
             prune = "`python -m jax_splitk cache prune --environment other` deletes a user cache's"
-            logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
+            _logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:
@@ -88,18 +71,17 @@ def read(path: str | pathlib.Path, key: Key) -> Entry | None:
     try:
         return entries.loads(data, key)
     except InvalidEntry as error:
-        if str(path) not in _warned:
-            _warned.add(str(path))
-            logger.warning("%s is ignored: %s", path, error)
+        if session().is_first("unusable", str(path)):
+            _logger.warning("%s is ignored: %s", path, error)
         return None
 
 
-def save(key: Key, entry: Entry) -> bool:
+def save(entry: Entry) -> bool:
     """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
     if disk.mode() != "update":
         return False
-    path = disk.cache_dir() / key.file
-    return disk.write(path, entries.merge(read(path, key), entry).dumps().encode())
+    path = disk.cache_dir() / entry.key.file
+    return disk.write(path, entries.merge(read(path, entry.key), entry).dumps().encode())
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import quantized, quantized_products, wgrad
+from benchmarks import quantized, quantized_products
 from benchmarks.quantized_cases import ROWS, WEIGHTS, Case, crossover, select
+from benchmarks.report import environment
 
 PYPROJECT = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -101,7 +102,7 @@ def test_reports_name_the_version(
     """Of the installed package, else of the tree."""
     found = [types.SimpleNamespace(name=name, version=version) for name, version in distributions]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
-    assert wgrad.environment.__wrapped__()["jax_splitk"] == version
+    assert environment.__wrapped__()["jax_splitk"] == version
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4", "int8", "float8_e4m3fn", "nf4"])

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import pytest
 
-from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import store
-from jax_splitk.tuning.entry import XLA, Measurement
+from jax_splitk.tuning import store, table
+from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
 from jax_splitk.tuning.result import TuningResult
 from tests.command_line import (
@@ -37,7 +37,7 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate
+from tests.tuning_cache import isolate, ship
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's")
 
@@ -105,16 +105,22 @@ def test_ls_lists_the_users_cache_and_others_where_asked(
     assert (first["path"], first["digest"], first["problem"]) == (str(mine), mine.stem, as_dict(PROBLEM))
     assert (first["us"], first["xla_us"], first["ratio"], first["regret"]) == (10.0, 30.0, 3.0, 1.0)
     assert first["metadata"] == {"date": NEW, "jax": "0"}
+    ship(key_of(PROBLEMS[2]), B)
     layers = run(capsys, "cache", "ls", "--all")
     assert [layer["source"] for layer in layers] == [
         f"user cache {cache}",
         f"read-only cache {other}",
         f"read-only cache {impossible}",
-        f"shipped table {store.SHIPPED}",
+        f"shipped table {table.FOLDER}",
     ]
-    assert [len(layer["entries"]) for layer in layers] == [1, 1, 0, 0]
+    assert [len(layer["entries"]) for layer in layers] == [1, 1, 0, 1]
+    assert layers[3]["unusable"] == []
+    (row,) = layers[3]["entries"]
+    assert (row["problem"], row["choice"], row["us"]) == (as_dict(PROBLEMS[2]), B.as_dict(), 5.0)
+    shown = run(capsys, "cache", "show", row["digest"][:9])
+    assert shown["measurements"][0] == {**B.as_dict(), "us": 5.0, "error": None}
     (second,) = layers[1]["entries"]
-    assert (second["path"], second["choice"]["family"], second["ratio"]) == (str(theirs), XLA, 1.0)
+    assert (second["path"], second["choice"]["family"], second["ratio"]) == (str(theirs), "xla", 1.0)
     # Other folders and files by their names.
     file.write_text(TuningResult(((key_of(), entry_of(key_of(), {X: 3.0, A: 2.0})),)).dumps())
     named = run(capsys, "cache", "ls", other, file)
@@ -147,8 +153,7 @@ def test_ls_fits_the_terminal(cache: pathlib.Path, capsys: Any, monkeypatch: pyt
 def test_show_sorts_the_measurements(cache: pathlib.Path, capsys: Any) -> None:
     path = put(cache, key_of(), {X: 30.0, A: 20.0, B: 10.0}, NEW)
     fields = json.loads(path.read_text())
-    tables = fields["measurements"]
-    tables.insert(0, {**tables[1], "rows": [Measurement(C, None, "wrong \x1b[2J result").row()]})
+    fields["measurements"].insert(0, Measurement(C, None, "wrong \x1b[2J result").as_dict())
     fields["metadata"]["note"] = "\ud800"
     path.write_text(json.dumps(fields))
     found = run(capsys, "cache", "show", path.stem[:6])
@@ -188,7 +193,7 @@ def test_ls_shows_every_file_that_cannot_be_used(cache: pathlib.Path, capsys: An
     shown = text(capsys, "cache", "ls", code=1)
     assert "999 cores:" in shown
     assert all(f"damaged: {path}: " in shown for path in damaged)
-    assert "2 files of other machines or versions cannot be read here" in shown
+    assert "2 entries of other machines or versions cannot be read here" in shown
 
 
 def test_stdout_is_left_to_json(cache: pathlib.Path) -> None:
@@ -296,27 +301,29 @@ def test_a_damaged_file_changes_nothing_and_stays(
 # ---- prune ---------------------------------------------------------------------------------------------------------
 
 
-def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> None:
-    good, old, gpu, other, other_old = (
-        put(cache, key, {X: 30.0, A: 20.0} if key.environment.platform == "cpu" else {X: 30.0})
-        for key in (
-            key_of(),
-            key_of(PROBLEMS[1]),
-            key_for(PROBLEM, target_for("cuda")),
-            key_of(PROBLEMS[1], cores=999),
-            key_of(PROBLEMS[2], cores=999),
-        )
-    )
-    for path in (old, other_old):
-        os.utime(path, (time.time() - 40 * 86400,) * 2)
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
+def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(name: str) -> pathlib.Path:
+        path, compiled = cache / "cubin" / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
+        assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
+        return path
+
+    good, old = (put(cache, key_of(problem), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
+    gpu = put(cache, key_for(PROBLEM, target_for("cuda")), {X: 30.0})
+    other, other_old = (put(cache, key_of(problem, cores=999), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
+    current_code, old_code = code("current"), code("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        other_code, other_old_code = code("other"), code("other_old")
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
     damaged, others = damage(cache, good), foreign(cache, good)
-    notes, cubin = good.parent / "notes.txt", cache / "cubin" / "x.txt"
-    fresh, dead = good.parent / ".tmp-fresh", good.parent / ".tmp-dead"
-    cubin.parent.mkdir()
-    for path in (notes, cubin, fresh, dead):
+    damaged_code, notes = cache / "cubin" / "damaged.cubin", [good.parent / "notes.txt", cache / "cubin" / "x.txt"]
+    fresh, dead = ([folder / f".tmp-{name}" for folder in (good.parent, cache / "cubin")] for name in ("fresh", "dead"))
+    for path in (damaged_code, *notes, *fresh, *dead):
         path.write_text("")
-    os.utime(dead, (time.time() - 7200,) * 2)
+    for days, paths in ((40, (old, other_old, old_code, other_old_code)), (1 / 12, dead)):
+        for path in paths:
+            os.utime(path, (time.time() - days * 86400, time.time() - days * 86400))
     everything = {path for path in cache.rglob("*") if path.is_file()}
 
     def gone() -> set[pathlib.Path]:
@@ -335,52 +342,20 @@ def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any) -> 
 
     run(capsys, "cache", "prune", "--environment", "all", "--damaged", "--dry-run")
     assert gone() == set()
-    assert prune("--environment", "other", "--older-than", "30") == {other_old}
-    assert prune("--older-than", "30") == {old}
-    # This machine's entries stay, those for lowering to CUDA from here too.
-    assert prune("--environment", "other") == {other, *others}
+    assert prune("--environment", "other", "--older-than", "30") == {other_old, other_old_code}
+    assert prune("--older-than", "30") == {old, old_code}
+    # This machine's entries stay, those for lowering to CUDA from here too; without a compiler, all machine code.
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
+        assert prune("--environment", "other") == {other, *others}
+    assert prune("--environment", "other") == {other_code}
     folders = {path for path in damaged if path.is_dir()}
-    assert prune("--damaged", code=1) == {*damaged, dead} - folders
+    assert prune("--damaged", code=1) == {*damaged, damaged_code, *dead} - folders
     for folder in folders:
         folder.rmdir()
     assert "deleted 0 files" in text(capsys, "cache", "prune", "--damaged")
-    assert prune("--environment", "all") == {good, gpu}
-    assert everything - gone() == {notes, cubin, fresh}
-
-
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC")
-def test_prune_deletes_machine_code(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = cache / "cubin"
-
-    def put_cubin(name: str, days: float = 0.0) -> pathlib.Path:
-        path, compiled = folder / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
-        assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
-        os.utime(path, (time.time() - days * 86400,) * 2)
-        return path
-
-    def prune(*options: str) -> set[pathlib.Path]:
-        before = {path for path in folder.iterdir() if path.exists()}
-        listed = run(capsys, "cache", "prune", *options)["deleted"]
-        assert {pathlib.Path(item["path"]) for item in listed} == before - set(folder.iterdir())
-        return before - set(folder.iterdir())
-
-    current, old = put_cubin("current"), put_cubin("old", days=40)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
-        other, other_old = put_cubin("other"), put_cubin("other_old", days=40)
-    damaged, fresh, dead = folder / "damaged.cubin", folder / ".tmp-fresh", folder / ".tmp-dead"
-    for path in (damaged, fresh, dead):
-        path.write_bytes(b"x")
-    os.utime(dead, (time.time() - 7200,) * 2)
-    assert prune("--damaged") == {damaged, dead}
-    assert prune("--environment", "other", "--older-than", "30") == {other_old}
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "unavailable", lambda: "no compiler in this test")
-        assert prune("--environment", "other") == set()
-    assert prune("--environment", "other") == {other}
-    assert prune("--older-than", "30") == {old}
-    assert prune("--environment", "all") == {current}
-    assert list(folder.iterdir()) == [fresh]
+    assert prune("--environment", "all") == {good, gpu, current_code}
+    assert everything - gone() == {*notes, *fresh}
 
 
 def test_wrong_arguments_are_refused(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def drawn() -> tuple[set[compiler.Source], list[list[Run]]]:
             Run(p, family, configs.draw(family, p), seed=number)
             for number, p in enumerate(problems)
             for family in random_problems.FAMILIES
-            if family.supports(p, None, random_problems.TARGET) is None
+            if family.refusal(p, None, random_problems.TARGET) is None
         ]
     served = collections.Counter(run.family.name for run in runs)
     print(f"{len(problems)} problems, {len(configs.sources)} sources, {dict(served)}")

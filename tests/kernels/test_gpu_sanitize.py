@@ -32,7 +32,7 @@ def test_smallest_problems_are_exact(run: Run) -> None:
 
 def test_the_runs_are_legal_and_reach_every_kernel() -> None:
     for run in RUNS:
-        assert run.family.supports(run.problem, run.config, DEFAULT_CUDA) is None, run
+        assert run.family.refusal(run.problem, run.config, DEFAULT_CUDA) is None, run
     texts = [re.sub(r"__launch_bounds__\([^)]*\)", "", run.plan.source.text()) for run in RUNS]
     declared = {name for text in texts for name in re.findall(r"__global__\s+(?:void\s+)?(\w+)\(", text)}
     assert declared == set(kernel_names())

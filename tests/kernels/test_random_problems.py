@@ -62,7 +62,7 @@ def test_coverage() -> None:
         assert min(counts.values()) > 0, counts
         for p in problems:
             p.validate()
-        serving = collections.Counter(f.name for p in problems for f in FAMILIES if f.supports(p) is None)
+        serving = collections.Counter(f.name for p in problems for f in FAMILIES if f.refusal(p) is None)
         assert all(serving[family.name] >= 60 for family in FAMILIES), serving
         assert len(set(problems)) > 450
 
@@ -73,9 +73,9 @@ def test_configs_are_legal_and_share_device_code() -> None:
         single: collections.Counter[bool] = collections.Counter()
         for p in random_problems.problems(rng, mixtures=2):
             for family in FAMILIES:
-                if family.supports(p, None, TARGET) is None:
+                if family.refusal(p, None, TARGET) is None:
                     config = configs.draw(family, p)
-                    assert family.supports(p, config, TARGET) is None
+                    assert family.refusal(p, config, TARGET) is None
                     assert family.workspace_bytes(p, config) <= DEFAULT_WORKSPACE_LIMIT
                     assert random_problems.device_plan(family, p, config).source in configs.sources
                     single[config.splits == 1] += 1

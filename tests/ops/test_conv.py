@@ -47,7 +47,7 @@ def test_problem_has_the_operands_shapes(name: str) -> None:
     conv = GEOMETRIES[name]
     jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
     (eqn,) = trace.operations(jaxpr.jaxpr)
-    problem, specs = trace.problem_of(eqn), eqn.params["dimension_numbers"]
+    problem, specs = trace.problem_of(eqn), eqn.params["convolution"].dimension_numbers
     problem.validate()
     for shape, given, (n, c, *spatial) in (
         (problem.lhs_shape, conv.lhs_shape, specs.lhs_spec),

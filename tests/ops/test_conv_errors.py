@@ -62,7 +62,7 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"config": (1, 64)},
         TypeError,
         "config=(1, 64) of type tuple; accepted: "
-        + ", ".join(f"jax_splitk.kernels.{family.name}.Config" for family in kernels.families("conv_wgrad")),
+        + ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families("conv_wgrad")),
     ),
     (
         {"config": HOST_CONFIG, "implementation": "cutlass"},

@@ -21,7 +21,7 @@ from jax_splitk import __main__, explain
 from jax_splitk.cli import doctor
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning.options import Options
@@ -163,7 +163,7 @@ def test_platform_cuda_on_a_machine_without_a_gpu() -> None:
     assert (decision.implementation, decision.family) == ("cutlass", choice.family.name)
     assert decision.config == choice.config
     assert decision.splits == choice.config.splits
-    assert decision.workspace_bytes == im2col.workspace_bytes(decision.problem, choice.config)
+    assert decision.workspace_bytes == im2col.FAMILY.workspace_bytes(decision.problem, choice.config)
     assert decision.why == choice.why
 
 
@@ -248,7 +248,7 @@ def test_doctors_json_is_true(tmp_path: Any) -> None:
             assert version is None
     assert report["backend"] == "cpu"
     assert report["cache_dir"] == str(tmp_path)
-    major, minor = compiler.find_nvrtc().version
+    major, minor = toolchain.find_nvrtc().version
     assert report["compiler"] == f"NVRTC {major}.{minor} for sm_90a"
     implementations = report["implementations"]
     assert implementations.keys() == {"cutlass", "host", "xla"}
@@ -321,8 +321,8 @@ def test_doctor_shows_and_checks_the_settings(
 
 
 def test_doctor_without_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(compiler, "_nvidia_folders", list)
-    compiler.find_nvrtc.cache_clear()
+    monkeypatch.setattr(toolchain, "_nvidia_folders", list)
+    toolchain.find_nvrtc.cache_clear()
     try:
         assert __main__.main(["doctor", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
@@ -330,7 +330,7 @@ def test_doctor_without_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPat
         text = capsys.readouterr().out
     finally:
         monkeypatch.undo()
-        compiler.find_nvrtc.cache_clear()
+        toolchain.find_nvrtc.cache_clear()
     missing = "nvidia-cuda-nvrtc 13 is not installed: pip install 'jax_splitk[cuda13]'"
     assert report["compiler"] == missing
     assert report["implementations"] == {"cutlass": f"cannot compile: {missing}", "host": None, "xla": None}

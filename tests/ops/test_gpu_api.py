@@ -23,8 +23,9 @@ from jax_splitk import kernels
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
-from jax_splitk.tuning import store, watch
-from jax_splitk.tuning.entry import XLA
+from jax_splitk.tuning import store
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.session import session
 from tests import products, tuning_cache
 from tests.convolutions import NHWC, Conv
 from tests.gpu_wgrad import error
@@ -125,7 +126,7 @@ def chosen(function: Callable[..., Any], *operands: Any) -> list[tuple[Any, Devi
     for decision in jax_splitk.explain(function, *operands, platform=PLATFORM).decisions:
         for family in kernels.families(decision.problem.op, PLATFORM):
             if type(decision.config) is family.Config:
-                found.append((decision, family.make_plan(decision.problem, decision.config)))
+                found.append((decision, family.plan(decision.problem, decision.config)))
     return found
 
 
@@ -305,7 +306,7 @@ def test_a_miss_is_measured_once(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2")
     function, operands, expected = tunable(kind)
-    with watch.watching() as first:
+    with session().watching() as first:
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
     (key,) = first.measured
     found = store.lookup(key)
@@ -315,7 +316,7 @@ def test_a_miss_is_measured_once(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert measured & {family.name for family in kernels.families(key.problem.op, PLATFORM)}
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")  # a miss would be an error
     function, operands, expected = tunable(kind)
-    with watch.watching() as second:
+    with session().watching() as second:
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
     assert not second.measured
     (choice,) = second.choices
@@ -334,7 +335,7 @@ def test_a_tuning_result_decides(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert carried == tuned
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    with watch.watching() as watched:
+    with session().watching() as watched:
         with carried:
             np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
@@ -353,11 +354,11 @@ from unittest import mock
 import numpy as np
 from jax import export
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, nvrtc
+from jax_splitk.runtime import compiler, disk, nvrtc, toolchain
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
-compiler.find_nvrtc = compiler.compile_source = disk.read = disk.write = forbidden
+toolchain.find_nvrtc = compiler.compile_source = disk.read = disk.write = forbidden
 folder = pathlib.Path(sys.argv[1])
 run = export.deserialize(bytearray((folder / "exported").read_bytes()))
 with np.load(folder / "inputs.npz") as inputs:

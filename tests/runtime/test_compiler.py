@@ -19,10 +19,11 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.runtime import compiler, disk
-from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable, Source
+from jax_splitk.runtime import compiler, disk, toolchain
+from jax_splitk.runtime.compiler import CompilationError
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
-from jax_splitk.tuning import code
+from jax_splitk.runtime.source import Source
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from tests import cubin
 from tests.runtime.test_plan import small_hopper_plan
 
@@ -78,7 +79,7 @@ def tiny(value: int = 1, *more: tuple[str, int]) -> Source:
 def test_compiles_to_a_cubin_with_the_kernel(machine: Machine) -> None:
     compiled = compiler.compile_source(tiny())
     assert list(cubin.kernels(compiled.image)) == ["tiny"]
-    assert compiled.registers == cubin.reports(compiled.log)["tiny"].registers > 0
+    assert cubin.reports(compiled.log)["tiny"].registers > 0
 
 
 def test_second_compilation_comes_from_memory_then_from_disk(machine: Machine) -> None:
@@ -94,7 +95,7 @@ def test_second_compilation_comes_from_memory_then_from_disk(machine: Machine) -
 def test_a_fresh_process_reads_the_disk_and_never_calls_nvrtc(tmp_path: pathlib.Path) -> None:
     script = """
 import json, sys
-from jax_splitk.runtime import compiler, nvrtc
+from jax_splitk.runtime import compiler, nvrtc, toolchain
 calls = []
 compile_text = nvrtc.Nvrtc.compile
 def counted(self, *arguments):
@@ -196,7 +197,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: pathlib.Path, monkeypatc
 def test_key_holds_no_paths(machine: Machine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = compiler.content_key(tiny())
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(compiler, "include_folders", lambda: (tmp_path / "moved",))
+    monkeypatch.setattr(toolchain, "include_folders", lambda: (tmp_path / "moved",))
     monkeypatch.chdir(tmp_path)
     assert compiler.content_key(tiny()) == key
     assert not [option for option in tiny().options() if "/" in option]
@@ -208,12 +209,12 @@ def test_key_differs_with_text_macros_and_versions(machine: Machine, monkeypatch
     keys.append(compiler.content_key(tiny()))
     machine.source_text(TINY)
     with monkeypatch.context() as patch:
-        patch.setattr(compiler.find_nvrtc(), "version", (99, 9))
+        patch.setattr(toolchain.find_nvrtc(), "version", (99, 9))
         keys.append(compiler.content_key(tiny()))
-    for package in compiler.header_versions():
+    for package in toolchain.header_versions():
         with monkeypatch.context() as patch:
-            versions = {**compiler.header_versions(), package: "99.9"}
-            patch.setattr(compiler, "header_versions", lambda versions=versions: versions)
+            versions = {**toolchain.header_versions(), package: "99.9"}
+            patch.setattr(toolchain, "header_versions", lambda versions=versions: versions)
             keys.append(compiler.content_key(tiny()))
     assert len(set(keys)) == len(keys) == 8
     assert compiler.content_key(tiny()) == keys[0]
@@ -280,13 +281,13 @@ def hide(monkeypatch: pytest.MonkeyPatch):
     def _hide(*names: str) -> None:
         exists = pathlib.Path.exists
         monkeypatch.setattr(pathlib.Path, "exists", lambda path: not str(path).endswith(names) and exists(path))
-        compiler.find_nvrtc.cache_clear()
-        compiler.include_folders.cache_clear()
+        toolchain.find_nvrtc.cache_clear()
+        toolchain.include_folders.cache_clear()
 
     yield _hide
     monkeypatch.undo()
-    compiler.find_nvrtc.cache_clear()
-    compiler.include_folders.cache_clear()
+    toolchain.find_nvrtc.cache_clear()
+    toolchain.include_folders.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -299,9 +300,9 @@ def hide(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_missing_package_is_named(hide, name: str, package: str) -> None:
-    assert compiler.unavailable() is None
+    assert toolchain.unavailable() is None
     hide(name)
-    reason = str(compiler.unavailable())
+    reason = str(toolchain.unavailable())
     packages = ("nvidia-cuda-nvrtc", "nvidia-cutlass", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
     assert [p for p in packages if p in reason] == [package]
     assert "pip install 'jax_splitk[cuda13]'" in reason
@@ -310,7 +311,7 @@ def test_missing_package_is_named(hide, name: str, package: str) -> None:
 def test_all_missing_headers_are_named_at_once(hide) -> None:
     hide("cute/config.hpp", "cuda_fp16.h", "cuda/std/cstdint")
     with pytest.raises(CompilerUnavailable, match=r"nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl"):
-        compiler.include_folders()
+        toolchain.include_folders()
 
 
 def test_headers_may_lie_in_different_site_folders(
@@ -323,9 +324,9 @@ def test_headers_may_lie_in_different_site_folders(
         path = folder / "include" / header
         path.parent.mkdir(parents=True)
         path.touch()
-    monkeypatch.setattr(compiler, "_nvidia_folders", lambda: folders)
+    monkeypatch.setattr(toolchain, "_nvidia_folders", lambda: folders)
     for name in ("cuda/std/cstdint", "cccl/cuda/std/cstdint", "cuda_fp16.h"):
-        assert any((folder / name).exists() for folder in compiler.include_folders()), name
+        assert any((folder / name).exists() for folder in toolchain.include_folders()), name
 
 
 def test_without_any_nvidia_wheel(hide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +335,9 @@ def test_without_any_nvidia_wheel(hide, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
     hide()
     with pytest.raises(CompilerUnavailable, match="nvidia-cuda-nvrtc 13 is not installed: pip install"):
-        compiler.find_nvrtc()
+        toolchain.find_nvrtc()
     with pytest.raises(CompilerUnavailable, match=r"nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl"):
-        compiler.include_folders()
+        toolchain.include_folders()
 
 
 def test_a_library_that_cannot_be_loaded_is_a_reason(
@@ -344,9 +345,9 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(
 ) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libnvrtc.so.13").write_bytes(b"not a library")
-    monkeypatch.setattr(compiler, "_nvidia_folders", lambda: [tmp_path])
+    monkeypatch.setattr(toolchain, "_nvidia_folders", lambda: [tmp_path])
     hide()
-    assert "libnvrtc.so.13 cannot be used" in str(compiler.unavailable())
+    assert "libnvrtc.so.13 cannot be used" in str(toolchain.unavailable())
 
 
 def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
@@ -362,7 +363,7 @@ def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
 
         return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
 
-    monkeypatch.setattr(compiler, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
+    monkeypatch.setattr(toolchain, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
     with caplog.at_level(logging.INFO, "jax_splitk"):
         text = lowered()
     assert "jax_splitk_launch" not in text
@@ -384,7 +385,6 @@ def test_a_kernel_that_does_not_compile_falls_back_to_xla_with_one_warning(
 
         return jax.jit(wgrad).trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
 
-    monkeypatch.setattr(code, "_obstacles", {})
     machine.source_text('#error "these headers do not do"\n')
     with caplog.at_level(logging.INFO, "jax_splitk"):
         for _ in range(2):
@@ -423,13 +423,13 @@ def test_origins_of_what_is_stored(machine: Machine) -> None:
     compiler.compile_source(tiny())
     current = compiler.origin("tiny.cu")
     path = machine.file()
-    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    assert list(compiler.cached(machine.cache)) == [(path, current)]
     machine.source_text(TINY + "// a newer kernel\n")
     assert compiler.origin("tiny.cu") != current
-    assert list(compiler.stored(machine.cache)) == [(path, current)]
+    assert list(compiler.cached(machine.cache)) == [(path, current)]
     path.write_bytes(path.read_bytes()[:-1])
-    assert list(compiler.stored(machine.cache)) == [(path, None)]
-    assert list(compiler.stored(machine.cache / "nowhere")) == []
+    assert list(compiler.cached(machine.cache)) == [(path, None)]
+    assert list(compiler.cached(machine.cache / "nowhere")) == []
 
 
 def test_source_text_is_the_packages_file() -> None:

@@ -12,16 +12,19 @@ import pytest
 
 from benchmarks import cases
 from jax_splitk import _ffi
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.kernels.wgrad.im2col import Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.compiler import Source
 from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import SEED, random_case, seeded
 
-LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if im2col.supports(case.problem("float32")) is None]
+LEGAL = [
+    case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if im2col.FAMILY.refusal(case.problem("float32")) is None
+]
 
 
 def case_named(name: str) -> ConvWgradProblem:
@@ -30,7 +33,7 @@ def case_named(name: str) -> ConvWgradProblem:
 
 def small_hopper_plan() -> DevicePlan:
     """Two launches, an im2col and a tiled map, every kind of parameter."""
-    return im2col.make_plan(case_named("plain"), Config(64, 64, 4, False, 5))
+    return im2col.FAMILY.plan(case_named("plain"), Config(64, 64, 4, False, 5))
 
 
 def check(device_plan: DevicePlan) -> tuple[int, int, int]:
@@ -50,22 +53,21 @@ def test_the_suite_has_legal_cases() -> None:
 @pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
 def test_every_candidates_plan_is_accepted(case: cases.Case) -> None:
     problem = case.problem("float32")
-    configs = im2col.candidates(problem, DEFAULT_CUDA)
+    configs = im2col.FAMILY.candidates(problem, DEFAULT_CUDA)
     assert configs
     for config in configs:
-        device_plan = im2col.make_plan(problem, config)
-        one_launch = config.splits == 1 or config.reduction == "cluster"
-        assert check(device_plan) == (4, 2, 1 if one_launch else 2), config
+        device_plan = im2col.FAMILY.plan(problem, config)
+        assert check(device_plan) == (4, 2, 1 if config.splits == 1 else 2), config
 
 
 def test_random_problems_plans_are_accepted() -> None:
     with seeded(1) as rng:
         for _ in range(200):
             problem = random_case(rng).problem("bfloat16")
-            assert im2col.supports(problem) is None, problem
-            configs = im2col.candidates(problem, DEFAULT_CUDA)
+            assert im2col.FAMILY.refusal(problem) is None, problem
+            configs = im2col.FAMILY.candidates(problem, DEFAULT_CUDA)
             config = configs[rng.integers(len(configs))]
-            check(im2col.make_plan(problem, config))
+            check(im2col.FAMILY.plan(problem, config))
 
 
 def parsed(words: list[int]) -> DevicePlan:
@@ -120,8 +122,8 @@ def test_words_follow_the_grammar() -> None:
     with seeded(6) as rng:
         for _ in range(100):
             problem = random_case(rng).problem("bfloat16")
-            configs = im2col.candidates(problem, DEFAULT_CUDA)
-            made = im2col.make_plan(problem, configs[rng.integers(len(configs))])
+            configs = im2col.FAMILY.candidates(problem, DEFAULT_CUDA)
+            made = im2col.FAMILY.plan(problem, configs[rng.integers(len(configs))])
             read = parsed(made.words())
             assert (read.buffers, read.maps) == (made.buffers, made.maps)
             assert len(read.launches) == len(made.launches)
@@ -191,7 +193,7 @@ def _launch_words(device_plan: DevicePlan, which: int) -> list[int]:
 def test_mutated_plans_parse_or_are_refused() -> None:
     draw = random.Random(SEED)
     seeds = [
-        im2col.make_plan(problem, draw.choice(im2col.candidates(problem, DEFAULT_CUDA)))
+        im2col.FAMILY.plan(problem, draw.choice(im2col.FAMILY.candidates(problem, DEFAULT_CUDA)))
         for problem in map(case_named, ("plain", "1x1", "stride8", "c320k320"))
     ]
     originals = [(p.words(), ",".join(p.kernels())) for p in seeds]
@@ -258,7 +260,7 @@ def test_window_origins_in_the_maps_corners_are_the_output_pixels() -> None:
         seen = 0
         while seen < 300:
             problem = random_case(rng).problem()
-            x_map = im2col.make_plan(problem, Config(64, 64, 4, False, 1)).maps[0]
+            x_map = im2col.FAMILY.plan(problem, Config(64, 64, 4, False, 1)).maps[0]
             if not isinstance(x_map, plan.Im2colMap):
                 assert (x_map.dims, x_map.buffer) == ((problem.in_channels, problem.reduction_size), 0)
                 continue
@@ -307,7 +309,7 @@ def test_launches_of_a_known_split_problem() -> None:
     # 2 images of 12x12, 64 -> 64 channels, 3x3: [576 x 64] = sum over 288 pixels = 5 blocks.
     problem = case_named("plain")
     assert problem.gemm_shape == (576, 64, 288)
-    device_plan = im2col.make_plan(problem, Config(128, 64, 4, False, 5))
+    device_plan = im2col.FAMILY.plan(problem, Config(128, 64, 4, False, 5))
     main, reduce = device_plan.launches
     assert (main.kernel, main.grid, main.block) == ("wgrad_partial", (5, 5, 1), (384, 1, 1))
     assert (main.shared_bytes, main.programmatic, main.cluster) == (4 * (128 + 64) * 64 * 2 + 2048, False, (1, 1, 1))
@@ -328,38 +330,20 @@ def test_launches_of_a_known_split_problem() -> None:
 def test_launch_of_a_known_single_problem() -> None:
     problem = case_named("c320k320")
     for swap, tiles in ((False, 23 * 3), (True, 3 * 23)):
-        device_plan = im2col.make_plan(problem, Config(128, 128, 6, swap, 1))
+        device_plan = im2col.FAMILY.plan(problem, Config(128, 128, 6, swap, 1))
         (main,) = device_plan.launches
         assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_direct", (tiles, 1, 1), 0)
         assert main.params[-1] == plan.Pointer(2)
-
-
-def test_launches_with_clusters() -> None:
-    problem = case_named("c320k320")  # 45 slots of 64 rows, 320 columns
-    for config, kernel, grid, cluster in [
-        (Config(128, 128, 6, False, 1, cluster=2), "wgrad_direct", (24 * 3, 1, 1), (2, 1, 1)),
-        (Config(192, 128, 4, False, 1, cluster=2), "wgrad_direct", (15 * 4, 1, 1), (2, 1, 1)),
-    ]:
-        device_plan = im2col.make_plan(problem, config)
-        (main,) = device_plan.launches
-        assert (main.kernel, main.grid, main.cluster) == (kernel, grid, cluster)
-        check(device_plan)
-    problem = case_named("plain")
-    device_plan = im2col.make_plan(problem, Config(128, 64, 4, False, 5, "cluster"))
-    (main,) = device_plan.launches
-    assert (main.kernel, main.grid, main.cluster) == ("wgrad_direct", (5, 5, 1), (1, 5, 1))
-    assert (main.params[-1], device_plan.workspace_bytes) == (plan.Pointer(2), 0)
-    check(device_plan)
 
 
 def test_reduction_covers_every_element_once() -> None:
     with seeded(4) as rng:
         for _ in range(300):
             problem = random_case(rng).problem()
-            splits = im2col.whole_splits(problem, int(rng.integers(2, 300)))
+            splits = split_k.whole_splits(im2col.k_tiles(problem), int(rng.integers(2, 300)))
             if splits == 1:
                 continue
-            launch = im2col.make_plan(problem, Config(64, 64, 4, False, splits)).launches[1]
+            launch = im2col.FAMILY.plan(problem, Config(64, 64, 4, False, splits)).launches[1]
             size, _, parts, lanes = launch.params[2].values
             assert (size, parts) == (math.prod(problem.out_shape), splits)
             assert lanes in (1, 2, 4, 8, 16, 32)

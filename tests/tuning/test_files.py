@@ -1,27 +1,27 @@
 """Entries, results and the layers they come from: what is written is read again, and what is damaged is a miss."""
 
 import collections
-import copy
 import dataclasses
 import itertools
 import json
 import logging
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, InvalidEntry, Measurement
+from jax_splitk.tuning import search, select, store
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for, key_from_dict, problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
+from tests.damage import mutate_json, mutate_text, nested
 from tests.problems import generator, seeded
 from tests.tuning_cache import (
     CASE,
@@ -29,17 +29,12 @@ from tests.tuning_cache import (
     HUGE,
     assert_legal,
     entry_of,
-    isolate,
     put,
     random_entry,
     random_key,
 )
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # ---- round trips ---------------------------------------------------------------------------------------------------
@@ -57,7 +52,7 @@ def test_what_is_dumped_is_loaded_again(target: Target, op: str, cache: pathlib.
             assert entries.loads(entry.dumps().encode(), key) == entry
             assert key_from_dict(json.loads(json.dumps(key.as_dict()))) == key
             assert problem_from_dict(key.problem.op, key.as_dict()["problem"]) == key.problem
-            assert store.save(key, entry)
+            assert store.save(entry)
             assert store.lookup(key) == (entry, "user cache")
             pairs.append((key, entry))
         result = TuningResult(tuple(pairs))
@@ -86,7 +81,7 @@ def test_keys_differ_where_a_decision_may() -> None:
         ),
     ]
     assert len({k.file for k in (key, *others)}) == len(others) + 1
-    text = entry_of(key, tuner.ranked(key)[0].config).dumps()
+    text = entry_of(key, search.ranked(key)[0].config).dumps()
     for other in others:
         with pytest.raises(InvalidEntry, match="another problem's or another machine's"):
             entries.loads(text, other)
@@ -94,11 +89,11 @@ def test_keys_differ_where_a_decision_may() -> None:
 
 def test_merging_keeps_what_was_not_timed_again() -> None:
     key = key_for(CASE.problem(), CPU)
-    one, two, three = (c for c in tuner.ranked(key)[:3])
-    old = Entry(key.as_dict(), one, (Measurement(one, 1.0), Measurement(two, 2.0)), one, {"date": "old"})
-    new = Entry(key.as_dict(), three, (Measurement(three, 0.5), Measurement(one, None, "broken")), one, {"date": "new"})
-    assert store.save(key, old)
-    assert store.save(key, new)
+    one, two, three = (c for c in search.ranked(key)[:3])
+    old = Entry.of(key, one, (Measurement(one, 1.0), Measurement(two, 2.0)), one, {"date": "old"})
+    new = Entry.of(key, three, (Measurement(three, 0.5), Measurement(one, None, "broken")), one, {"date": "new"})
+    assert store.save(old)
+    assert store.save(new)
     found = store.lookup(key)
     assert found is not None
     assert (found[0].choice, found[0].metadata) == (three, {"date": "new"})
@@ -126,20 +121,13 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def _rows(*row: Any) -> Callable[[dict[str, Any]], None]:
-    """The only row of the entry's only table, which is XLA's."""
-    return _set("measurements", 0, "rows", [list(row)])
-
-
-def _measured(family: str, *config: Any) -> Callable[[dict[str, Any]], None]:
-    row = [*config, 5.0, None]
-    return _set("measurements", [{"family": family, "columns": ["splits", "block", "us", "error"], "rows": [row]}])
-
-
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a bool for an int": (_set("choice", "config", "splits", True), r"config field splits=True; accepted: .*int"),
-    "a float for an int": (_set("choice", "config", "splits", 1.0), r"config field splits=1\.0"),
-    "a string for an int": (_set("choice", "config", "block", "128"), "config field block='128'"),
+    "a bool for an int": (
+        _set("choice", "config", "splits", True),
+        r"config has splits=True of type bool; accepted: int",
+    ),
+    "a float for an int": (_set("choice", "config", "splits", 1.0), r"config has splits=1\.0 of type float"),
+    "a string for an int": (_set("choice", "config", "block", "128"), "config has block='128' of type str"),
     "a field too many": (_set("choice", "config", "stages", 3), "config .*; accepted: splits, block"),
     "a field too few": (lambda data: data["choice"]["config"].pop("block"), "config .*; accepted: splits, block"),
     "no config": (_set("choice", "config", None), "config None; accepted: splits, block"),
@@ -159,36 +147,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no key": (lambda data: data.pop("key"), "its key is another problem's"),
     "a newer schema": (_set("schema", SCHEMA + 1), f"schema {SCHEMA + 1}; accepted: {SCHEMA}"),
     "no schema": (lambda data: data.pop("schema"), f"schema None; accepted: {SCHEMA}"),
-    "measurements of a wrong type": (_set("measurements", {}), "measurements must be a list"),
-    "a wrong table": (_set("measurements", [3]), "measurements 3; accepted: objects with family, columns and rows"),
-    "a table of no family": (_set("measurements", 0, "family", "wgrad_z80"), "family 'wgrad_z80'; accepted: "),
-    "another family's columns": (
-        _set("measurements", 0, "family", "wgrad_host"),
-        "columns .*; accepted: splits",
-    ),
-    "columns in another order": (
-        _set("measurements", 0, "columns", ["error", "us"]),
-        "columns .*; accepted: us",
-    ),
-    "no rows": (lambda data: data["measurements"][0].pop("rows"), "rows None; accepted: a list of lists"),
-    "a wrong row": (_set("measurements", 0, "rows", [3]), "measurement 3; accepted: "),
-    "a row too short": (_rows(5.0), r"measurement \[5\.0\]; accepted: "),
-    "a row too long": (_rows(1, 5.0, None), r"measurement \[1, 5\.0, None\]; accepted: "),
-    "a time of zero": (_rows(0, None), r"measurement \[0, None\]"),
-    "a negative time": (_rows(-1.5, None), r"measurement \[-1\.5, None\]"),
-    "no time": (_rows(None, None), r"measurement \[None, None\]"),
-    "an infinite time": (_rows(float("inf"), None), r"measurement \[inf, None\]"),
-    "not a time": (_rows(float("nan"), None), r"measurement \[nan, None\]"),
-    "a time that is true": (_rows(True, None), r"measurement \[True, None\]"),
-    "a time beyond floats": (_rows(int(HUGE), None), r"measurement \[999"),
-    "an error that is no text": (_rows(None, 3), r"measurement \[None, 3\]"),
-    "a time and an error": (_rows(3.0, "x"), r"measurement \[3\.0, 'x'\]"),
-    "a measured bool for an int": (_measured("wgrad_host", True, 128), r"measurement \[True, 128, .*\(int\)"),
     "no limit": (lambda data: data.pop("workspace_limit_bytes"), "workspace_limit_bytes None; accepted: an integer"),
     "a negative limit": (_set("workspace_limit_bytes", -1), "workspace_limit_bytes -1; accepted: "),
     "a limit that is true": (_set("workspace_limit_bytes", True), "workspace_limit_bytes True; accepted: "),
-    "metadata of a wrong type": (_set("metadata", []), "metadata an object"),
-    "a wrong prediction": (_set("predicted", 3), "candidate 3"),
 }
 
 
@@ -198,7 +159,7 @@ def test_a_broken_entry_is_a_miss_with_one_warning(
 ) -> None:
     change, message = BROKEN[name]
     key = key_for(CASE.problem(), CPU)
-    good = Entry(key.as_dict(), tuner.ranked(key)[0], (Measurement(Candidate(XLA), 5.0),), None, {})
+    good = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),))
     assert entries.loads(changed(good, lambda data: None), key) == good
     text = changed(good, change)
     with pytest.raises(InvalidEntry, match=message):
@@ -212,6 +173,61 @@ def test_a_broken_entry_is_a_miss_with_one_warning(
     assert re.search(message, record.getMessage())
 
 
+def _row(**change: Any) -> Callable[[dict[str, Any]], None]:
+    """The only measurement, which is XLA's."""
+    return lambda data: data["measurements"][0].update(change)
+
+
+BROKEN_EVIDENCE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "measurements of a wrong type": (_set("measurements", {}), "measurements must be a list"),
+    "no measurements": (lambda data: data.pop("measurements"), "measurements must be a list"),
+    "a wrong measurement": (_set("measurements", [3]), "candidate 3; accepted: an object with family and config"),
+    "of no family": (_row(family="wgrad_z80"), "family 'wgrad_z80'; accepted: "),
+    "another family's": (_row(family="wgrad_host"), "config None; accepted: splits, block"),
+    "a measured bool for an int": (
+        _row(family="wgrad_host", config={"splits": True, "block": 128}),
+        "config has splits=True of type bool; accepted: int",
+    ),
+    "a time of zero": (_row(us=0), "us 0; accepted: a finite number above 0"),
+    "a negative time": (_row(us=-1.5), r"us -1\.5"),
+    "no time": (_row(us=None), "us None; accepted: a finite number above 0"),
+    "an infinite time": (_row(us=float("inf")), "us inf"),
+    "not a time": (_row(us=float("nan")), "us nan"),
+    "a time that is true": (_row(us=True), "us True"),
+    "a time that is text": (_row(us="5"), "us '5'"),
+    "a time beyond floats": (_row(us=int(HUGE)), "us 999"),
+    "an error that is no text": (_row(us=None, error=3), "measurement .*; accepted: us or an error"),
+    "a time and an error": (_row(us=3.0, error="x"), "measurement .*; accepted: us or an error"),
+    "metadata of a wrong type": (_set("metadata", []), "metadata an object"),
+    "a wrong prediction": (_set("predicted", 3), "candidate 3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_EVIDENCE)
+def test_broken_evidence_is_none_and_the_choice_holds(
+    name: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = BROKEN_EVIDENCE[name]
+    key = key_for(CASE.problem(), CPU)
+    one, two = search.ranked(key)[:2]
+    text = changed(Entry.of(key, one, (Measurement(XLA, 5.0),)), change)
+    put(cache, key, text)
+    with caplog.at_level(logging.WARNING, "jax_splitk"):
+        choice = select.select(key.problem, CPU, Options())
+        assert (choice.candidate, choice.why) == (one, "user cache")
+        found, _ = store.lookup(key)
+        assert (found.measurements, found.predicted, found.metadata, found.regret) == ((), None, {}, None)
+        assert found.best(0) is None
+        with pytest.raises(InvalidEntry, match=message):
+            found.read_evidence()
+        with pytest.raises(ValueError, match=message):
+            TuningResult.loads(f"[{text}]")
+        assert entries.loads(found.dumps(), key).choice == one
+        assert store.save(Entry.of(key, two, (Measurement(two, 3.0),)))
+    assert caplog.records == []
+    assert store.lookup(key)[0].measurements == (Measurement(two, 3.0),)
+
+
 def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
     """Each entry says which key it is for; a copied or renamed file does not answer for another."""
     rng = generator(3)
@@ -223,14 +239,10 @@ def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
     assert store.lookup(two) is None
 
 
-def nested(depth: int, inner: str = "") -> str:
-    return "[" * depth + inner + "]" * depth
-
-
 def test_any_depth_of_nesting_is_a_miss() -> None:
     """Also the depths that the parser just manages, and the message about them may not."""
     key = key_for(CASE.problem(), CPU)
-    entry = Entry(key.as_dict(), tuner.ranked(key)[0], (Measurement(Candidate(XLA), 5.0),), None, {})
+    entry = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),), None, {})
 
     def parses(depth: int) -> bool:
         try:
@@ -250,9 +262,9 @@ def test_any_depth_of_nesting_is_a_miss() -> None:
         ('"choice": {', '"choice": %s, "other": {'),
         ('"key": {', '"key": %s, "other": {'),
         (f'"schema": {SCHEMA},\n', '"schema": %s,\n'),
-        ("[5.0, null]", "[%s, null]"),
         ('"predicted": null', '"predicted": %s'),
-        ("[5.0, null]", "[5.0, %s]"),
+        ('"us": 5.0', '"us": %s'),
+        ('"error": null', '"error": %s'),
     ]
     text = entry.dumps()
     text = re.sub(r'"splits": \d+', '"splits": 1', text)
@@ -261,94 +273,10 @@ def test_any_depth_of_nesting_is_a_miss() -> None:
         assert old in text
         for depth in depths:
             with pytest.raises(InvalidEntry):
-                entries.loads(text.replace(old, new % nested(depth)), key)
+                entries.loads(text.replace(old, new % nested(depth)), key).read_evidence()
 
 
 # ---- ten thousand damaged files ------------------------------------------------------------------------------------
-
-ODD_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 64, 128, 129, 1.5, 1.0, -0.0, 2**31, 2**63, 2**64, 10**30]
-ODD_VALUES += [
-    "",
-    "x",
-    "xla",
-    "wgrad_host",
-    "wgrad_im2col",
-    "quantized_host",
-    "quantized_tiled",
-    "quantized_matmul",
-    "int4",
-]
-ODD_VALUES += ["\ud800", [], {}, [[]], [1, 2], {"family": "xla"}]
-ODD_VALUES += [float("nan"), float("inf"), float("-inf"), 1e308, 5e-324, {"family": "wgrad_host", "config": {}}]
-ODD_TEXTS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", HUGE, "9" * 5000, "1" + "0" * 300, '"\\ud800"', "\0"]
-
-
-def places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, index) of a JSON value."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for index, value in items:
-        yield data, index
-        yield from places(value)
-
-
-def mutate_json(rng: np.random.Generator, text: str, other: str) -> str:
-    data = json.loads(text)
-    for _ in range(int(rng.integers(1, 4))):
-        found = list(places(data))
-        if not found:
-            break
-        # Half of the changes go to what decides: the choice.
-        if rng.random() < 0.5 and isinstance(data, dict) and isinstance(data.get("choice"), dict):
-            found = list(places(data["choice"])) or found
-        container, index = found[rng.integers(len(found))]
-        kind = rng.integers(8)
-        if kind == 0 and isinstance(container, dict):
-            del container[index]
-        elif kind == 1 and isinstance(container, dict):
-            container[str(rng.integers(100))] = container[index]
-        elif kind == 2:
-            container[index] = [container[index]]
-        elif kind == 3:
-            source, at = found[rng.integers(len(found))]
-            container[index] = copy.deepcopy(source.get(at) if isinstance(source, dict) else source[at])
-        elif kind == 4 and isinstance(container[index], int):
-            container[index] = container[index] + int(rng.integers(-3, 4)) * int(rng.choice([1, 8, 64]))
-        elif kind == 5:
-            theirs = json.loads(other)
-            name = str(rng.choice(list(theirs)))
-            if isinstance(data, dict):
-                data[name] = theirs[name]
-        else:
-            container[index] = copy.deepcopy(ODD_VALUES[rng.integers(len(ODD_VALUES))])
-    return json.dumps(data)
-
-
-def mutate_text(rng: np.random.Generator, text: str) -> bytes:
-    kind = rng.integers(7)
-    data = bytearray(text.encode())
-    at = int(rng.integers(len(data)))
-    if kind == 0:
-        for _ in range(int(rng.integers(1, 6))):
-            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
-    elif kind == 1:
-        del data[at:]
-    elif kind == 2:
-        del data[at : at + int(rng.integers(1, 40))]
-    elif kind == 3:
-        data[at:at] = rng.bytes(int(rng.integers(1, 20)))
-    elif kind == 4:
-        numbers = list(re.finditer(r"(?<=[ \[])-?\d[\d.e+-]*", text))
-        spot = numbers[rng.integers(len(numbers))]
-        odd = ODD_TEXTS[rng.integers(len(ODD_TEXTS))]
-        return (text[: spot.start()] + odd + text[spot.end() :]).encode()
-    elif kind == 5:
-        depth = int(rng.choice([3, 50, 500, 900, 990, 2000, 50_000]))
-        spot = list(re.finditer(r'(?<=": )', text))[rng.integers(text.count('": '))]
-        return (text[: spot.start()] + nested(depth, "1") + "," * int(rng.integers(2)) + text[spot.end() :]).encode()
-    else:
-        words = [b"\xff\xfe", b"\xef\xbb\xbf", b"\x00", b"\xc3\x28", text.encode(), text.encode("utf-16")]
-        data[0:0] = words[rng.integers(len(words))]
-    return bytes(data)
 
 
 @pytest.mark.filterwarnings("error")
@@ -372,19 +300,19 @@ def test_ten_thousand_damaged_files(cache: pathlib.Path) -> None:
                 damaged = mutate_json(rng, text, other)
             else:
                 damaged = mutate_text(rng, text)
-            path = put(cache, key, damaged)
+            put(cache, key, damaged)
             try:
                 found = store.lookup(key)
-                assert found == (None if found is None else (store.read(path, key), "user cache"))
                 outcomes["miss" if found is None else "hit"] += 1
                 if found is not None:
                     assert_legal(found[0].choice, key, target)
-                    assert found[0].key == key.as_dict()
+                    fitting = found[0].best(int(rng.integers(2**26)))
+                    assert_legal(fitting or XLA, key, target)
                     outcomes[key.problem.op] += found[0] != entry
                 for implementation in (None, "host" if target is CPU else "cutlass"):
                     choice = select.select(key.problem, target, Options(implementation=implementation))
                     if choice.family is not None:
-                        assert_legal(Candidate(choice.family.name, choice.config), key, target)
+                        assert_legal(choice.candidate, key, target)
             except BaseException as error:
                 error.add_note(f"case {i}, key {key}, file {damaged[:5000]!r}")
                 raise
@@ -439,7 +367,7 @@ def test_damaged_results_are_value_errors() -> None:
 def test_a_key_is_checked(field: str, value: Any) -> None:
     data = key_for(CASE.problem(), CPU).as_dict()
     assert key_from_dict(data).as_dict() == data
-    with pytest.raises(ValueError, match=r"accepted|unknown fields|unhashable"):
+    with pytest.raises(ValueError, match=r"accepted|unknown fields"):
         key_from_dict({**data, field: value})
 
 

@@ -11,31 +11,30 @@ import pytest
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.tuning import entry, select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import entry, search, select, store, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
-from tests.tuning_cache import CPU, isolate, put
+from tests.tuning_cache import CPU, ship
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family"),
+]
 
 PROBLEM = Case("tiny", 12, 30, 31, 8, 16, (3, 3), dtype="float32").problem()
 KEY = key_for(PROBLEM, CPU)
-SMALL, MIDDLE, LARGE = (Candidate("wgrad_host", wgrad_host.Config(splits, 128)) for splits in (1, 8, 32))
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    return isolate(monkeypatch, tmp_path)
+SMALL, MIDDLE, LARGE = (Candidate(wgrad_host.FAMILY, wgrad_host.Config(splits, 128)) for splits in (1, 8, 32))
 
 
 def size(candidate: Candidate) -> int:
-    return wgrad_host.workspace_bytes(PROBLEM, candidate.config)
+    return wgrad_host.FAMILY.workspace_bytes(PROBLEM, candidate.config)
 
 
 def entry_of(choice: Candidate, times: dict[Candidate, float], limit: int = DEFAULT_WORKSPACE_LIMIT) -> Entry:
     measurements = tuple(Measurement(candidate, us) for candidate, us in times.items())
-    return Entry(KEY.as_dict(), choice, measurements, None, {}, limit)
+    return Entry.of(KEY, choice, measurements, None, {}, limit)
 
 
 def chosen(limit: int | None = None, **how: Any) -> Any:
@@ -44,32 +43,31 @@ def chosen(limit: int | None = None, **how: Any) -> Any:
 
 def test_the_fastest_that_fits_is_taken() -> None:
     assert size(SMALL) < size(MIDDLE) < size(LARGE)
-    times = {LARGE: 5.0, MIDDLE: 6.0, SMALL: 7.0, Candidate(XLA): 6.5}
+    times = {LARGE: 5.0, MIDDLE: 6.0, SMALL: 7.0, XLA: 6.5}
     found = entry_of(LARGE, times)
-    assert found.best(KEY, size(LARGE)) == LARGE
-    assert found.best(KEY, size(LARGE) - 1) == MIDDLE
-    assert found.best(KEY, size(MIDDLE) - 1) == Candidate(XLA)
-    assert found.best(KEY, size(MIDDLE) - 1, "host") == SMALL
-    assert found.best(KEY, size(SMALL) - 1) is None  # that XLA is faster than what does not fit says nothing
-    assert entry_of(Candidate(XLA), times).best(KEY, 0) == Candidate(XLA)
-    assert entry_of(LARGE, {}).best(KEY, size(LARGE) - 1) is None
-    store.save(KEY, found)
+    assert found.best(size(LARGE)) == LARGE
+    assert found.best(size(LARGE) - 1) == MIDDLE
+    assert found.best(size(MIDDLE) - 1) == XLA
+    assert found.best(size(MIDDLE) - 1, "host") == SMALL
+    assert found.best(size(SMALL) - 1) is None  # that XLA is faster than what does not fit says nothing
+    assert entry_of(XLA, times).best(0) == XLA
+    assert entry_of(LARGE, {}).best(size(LARGE) - 1) is None
+    store.save(found)
     assert chosen(size(LARGE) - 1).config == MIDDLE.config
     assert chosen(size(LARGE) - 1).why == "user cache: 6.0 us, XLA 6.5 us"
     assert chosen(size(MIDDLE) - 1).why == "user cache: XLA 6.5 us, ours 5.0 us"
 
 
 def test_without_evidence_the_cost_model_chooses_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a row of a shipped table; a layer behind that has an answer comes first."""
-    put(store.SHIPPED, KEY, entry_of(LARGE, {}).dumps())
-    assert (chosen().config, chosen().why) == (LARGE.config, "shipped table")
+    """As for a row of a shipped table, whose evidence is its choice; a layer behind that has an answer comes first."""
+    ship(KEY, LARGE)
+    assert (chosen().config, chosen().why) == (LARGE.config, "shipped table: 5.0 us, XLA 9.0 us")
     choice = chosen(size(LARGE) - 1)
     assert choice.workspace_bytes < size(LARGE)
     assert choice.why.startswith("the cost model's best of ")
-    with jax_splitk.TuningResult(((KEY, entry_of(LARGE, {})),)) as result:
-        put(store.SHIPPED, KEY, entry_of(SMALL, {}).dumps())
-        options = Options(workspace_limit_bytes=size(SMALL), tuning=result)
-        assert select.select(PROBLEM, CPU, options).config == SMALL.config
+    ship(KEY, SMALL)
+    result = jax_splitk.TuningResult(((KEY, entry_of(LARGE, {})),))
+    assert select.select(PROBLEM, CPU, Options(None, None, size(SMALL), result)).config == SMALL.config
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
     assert chosen(size(SMALL), final=True).config == SMALL.config
     limit = size(SMALL) - 1
@@ -80,7 +78,7 @@ def test_without_evidence_the_cost_model_chooses_what_fits(monkeypatch: pytest.M
 def test_a_search_under_a_limit_serves_others(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry for all. What a larger limit allows is searched once; a search under the default stands for any."""
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
-    monkeypatch.setattr(tuner, "FIRST_ROUND", 6)
+    monkeypatch.setattr(search, "FIRST_ROUND", 6)
     limits, tune = [], tuner.tune
 
     def counting(key: Any, limit: int, old: Any, seconds: Any) -> Entry:
@@ -88,10 +86,10 @@ def test_a_search_under_a_limit_serves_others(cache: pathlib.Path, monkeypatch: 
         return tune(key, limit, old, 0.05)
 
     monkeypatch.setattr(tuner, "tune", counting)
-    small = sorted(size(c) for c in tuner.ranked(KEY))[3]
+    small = sorted(size(c) for c in search.ranked(KEY))[3]
     with jax_splitk.options(workspace_limit_bytes=small):
         ((_, found),) = jax_splitk.tune_problems([PROBLEM])
-    ours = [m.candidate for m in found.measurements if m.candidate.family != XLA]
+    ours = [m.candidate for m in found.measurements if m.candidate != XLA]
     assert found.workspace_limit_bytes == small
     assert 0 < max(map(size, ours)) <= small
     for limit in (small, None, 2**40, small, None):

@@ -1,13 +1,7 @@
 """Several processes: one cache, no lost or corrupt entry, one decision for a job, and artefacts that need neither."""
 
-import json
-import os
 import pathlib
-import re
-import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from typing import Any
@@ -22,45 +16,21 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import agreement, search, store
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from tests.problems import SEED, generator, seeded
+from tests.tuning_cache import configs, finish, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
 
 CPU = target_for("cpu")
 CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-def start(script: str, *arguments: Any, **variables: str) -> subprocess.Popen[str]:
-    """A Python process on one CPU device that sees none of our variables but those given."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    environment |= {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    # A session of its own, so that its children can be ended with it: one left over would hold the pipes open.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
-
-
-def finish(*processes: subprocess.Popen[str], seconds: float = 120) -> list[tuple[Any, str]]:
-    """(last line of the output as JSON, standard error) of each; all must succeed."""
-    outputs = []
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            outputs.append(process.communicate())
-    report = "\n".join(err for _, err in outputs)
-    assert [process.returncode for process in processes] == [0] * len(processes), report
-    return [(json.loads(out.splitlines()[-1]), err) for out, err in outputs]
 
 
 # ---- a second process ----------------------------------------------------------------------------------------------
@@ -72,7 +42,7 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc
+from jax_splitk.runtime import nvrtc, toolchain
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
@@ -88,16 +58,16 @@ print(json.dumps([module, forbidden.call_count]))
 """
 
 
-@pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
 def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_path: pathlib.Path) -> None:
     target = target_for("cuda")
     problem = Case("one", 2, 12, 12, 64, 64, (3, 3)).problem()
-    config = im2col.candidates(problem, target)[3]
+    config = im2col.FAMILY.candidates(problem, target)[3]
     key = key_for(problem, target)
-    choice = Candidate("wgrad_im2col", config)
+    choice = Candidate(im2col.FAMILY, config)
     path = tmp_path / key.file
     path.parent.mkdir(parents=True)
-    path.write_text(Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {}).dumps())
+    path.write_text(Entry.of(key, choice, (Measurement(choice, 5.0),), None, {}).dumps())
     ((first, _),) = finish(start(LOWER_FOR_CUDA, "first", CACHE_DIR=str(tmp_path)))
     assert list((tmp_path / "cubin").glob("*.cubin")), "the first process compiles"
     ((second, _),) = finish(start(LOWER_FOR_CUDA, "second", CACHE_DIR=str(tmp_path)))
@@ -112,7 +82,7 @@ TUNE_TWENTY = """
 import json, logging, random, sys, time
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.tuning import measure, store, tuner
+from jax_splitk.tuning import measure, search
 logging.basicConfig(level=logging.WARNING)
 rng = random.Random(int(sys.argv[1]))
 
@@ -125,7 +95,7 @@ class FakeBench(measure.Bench):
         time.sleep(rng.random() * 1e-4)
         return rng.uniform(10, 1000)
 
-tuner.Bench = FakeBench
+search.Bench = FakeBench
 cases = [Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32") for i in range(20)]
 while time.time() < float(sys.argv[2]):  # all at once
     time.sleep(1e-3)
@@ -154,7 +124,7 @@ def test_eight_processes_tune_the_same_problems_into_one_cache(
         assert store.lookup(key) == (entry, "user cache")
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
-        assert {Candidate(XLA), entry.choice, entry.predicted} <= set(candidates)
+        assert {XLA, entry.choice, entry.predicted} <= set(candidates)
         # At least what the last writer had measured.
         assert len(candidates) >= min(counts[i] for (_, counts), _ in outcomes)
     assert list(tmp_path.rglob(".tmp-*")) == []
@@ -169,10 +139,10 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import search, store
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.options import Options
 
 seed, kills = int(sys.argv[1]), int(sys.argv[2])
 warned = []
@@ -181,7 +151,7 @@ handler.emit = lambda record: warned.append(record.getMessage())
 logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
-ranked = {key: tuner.ranked(key) for key in keys}
+ranked = {key: search.ranked(key) for key in keys}
 names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
 # Made ahead: it is writers that are to be killed.
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
@@ -190,10 +160,10 @@ cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image 
 def write_entries(rng):
     while True:
         key = rng.choice(keys)
-        times = [Measurement(c, rng.uniform(1, 100)) for c in ranked[key]] + [Measurement(Candidate(XLA), 9.0)]
+        times = [Measurement(c, rng.uniform(1, 100)) for c in ranked[key]] + [Measurement(XLA, 9.0)]
         # Entries of many sizes, so that one written over another would show.
         metadata = {"padding": "x" * rng.randrange(200_000)}
-        store.save(key, Entry(key.as_dict(), rng.choice(ranked[key]), tuple(times), ranked[key][0], metadata))
+        store.save(Entry.of(key, rng.choice(ranked[key]), tuple(times), ranked[key][0], metadata))
 
 def write_cubins(rng):
     while True:
@@ -202,13 +172,17 @@ def write_cubins(rng):
 
 def check():
     for key in keys:
+        there = (disk.cache_dir() / key.file).exists()  # before it is read: a writer may live
         found = store.lookup(key)
-        assert found is not None or not (disk.cache_dir() / key.file).exists(), key
+        assert found is not None or not there, key
+        if found is not None:
+            found[0].read_evidence()
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
     for name in names:
+        there = compiler._cubin_path(name).exists()
         found = compiler._load(name)
-        assert found is not None or not compiler._cubin_path(name).exists(), name
+        assert found is not None or not there, name
         assert found is None or hashlib.sha256(found.image).hexdigest() == found.log, name
     return sum(entries_seen.values())
 
@@ -245,8 +219,8 @@ def test_writers_killed_at_random_points_leave_no_damage(
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     assert len(list(store.files(tmp_path))) == 5
     key = key_for(Case("x", 2, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
-    choice = tuner.ranked(key)[0]
-    assert store.save(key, Entry(key.as_dict(), choice, (), None, {"last": True}))
+    choice = search.ranked(key)[0]
+    assert store.save(Entry.of(key, choice, (), None, {"last": True}))
     last = store.lookup(key)
     assert last is not None
     assert last[0].metadata == {"last": True}
@@ -295,16 +269,11 @@ def job(body: str, tmp_path: pathlib.Path, caches: list[pathlib.Path], **variabl
     return finish(*(start(script, port, i, flag, CACHE_DIR=str(caches[i]), **variables) for i in range(2)))
 
 
-def configs(text: str) -> list[wgrad_host.Config]:
-    found = re.findall(r"block = (\d+) : i64.*?splits = (\d+) : i64", text)
-    return [wgrad_host.Config(int(splits), int(block)) for block, splits in found]
-
-
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
     """A cache with a decision for a batch of `CASE`'s geometry."""
     key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
-    choice = Candidate(XLA) if config is None else Candidate("wgrad_host", config)
-    entry = Entry(key.as_dict(), choice, (Measurement(choice, 5.0),), None, {})
+    choice = XLA if config is None else Candidate(wgrad_host.FAMILY, config)
+    entry = Entry.of(key, choice, (Measurement(choice, 5.0),), None, {})
     path = folder / key.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(entry.dumps())
@@ -339,10 +308,10 @@ def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Pa
 
 def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     body = """
-    from jax_splitk.tuning import tuner
-    search, count = tuner._tune, []
-    tuner._tune = lambda *args: count.append(1) or search(*args)
-    tuner.FIRST_ROUND = 3
+    from jax_splitk.tuning import search
+    run, count = search.Search.run, []
+    search.Search.run = lambda self: count.append(1) or run(self)
+    search.FIRST_ROUND = 3
     out.append([lower(4), lower(5)])
     out.append(len(count))
     """
@@ -354,7 +323,7 @@ def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     assert [len(list(store.files(cache))) for cache in caches] == [2, 0]
 
 
-def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib.Path) -> None:
+def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
     """One process alone lowers the problem; then the other does: neither may use its own cache."""
     caches = [decided(tmp_path / "zero", ONE), decided(tmp_path / "one", TWO)]
     body = """
@@ -372,7 +341,7 @@ def test_without_agreement_the_choice_is_the_deterministic_one(tmp_path: pathlib
     assert len(configs(zero[0])) == 1
     assert configs(zero[0])[0] not in (ONE, TWO)
     for (_, log), _ in outcomes:
-        assert any("the processes did not agree" in line and "the deterministic choice is used" in line for line in log)
+        assert any("the processes did not agree" in line and "no cache is asked" in line for line in log)
         assert any("the cost model's best" in line for line in log)
 
 
@@ -380,8 +349,9 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
     """Also when it is lowered again; what all can compile is not."""
     body = """
     from jax_splitk.runtime import plan
-    from jax_splitk.runtime.compiler import CompilationError, CompilerUnavailable
-    build, asked = plan.HostPlan.custom_call, []
+    from jax_splitk.runtime.compiler import CompilationError
+    from jax_splitk.runtime.toolchain import CompilerUnavailable
+    build, asked = plan.CustomCall.custom_call, []
 
     def failing(error):
         def custom_call(self):
@@ -391,11 +361,11 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
             return build(self)
         return custom_call
 
-    plan.HostPlan.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+    plan.CustomCall.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
     out += [lower(4), lower(4, 1)]
-    plan.HostPlan.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+    plan.CustomCall.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
     out.append(lower(5))
-    plan.HostPlan.custom_call = build
+    plan.CustomCall.custom_call = build
     out += [lower(6), lower(4, 1, 2)]
     """
     caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]
@@ -408,6 +378,54 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
         missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
         (second,) = [line for line in log if missing in line and "XLA instead" in line]
         assert "lhs 5x9x8x6" in second
+
+
+# ---- how long they wait -------------------------------------------------------------------------------------------
+
+
+def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append(milliseconds)
+            raise TimeoutError
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
+    key = key_for(CASE.problem(), CPU)
+    try:
+        assert agreement.agree(key, 0, lambda: None) == (False, None)
+    except ValueError as error:
+        assert "accepted" in str(error)
+    else:
+        assert waits
+
+
+@pytest.mark.parametrize(("seconds", "decision_ms"), [(5, 3_600_000), (7200, 7_200_000)])
+def test_the_wait_for_a_measurement_is_an_hour_at_least(
+    seconds: int, decision_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", str(seconds))
+    waits = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waits.append((name.rpartition("/")[2], milliseconds))
+
+        def blocking_key_value_get(self, name: str, milliseconds: int) -> str:
+            waits.append((name.rpartition("/")[2], milliseconds))
+            return "miss"
+
+        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
+            return []
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
+    key = key_for(CASE.problem(), CPU)
+    assert agreement.agree(key, 0, lambda: None) == (True, None)
+    assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
+    assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
 
 # ---- artefacts -----------------------------------------------------------------------------------------------------
@@ -426,7 +444,7 @@ from unittest import mock
 import jax
 from jax import export
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, nvrtc
+from jax_splitk.runtime import disk, nvrtc
 from jax_splitk.tuning import select, store, tuner
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
 select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden

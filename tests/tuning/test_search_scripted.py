@@ -1,7 +1,6 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
 import concurrent.futures
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +11,18 @@ import pytest
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.tuning import entry, measure, select, store, tuner
-from jax_splitk.tuning.entry import XLA, Candidate, Entry, Measurement
+from jax_splitk.tuning import entry, measure, search, select, session, store, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
 from tests.problems import generator, seeded
-from tests.tuning_cache import CPU, isolate, random_tiny
+from tests.tuning_cache import CPU, random_tiny
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A cache of its own for every test."""
-    return isolate(monkeypatch, tmp_path)
 
 
 class Clock:
@@ -111,9 +107,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 script.rounds.append(candidate)
                 return script.us(candidate)
 
-        monkeypatch.setattr(tuner, "Bench", ScriptedBench)
-        monkeypatch.setattr(tuner, "time", script.clock)
-        monkeypatch.setattr(measure, "time", script.clock)
+        monkeypatch.setattr(search, "Bench", ScriptedBench)
+        for module in (tuner, search, measure):
+            monkeypatch.setattr(module, "time", script.clock)
         return script
 
     return install
@@ -132,19 +128,19 @@ def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
     with seeded(1) as rng:
         for _ in range(20):
             key = wide(rng)
-            ranking = tuner.ranked(key)
+            ranking = search.ranked(key)
             assert len(ranking) > 20
             times = {c: float(rng.uniform(100, 1000)) for c in ranking}
             script = scripted(lambda c, times=times: times.get(c, 2000.0))
             found = tuner.tune(key)
-            tried = [c for c in script.prepared if c.family != XLA]
+            tried = [c for c in script.prepared if c != XLA]
             assert len(tried) == len(set(tried))
             best = min(tried, key=lambda c: times.get(c, 2000.0))
-            beaten = times[best] < times[ranking[0]] * (1 - tuner.NOISE)
+            beaten = times[best] < times[ranking[0]] * (1 - search.NOISE)
             assert found.choice == (best if beaten else ranking[0])
             assert found.predicted == ranking[0] in tried
             assert {m.candidate: m.us for m in found.measurements} == {
-                Candidate(XLA): 2000.0,
+                XLA: 2000.0,
                 **{c: round(times.get(c, 2000.0), 3) for c in tried},
             }
             assert found.metadata["candidates"] == len(tried)
@@ -156,12 +152,12 @@ def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
 def test_the_search_refines_around_the_best(scripted: Any) -> None:
     """It walks downhill from the candidates of the family to configs that are none of them."""
     key = wide(generator(2))
-    listed = {c.config for c in tuner.ranked(key)}
+    listed = {c.config for c in search.ranked(key)}
     goal = wgrad_host.Config(16, 2048)
     assert goal not in listed
-    assert wgrad_host.supports(key.problem, goal) is None
+    assert wgrad_host.FAMILY.refusal(key.problem, goal) is None
     distance = lambda c: abs(np.log2(c.config.splits / 16)) + abs(np.log2(c.config.block / 2048))  # noqa: E731
-    scripted(lambda c: 9000.0 if c.family == XLA else 100.0 * (1 + distance(c)))
+    scripted(lambda c: 9000.0 if c == XLA else 100.0 * (1 + distance(c)))
     found = tuner.tune(key)
     assert found.choice.config == goal
     assert found.regret > 0
@@ -169,7 +165,7 @@ def test_the_search_refines_around_the_best(scripted: Any) -> None:
 
 def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any) -> None:
     key = wide(generator(3))
-    ranking = tuner.ranked(key)
+    ranking = search.ranked(key)
     first, other = ranking[0], ranking[5]
     for gain, winner in ((0.99, first), (0.985, first), (0.97, other), (0.5, other)):
         scripted(lambda c, gain=gain: 100.0 if c == first else 100 * gain if c == other else 500.0)
@@ -178,15 +174,15 @@ def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any
 
 def test_however_many_are_within_the_noise(scripted: Any) -> None:
     key = wide(generator(4))
-    first = tuner.ranked(key)[0]
-    scripted(lambda c: 100.0 if c == first else 900.0 if c.family == XLA else 99.5)
+    first = search.ranked(key)[0]
+    scripted(lambda c: 100.0 if c == first else 900.0 if c == XLA else 99.5)
     assert tuner.tune(key).choice == first
 
 
 def test_a_noisy_challenger_needs_more(scripted: Any) -> None:
     """A challenger whose own timings differ by a fifth is not believed to be a tenth faster."""
     key = wide(generator(5))
-    ranking = tuner.ranked(key)
+    ranking = search.ranked(key)
     first, other = ranking[0], ranking[3]
     times = iter([90.0] + [110.0] * 1000)
     scripted(lambda c: 100.0 if c == first else next(times) if c == other else 500.0)
@@ -198,11 +194,11 @@ def test_a_noisy_challenger_needs_more(scripted: Any) -> None:
 def test_xla_wins_where_it_is_faster_by_more_than_the_noise(scripted: Any) -> None:
     key = wide(generator(6))
     for xla_us, wins in ((99.0, False), (101.0, False), (97.0, True), (5.0, True)):
-        scripted(lambda c, us=xla_us: us if c.family == XLA else 100.0)
+        scripted(lambda c, us=xla_us: us if c == XLA else 100.0)
         found = tuner.tune(key)
-        assert (found.choice == Candidate(XLA)) is wins
-        assert found.us(Candidate(XLA)) == xla_us
-    store.save(key, found)
+        assert (found.choice == XLA) is wins
+        assert found.us(XLA) == xla_us
+    store.save(found)
     assert select.select(key.problem, CPU, Options()).implementation == "xla"
     assert select.select(key.problem, CPU, Options(implementation="host")).implementation == "host"
 
@@ -210,18 +206,18 @@ def test_xla_wins_where_it_is_faster_by_more_than_the_noise(scripted: Any) -> No
 def test_xla_wins_where_nothing_of_ours_works(scripted: Any) -> None:
     key = key_of(CASE)
     script = scripted(lambda c: 100.0)
-    script.broken = {c: "no" for c in tuner.ranked(key)}
+    script.broken = {c: "no" for c in search.ranked(key)}
     found = tuner.tune(key)
-    assert found.choice == Candidate(XLA)
-    assert [m.error for m in found.measurements if m.candidate.family != XLA] == ["no"] * len(script.broken)
+    assert found.choice == XLA
+    assert [m.error for m in found.measurements if m.candidate != XLA] == ["no"] * len(script.broken)
     assert found.regret is None
     assert entry.loads(found.dumps(), key) == found
 
 
 def test_what_does_not_compile_is_recorded_and_passed_over(scripted: Any) -> None:
     key = wide(generator(7))
-    ranking = tuner.ranked(key)
-    script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 10 * ranking.index(c) if c in ranking else 800.0)
+    ranking = search.ranked(key)
+    script = scripted(lambda c: 900.0 if c == XLA else 100.0 + 10 * ranking.index(c) if c in ranking else 800.0)
     script.broken = {ranking[0]: "CompilationError: first", ranking[2]: "wrong result: third"}
     found = tuner.tune(key)
     assert found.choice == ranking[1]
@@ -234,7 +230,7 @@ def test_what_does_not_compile_is_recorded_and_passed_over(scripted: Any) -> Non
 def test_what_fails_while_it_is_timed_is_recorded_and_passed_over(late: int, scripted: Any) -> None:
     """A launch that fails only after some calls ends that candidate, not the search."""
     key = wide(generator(8))
-    ranking = tuner.ranked(key)
+    ranking = search.ranked(key)
     fastest, second = ranking[1], ranking[4]
     script = scripted(lambda c: {fastest: 50.0, second: 60.0}.get(c, 900.0))
     script.late = {fastest: late}
@@ -250,7 +246,7 @@ def test_what_does_not_come_back_ends_the_search_with_what_it_has(
     scripted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = wide(generator(18))
-    ranking = tuner.ranked(key)
+    ranking = search.ranked(key)
     bad, best = ranking[3], ranking[2]
     script = scripted(lambda c: {bad: 10.0, best: 50.0}.get(c, 900.0))
     script.stuck[bad] = threading.Event()
@@ -259,27 +255,27 @@ def test_what_does_not_come_back_ends_the_search_with_what_it_has(
     (failure,) = [m for m in found.measurements if m.error]
     assert (failure.candidate, failure.us) == (bad, None)
     assert failure.error == f"it did not come back within {tuner.STUCK_SECONDS} s"
-    assert found.us(Candidate(XLA)) == 900.0
+    assert found.us(XLA) == 900.0
     assert entry.loads(found.dumps(), key) == found
     (record,) = caplog.records
     assert f"the search ends and {best} is chosen" in record.getMessage()
     with pytest.raises(RuntimeError, match="an earlier measurement has not come back"):
         tuner.tune(key)
-    assert tuner._stuck is not None
+    assert session.session().stuck is not None
     script.stuck.pop(bad).set()
-    tuner._stuck.join(10)
+    session.session().stuck.join(10)
     assert tuner.tune(key).choice == bad
 
 
 def test_where_xla_does_not_come_back_nothing_is_decided(scripted: Any) -> None:
     key = wide(generator(19))
     script = scripted(lambda c: 100.0)
-    script.stuck[Candidate(XLA)] = threading.Event()
+    script.stuck[XLA] = threading.Event()
     with pytest.raises(RuntimeError, match="XLA cannot compute it: it did not come back within"):
         tuner.tune(key)
-    script.stuck.pop(Candidate(XLA)).set()
-    assert tuner._stuck is not None
-    tuner._stuck.join(10)
+    script.stuck.pop(XLA).set()
+    assert session.session().stuck is not None
+    session.session().stuck.join(10)
 
 
 def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(
@@ -287,11 +283,11 @@ def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(
 ) -> None:
     """After an illegal address every call of the process fails: the decision is for the next one."""
     key = wide(generator(20))
-    bad = tuner.ranked(key)[1]
-    script = scripted(lambda c: 900.0 if c.family == XLA else 100.0)
+    bad = search.ranked(key)[1]
+    script = scripted(lambda c: 900.0 if c == XLA else 100.0)
     script.late, script.fatal = {bad: 1}, "CUDA_ERROR_ILLEGAL_ADDRESS: scripted"
     found = tuner.tune(key)
-    assert found.choice == Candidate(XLA)
+    assert found.choice == XLA
     assert bad in [m.candidate for m in found.measurements if m.error]
     assert entry.loads(found.dumps(), key) == found
     assert "the device fails since a candidate did (RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in caplog.text
@@ -304,7 +300,7 @@ def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(
 def test_short_kernels_are_screened_by_device_time(scripted: Any) -> None:
     """Where the wall clock shows the host, it says nothing about which of them is the fastest."""
     key = wide(generator(21))
-    ranking = tuner.ranked(key)
+    ranking = search.ranked(key)
     best = ranking[7]
     for wall, screened in ((19.0, True), (190.0, False)):
         script = scripted(lambda c, wall=wall: wall - 0.1 * (c != best))
@@ -347,7 +343,7 @@ def test_the_budget_is_kept(scripted: Any) -> None:
     key = wide(generator(9))
     spent = {}
     for budget in (0.5, 5.0, 60.0):
-        script = scripted(lambda c: 900.0 if c.family == XLA else 100.0 + 1000 / c.config.block)
+        script = scripted(lambda c: 900.0 if c == XLA else 100.0 + 1000 / c.config.block)
         script.round_seconds = 0.1
         began = script.clock.now
         found = tuner.tune(key, seconds=budget)
@@ -363,11 +359,11 @@ def test_the_budget_is_kept(scripted: Any) -> None:
 def test_an_old_entry_takes_part_again(scripted: Any) -> None:
     """Its fastest candidates are timed again, also those that the ranking would not have reached."""
     key = wide(generator(10))
-    ranking = tuner.ranked(key)
-    hidden = Candidate("wgrad_host", wgrad_host.Config(13, 1000))
+    ranking = search.ranked(key)
+    hidden = Candidate(wgrad_host.FAMILY, wgrad_host.Config(13, 1000))
     assert hidden not in ranking
-    assert entry.illegality(hidden, key) is None
-    old = Entry(key.as_dict(), hidden, (Measurement(hidden, 10.0), Measurement(ranking[-1], 9e4)), ranking[0], {})
+    assert hidden.refusal(key.problem, CPU) is None
+    old = Entry.of(key, hidden, (Measurement(hidden, 10.0), Measurement(ranking[-1], 9e4)), ranking[0], {})
     script = scripted(lambda c: 10.0 if c == hidden else 100.0)
     found = tuner.tune(key, old=old)
     assert hidden in script.prepared
@@ -377,10 +373,10 @@ def test_an_old_entry_takes_part_again(scripted: Any) -> None:
 def test_an_illegal_measurement_of_an_old_entry_cannot_win(scripted: Any) -> None:
     """Files are never trusted: only an entry's choice is checked when it is read, so the search checks the rest."""
     key = wide(generator(11))
-    ranking = tuner.ranked(key)
-    illegal = Candidate("wgrad_host", wgrad_host.Config(10**6, 64))
-    assert entry.illegality(illegal, key) is not None
-    text = Entry(key.as_dict(), ranking[0], (Measurement(illegal, 1.0),), ranking[0], {}).dumps()
+    ranking = search.ranked(key)
+    illegal = Candidate(wgrad_host.FAMILY, wgrad_host.Config(10**6, 64))
+    assert illegal.refusal(key.problem, CPU) is not None
+    text = Entry.of(key, ranking[0], (Measurement(illegal, 1.0),), ranking[0], {}).dumps()
     script = scripted(lambda c: 1.0 if c == illegal else 100.0)
     found = tuner.tune(key, old=entry.loads(text, key))
     assert illegal not in script.prepared

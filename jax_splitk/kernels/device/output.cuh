@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-constexpr int FLOAT = 0, BF16 = 1, HALF_FLOAT = 2;
+[[maybe_unused]] constexpr int FLOAT = 0, BF16 = 1, HALF_FLOAT = 2;
 
 template <int TYPE>
 struct TypeOf {
@@ -29,3 +29,16 @@ template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
+
+template <class T, int N>
+__device__ inline Vec<T, N> converted(const float (&values)[N]) {
+  Vec<T, N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) convert(values[i], result.v[i]);
+  return result;
+}
+
+template <class T, int N>
+__device__ inline void store_values(T* to, const float (&values)[N]) {
+  *reinterpret_cast<Vec<T, N>*>(to) = converted<T>(values);
+}

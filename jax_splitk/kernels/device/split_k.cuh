@@ -76,10 +76,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
 #endif
   if (!add_lanes(sum, lanes, columns, column)) return;
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  Vec<Output, 4> result;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) convert(sums[j], result.v[j]);
+  const Vec<Output, 4> result = converted<Output>({sum.x, sum.y, sum.z, sum.w});
   if (i + 4 <= g.size) {
     *reinterpret_cast<Vec<Output, 4>*>(out + i) = result;
   } else {
@@ -89,3 +86,16 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     }
   }
 }
+
+// Defines a source's two kernels. Both call wgrad(arguments, to): `wgrad_partial` writes partial sums of the
+// splits, `wgrad_direct` the output itself. The lists are in parentheses.
+#define UNPACK(...) __VA_ARGS__
+#define SPLIT_K_KERNELS(blocks_per_sm, parameters, arguments)          \
+  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
+      wgrad_partial(UNPACK parameters, float* partials) {              \
+    wgrad(UNPACK arguments, partials);                                 \
+  }                                                                    \
+  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
+      wgrad_direct(UNPACK parameters, Output* out) {                   \
+    wgrad(UNPACK arguments, out);                                      \
+  }

@@ -1,10 +1,13 @@
-// What every kernel on WGMMA needs: descriptors of operands in shared memory, and accumulators as argument
-// lists.
+// WGMMA: 64 rows by N columns, with A in shared memory or in registers.
 
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 namespace GMMA = cute::SM90::GMMA;
+
+// CuTe's atom of so many columns, a macro's value; `kind` is the rest of its name.
+#define WGMMA_(columns, kind) GMMA::MMA_64x##columns##kind
+#define WGMMA(columns, kind) WGMMA_(columns, kind)
 
 template <int... I>
 struct Indices {};
@@ -15,21 +18,46 @@ struct MakeIndices<0, I...> {
   using type = Indices<I...>;
 };
 
-// Keeps the compiler from moving accumulators while products that write them are under way.
-template <int N>
-__device__ inline void fence(float (&acc)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(acc[i]);
+template <class Atom, int N, int... I>
+__device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float (&acc)[N], GMMA::ScaleOut scale,
+                                      Indices<I...>) {
+  Atom::fma(a, b, acc[I]..., scale);
 }
 
-// Descriptor of an MN-major operand under the 128-byte swizzle: 64-element blocks along MN are `block_bytes`
-// apart (leading offset), groups of 8 rows along k are `group_bytes` apart (stride offset).
-__device__ inline uint64_t operand(uint32_t smem_address, int block_bytes, int group_bytes = 8 * 128) {
+template <class Atom, int N, int... I>
+__device__ __forceinline__ void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[N],
+                                      GMMA::ScaleOut scale, Indices<I...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+}
+
+// acc += a * b, or acc = a * b; N elements of each of 128 threads. Of a lane l of warp w of the warpgroup
+// element 4*j + 2*h + e is row 16*w + l/4 + 8*h and column 8*j + 2*(l%4) + e.
+template <class Atom, class A, int N>
+__device__ __forceinline__ void wgmma(const A& a, uint64_t b, float (&acc)[N], GMMA::ScaleOut scale) {
+  wgmma<Atom>(a, b, acc, scale, typename MakeIndices<N>::type{});
+}
+
+// Keeps the compiler from moving registers while products that write or read them are under way.
+template <class T>
+__device__ __forceinline__ void fence(T& value) {
+  cute::warpgroup_fence_operand(value);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void fence(T (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) fence(values[i]);
+}
+
+// Descriptor of an operand in shared memory. MN-major under the 128-byte swizzle: 64-element blocks along MN
+// are `leading` bytes apart, groups of 8 rows along k are `stride` bytes apart.
+__device__ inline uint64_t operand(uint32_t address, int leading, int stride = 8 * 128,
+                                   GMMA::LayoutType layout = GMMA::LayoutType::B128) {
   cute::GmmaDescriptor desc;
   desc.desc_ = 0;
-  desc.bitfield.start_address_ = smem_address >> 4;
-  desc.bitfield.leading_byte_offset_ = block_bytes >> 4;
-  desc.bitfield.stride_byte_offset_ = group_bytes >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
+  desc.bitfield.start_address_ = address >> 4;
+  desc.bitfield.leading_byte_offset_ = leading >> 4;
+  desc.bitfield.stride_byte_offset_ = stride >> 4;
+  desc.bitfield.layout_type_ = uint8_t(layout);
   return desc.desc_;
 }

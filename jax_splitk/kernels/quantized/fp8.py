@@ -89,7 +89,7 @@ _SPLIT_PIECE_SECONDS = 0.25e-6
 class Fp8(tiles.TileFamily[Config]):
     name = "quantized_fp8"
     ABI = 2
-    source_file = "quantized/fp8.cu"
+    file = "quantized/fp8.cu"
 
     x_dtypes = ("float8_e4m3fn",)
     out_dtypes = ("bfloat16", "float16")  # the tensor cores' sums of e4m3 products are not good enough for float32
@@ -181,7 +181,7 @@ class Fp8(tiles.TileFamily[Config]):
             return _PIECE_SECONDS
         return _SPLIT_PIECE_SECONDS + tile_bytes(config) // config.splits / tiles.STORE_BYTES_PER_SM
 
-    def loop_defines(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
+    def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
             "E4M3_PRODUCTS": 1,
             "PERIOD": period(problem, config),

@@ -2,7 +2,7 @@
 (device code: quantized/stream.cu). Activations of e4m3 are multiplied as they are where the weight's format allows it.
 
 Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
-shared memory, and stream row tiles of 64 features through a ring; a cluster of blocks divides k, and adds its sums
+shared memory, and stream row tiles of 64 features through a pipeline; a cluster of blocks divides k, and adds its sums
 through distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
 """
 
@@ -11,18 +11,14 @@ import itertools
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.structs import Struct, declarations
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
-
-name = "quantized_stream"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 1
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target, resident_blocks
 
 TILES_N = (8, 16, 32, 64)
 WARPGROUPS = (1, 2, 4)
@@ -48,7 +44,7 @@ class Config:
       tile_n: rows of x of a thread block, 8, 16, 32 or 64, at least the problem's.
       warpgroups: consumers; each takes other k.
       tiles: tiles of 64 features by 64 k of a warpgroup in a stage.
-      stages: depth of the shared-memory ring.
+      stages: depth of the shared-memory pipeline.
       cluster: thread blocks that divide k.
       clusters: how many clusters run; each takes every `clusters`-th tile of 64 features.
     """
@@ -112,7 +108,7 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The ring, the sums of the warpgroups, inboxes of the cluster's sums, barriers, and the slice of x."""
+    """The pipeline, the sums of the warpgroups, inboxes of the cluster's sums, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
@@ -126,41 +122,6 @@ def x_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     return -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * item * config.tile_n
 
 
-def workspace_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
-    del problem, config
-    return 0
-
-
-# ---- legality ------------------------------------------------------------------------------------------------------
-
-
-def supports(problem: QuantizedMatmulProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    reason = hopper_limit(target) or _problem_limit(problem)
-    if reason is None and config is not None:
-        reason = _config_limit(problem, config)
-    return reason
-
-
-def preferred(problem: QuantizedMatmulProblem, target: Target) -> str | None:
-    """Always chosen where it is legal: XLA writes the dequantized weight to memory and reads it again."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: QuantizedMatmulProblem) -> str | None:
-    if not 1 <= p.rows <= TILES_N[-1]:
-        return f"{p.rows} rows of x; accepted: 1 to {TILES_N[-1]}"
-    if p.group_size < TILE // 2:
-        return f"groups of {p.group_size}, k itself; accepted: k of at least {TILE // 2} per channel"
-    most = max(p.rows * p.k, p.feature_tiles * TILE, p.rows * p.features)
-    if most > INT32_MAX:
-        return f"arrays of {most} elements; accepted: at most {INT32_MAX}"
-    if not any(_config_limit(p, config) is None for config in _smallest(p)):
-        return f"k {p.k}: {p.rows} rows of x of a cluster's thread block do not fit in {SHARED_BYTES} bytes"
-    return None
-
-
 def _tile_n(p: QuantizedMatmulProblem) -> int:
     return next(tile for tile in TILES_N if tile >= p.rows)
 
@@ -169,51 +130,6 @@ def _smallest(p: QuantizedMatmulProblem) -> list[Config]:
     """For each size of cluster, the config with the least shared memory."""
     tiles = 1 if p.group_size != 2 * TILE else 2
     return [Config(_tile_n(p), 1, tiles, 2, cluster, 1) for cluster in CLUSTERS]
-
-
-def _config_limit(p: QuantizedMatmulProblem, config: Config) -> str | None:
-    for field, accepted in (
-        ("tile_n", TILES_N),
-        ("warpgroups", WARPGROUPS),
-        ("tiles", TILES),
-        ("cluster", CLUSTERS),
-    ):
-        if getattr(config, field) not in accepted:
-            return f"{field} {getattr(config, field)}; accepted: {', '.join(map(str, accepted))}"
-    if config.tile_n < p.rows:
-        return f"tile_n {config.tile_n}; accepted for {p.rows} rows: at least {p.rows}"
-    e4m3 = products(p) == "float8_e4m3fn"
-    widest = WIDEST_OF_FOUR * 2 if e4m3 else WIDEST_OF_FOUR // 2 if has_zero(p) else WIDEST_OF_FOUR
-    if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
-        return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
-    if has_zero(p) and config.tile_n == TILES_N[-1] and config.tiles > 2:
-        return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
-    if p.group_size not in (p.k, *range(TILE)) and config.tiles * TILE % p.group_size:
-        return f"tiles {config.tiles}; accepted with groups of {p.group_size}: multiples of {p.group_size // TILE}"
-    if not 2 <= config.stages <= MAX_STAGES:
-        return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
-    if config.cluster > k_stages(p, config):
-        return f"cluster {config.cluster}; accepted for {k_stages(p, config)} stages of k: at most as many"
-    if not 1 <= config.clusters <= p.feature_tiles:
-        return f"clusters {config.clusters}; accepted: 1 to {p.feature_tiles}, the tiles of {TILE} features"
-    if shared_bytes(p, config) > SHARED_BYTES:
-        return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    return None
-
-
-# ---- candidates ----------------------------------------------------------------------------------------------------
-
-
-def candidates(problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-    """All shapes of warps and clusters, with the deepest ring, that fill the machine."""
-    found = []
-    for warpgroups, tiles, cluster in itertools.product(WARPGROUPS, TILES, CLUSTERS):
-        clusters = _clusters(problem, target, cluster)
-        config = Config(_tile_n(problem), warpgroups, tiles, 2, cluster, clusters)
-        deep = dataclasses.replace(config, stages=_deepest(problem, config))
-        if _config_limit(problem, deep) is None:
-            found.append(deep)
-    return found
 
 
 def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
@@ -229,19 +145,10 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
     return min(rest // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
 
 
-def neighbours(problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
-    """Other depths of the ring and numbers of clusters."""
-    del target
-    found = [dataclasses.replace(config, stages=config.stages + step) for step in (-2, -1, 1, 2)]
-    found += [dataclasses.replace(config, clusters=config.clusters + step) for step in (-2, -1, 1, 2)]
-    wider = [tile for tile in TILES_N if tile > config.tile_n][:1]
-    return found + [dataclasses.replace(config, tile_n=tile) for tile in wider]
-
-
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 # Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
-# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and short rings again, to the times of 1 to 16
+# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and few stages again, to the times of 1 to 16
 # rows that the shipped tables hold. Of other formats the instructions are counted.
 _CLOCK = 1.755e9
 _HBM_BYTES = 4.5e12
@@ -266,58 +173,6 @@ _SUM = 0.9  # more of them for each row of x, warpgroup and block, whose sums ar
 _ONE_STAGE = 240  # more of them where the row tile was a single stage
 _SHADOW = 0.12  # part of the shorter of memory's and instructions' time that the longer does not hide
 _LAUNCH_SECONDS = 2.97e-6
-
-
-def estimate(problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
-    rounds = -(-problem.feature_tiles // config.clusters)
-    stages = -(-k_stages(problem, config) // config.cluster)
-    zero = has_zero(problem)
-    e4m3 = products(problem) == "float8_e4m3fn"
-    if e4m3:
-        tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
-    else:
-        tile = _DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)
-    tile *= _ONE_WARPGROUP if config.warpgroups == 1 else 1
-    waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
-    stage = _STAGE + (_WAITED if waited else 0) + stage_tiles(config) * tile
-    stage = max(stage, ((_FILL_E4M3 if e4m3 else _FILL) + stage) / config.stages)  # or as fast as a short ring fills
-    end = _ROUND + _SUM * config.tile_n * (config.warpgroups + config.cluster) + (_ONE_STAGE if stages == 1 else 0)
-    busy = rounds * (stages * stage + end) / _CLOCK
-    sms = min(config.clusters * config.cluster, target.cores)
-    memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters / problem.feature_tiles
-    hidden = not e4m3 and config.tile_n <= WIDEST_OF_FOUR
-    x = x_bytes(problem, config) / (_X_BYTES_PER_SM_HIDDEN if hidden else _X_BYTES_PER_SM)
-    return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
-
-
-# ---- the plan ------------------------------------------------------------------------------------------------------
-
-
-def source(problem: QuantizedMatmulProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on types, groups, the config, and on what divides k and features."""
-    return compiler.Source(
-        "quantized/stream.cu",
-        (
-            ("FORMAT", FORMAT_CODES[problem.qtype]),
-            ("HALF", int(problem.x_dtype != "bfloat16")),
-            ("X_E4M3", int(problem.x_dtype == "float8_e4m3fn")),
-            ("E4M3_PRODUCTS", int(products(problem) == "float8_e4m3fn")),
-            ("X_TMA", int(_by_tma(problem))),
-            ("WHOLE", int(_whole_stages(problem, config))),
-            ("FOURS", int(problem.features % 4 == 0)),
-            ("GROUP", dequantize.group_code(problem)),
-            ("SCALE_TYPE", TYPE_CODES[problem.scale_dtype]),
-            ("ZERO_TYPE", TYPE_CODES[problem.zero_dtype]),
-            ("OUT", TYPE_CODES[problem.out_dtype]),
-            ("TILE_N", config.tile_n),
-            ("WARPGROUPS", config.warpgroups),
-            ("TILES", config.tiles),
-            ("STAGES", config.stages),
-            ("CLUSTER", config.cluster),
-        ),
-        declarations(Args),
-    )
 
 
 def _by_tma(p: QuantizedMatmulProblem) -> bool:
@@ -346,22 +201,142 @@ def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
     return Args(p.rows, p.k, p.features, *packed, k_stages(p, config)).param()
 
 
-def make_plan(problem: QuantizedMatmulProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
-    buffers = dequantize.buffers(problem)
-    out = len(buffers) - 1
-    maps: tuple[plan.TiledMap, ...] = ()
-    x: plan.Pointer | plan.MapParam = plan.Pointer(0)
-    if _by_tma(problem):
-        maps, x = (_x_map(problem, config),), plan.MapParam(0)
-    launch = plan.Launch(
-        kernel="quantized_stream",
-        grid=(config.clusters * config.cluster, 1, 1),
-        block=(threads(config), 1, 1),
-        # Without zero points the kernel does not read their address.
-        params=(x, *(plan.Pointer(i) for i in (1, 2, out - 1, out)), _args(problem, config)),
-        shared_bytes=shared_bytes(problem, config),
-        cluster=(config.cluster, 1, 1),
-    )
-    buffers.append(plan.Buffer(0, 16))
-    return plan.DevicePlan(source(problem, config), tuple(buffers), maps, (launch,), label=f"{name} {config}")
+class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
+    """Chosen wherever it is legal: XLA writes the dequantized weight to memory and reads it again."""
+
+    name = "quantized_stream"
+    ABI = 1
+    file = "quantized/stream.cu"
+    structs = (Args,)
+
+    def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+        if not 1 <= problem.rows <= TILES_N[-1]:
+            return f"{problem.rows} rows of x; accepted: 1 to {TILES_N[-1]}"
+        if problem.group_size < TILE // 2:
+            return f"groups of {problem.group_size}, k itself; accepted: k of at least {TILE // 2} per channel"
+        most = max(problem.rows * problem.k, problem.feature_tiles * TILE, problem.rows * problem.features)
+        if most > INT32_MAX:
+            return f"arrays of {most} elements; accepted: at most {INT32_MAX}"
+        if not any(self.config_refusal(problem, config) is None for config in _smallest(problem)):
+            rows = f"{problem.rows} rows of x of a cluster's thread block"
+            return f"k {problem.k}: {rows} do not fit in {SHARED_BYTES} bytes"
+        return None
+
+    def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
+        stages = range(2, MAX_STAGES + 1)
+        reason = field_refusal(
+            config, tile_n=TILES_N, warpgroups=WARPGROUPS, tiles=TILES, cluster=CLUSTERS, stages=stages
+        )
+        if reason is not None:
+            return reason
+        if config.tile_n < problem.rows:
+            return f"tile_n {config.tile_n}; accepted for {problem.rows} rows: at least {problem.rows}"
+        e4m3 = products(problem) == "float8_e4m3fn"
+        widest = WIDEST_OF_FOUR * 2 if e4m3 else WIDEST_OF_FOUR // 2 if has_zero(problem) else WIDEST_OF_FOUR
+        if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
+            return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
+        if has_zero(problem) and config.tile_n == TILES_N[-1] and config.tiles > 2:
+            return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
+        if problem.group_size not in (problem.k, *range(TILE)) and config.tiles * TILE % problem.group_size:
+            groups = f"groups of {problem.group_size}"
+            return f"tiles {config.tiles}; accepted with {groups}: multiples of {problem.group_size // TILE}"
+        if config.cluster > k_stages(problem, config):
+            return f"cluster {config.cluster}; accepted for {k_stages(problem, config)} stages of k: at most as many"
+        if not 1 <= config.clusters <= problem.feature_tiles:
+            return f"clusters {config.clusters}; accepted: 1 to {problem.feature_tiles}, the tiles of {TILE} features"
+        if shared_bytes(problem, config) > SHARED_BYTES:
+            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        return None
+
+    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+        """All shapes of warps and clusters, with the deepest pipeline, that fill the machine."""
+        found = []
+        for warpgroups, tiles, cluster in itertools.product(WARPGROUPS, TILES, CLUSTERS):
+            clusters = _clusters(problem, target, cluster)
+            config = Config(_tile_n(problem), warpgroups, tiles, 2, cluster, clusters)
+            deep = dataclasses.replace(config, stages=_deepest(problem, config))
+            if self.config_refusal(problem, deep) is None:
+                found.append(deep)
+        return found
+
+    def neighbours(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
+        """Other depths of the pipeline and numbers of clusters."""
+        found = [dataclasses.replace(config, stages=config.stages + step) for step in (-2, -1, 1, 2)]
+        found += [dataclasses.replace(config, clusters=config.clusters + step) for step in (-2, -1, 1, 2)]
+        wider = [tile for tile in TILES_N if tile > config.tile_n][:1]
+        return found + [dataclasses.replace(config, tile_n=tile) for tile in wider]
+
+    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
+        rounds = -(-problem.feature_tiles // config.clusters)
+        stages = -(-k_stages(problem, config) // config.cluster)
+        zero = has_zero(problem)
+        e4m3 = products(problem) == "float8_e4m3fn"
+        if e4m3:
+            tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
+        else:
+            tile = _DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)
+        tile *= _ONE_WARPGROUP if config.warpgroups == 1 else 1
+        waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
+        stage = _STAGE + (_WAITED if waited else 0) + stage_tiles(config) * tile
+        # Or as fast as few stages fill.
+        stage = max(stage, ((_FILL_E4M3 if e4m3 else _FILL) + stage) / config.stages)
+        end = _ROUND + _SUM * config.tile_n * (config.warpgroups + config.cluster) + (_ONE_STAGE if stages == 1 else 0)
+        busy = rounds * (stages * stage + end) / _CLOCK
+        sms = min(config.clusters * config.cluster, target.cores)
+        memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters
+        memory /= problem.feature_tiles
+        hidden = not e4m3 and config.tile_n <= WIDEST_OF_FOUR
+        x = x_bytes(problem, config) / (_X_BYTES_PER_SM_HIDDEN if hidden else _X_BYTES_PER_SM)
+        return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
+
+    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+        return 0
+
+    def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
+        """Types, groups, the config, and what divides k and features."""
+        return {
+            "FORMAT": FORMAT_CODES[problem.qtype],
+            "HALF": int(problem.x_dtype != "bfloat16"),
+            "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
+            "E4M3_PRODUCTS": int(products(problem) == "float8_e4m3fn"),
+            "X_TMA": int(_by_tma(problem)),
+            "WHOLE": int(_whole_stages(problem, config)),
+            "FOURS": int(problem.features % 4 == 0),
+            "GROUP": dequantize.group_code(problem),
+            "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
+            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
+            "OUT": TYPE_CODES[problem.out_dtype],
+            "TILE_N": config.tile_n,
+            "WARPGROUPS": config.warpgroups,
+            "TILES": config.tiles,
+            "STAGES": config.stages,
+            "CLUSTER": config.cluster,
+        }
+
+    def buffers(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Buffer, ...]:
+        """x, words, scale, zero point if there is one, result, workspace."""
+        return (*dequantize.buffers(problem), plan.Buffer(0, 16))
+
+    def maps(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        return (_x_map(problem, config),) if _by_tma(problem) else ()
+
+    def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
+        out = len(dequantize.buffers(problem)) - 1
+        launch = plan.Launch(
+            kernel="quantized_stream",
+            grid=(config.clusters * config.cluster, 1, 1),
+            block=(threads(config), 1, 1),
+            # Without zero points the kernel does not read their address.
+            params=(
+                plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
+                *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
+                _args(problem, config),
+            ),
+            shared_bytes=shared_bytes(problem, config),
+            cluster=(config.cluster, 1, 1),
+        )
+        return (launch,)
+
+
+FAMILY = Stream(Config)

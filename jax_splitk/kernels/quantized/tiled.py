@@ -166,11 +166,11 @@ _PREPARE_SECONDS = 2.0e-6
 class Tiled(tiles.TileFamily[Config]):
     name = "quantized_tiled"
     ABI = 3
-    source_file = "quantized/tiled.cu"
+    file = "quantized/tiled.cu"
 
     x_dtypes, out_dtypes = X_DTYPES, OUT_DTYPES
     tiles_m, tiles_n = TILES_M, TILES_N
-    structs = (PrepareArgs,)
+    structs = (*tiles.TileFamily.structs, PrepareArgs)
     x_item = 2
     most_stages = (8, 10)  # two k_warpgroups hold two stages each
     widest_split = 256
@@ -270,7 +270,7 @@ class Tiled(tiles.TileFamily[Config]):
             seconds += _PREPARE_SECONDS + 2 * problem.rows * problem.k * 2 / tiles.HBM_BYTES
         return seconds
 
-    def loop_defines(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
+    def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
             "E4M3_PRODUCTS": 0,
             "HALF": int(_operand_dtype(problem) == "float16"),

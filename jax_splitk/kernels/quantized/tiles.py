@@ -8,16 +8,17 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Generic, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
-from jax_splitk.kernels.device.structs import Struct, declarations
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit, resident_blocks
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target, resident_blocks
 
 BLOCK_K = 128  # two tiles of the packed weight
 WARPGROUP_M = 64  # features of a warpgroup
@@ -153,30 +154,25 @@ def tile_bytes(config: Config) -> int:
     return config.tile_m * config.tile_n * 4
 
 
-class TileFamily(abc.ABC, Generic[C]):
-    """A kernel family whose inner loop computes tiles. See `Family` for the methods that are not described here."""
+class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
+    """A kernel family whose inner loop computes tiles.
 
-    implementation: str = "cutlass"
-    platform: str = "cuda"
-    name: str
-    ABI: int
-    source_file: str
+    Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
+    """
 
-    x_dtypes: tuple[str, ...]
-    out_dtypes: tuple[str, ...]
-    tiles_m: tuple[int, ...]
-    tiles_n: tuple[int, ...]
-    structs: tuple[type[Struct], ...] = ()  # of the device code, beside Args
-    multicasts: tuple[int, ...] = (1,)
-    x_item: int  # bytes of an element of x in shared memory
-    most_stages: tuple[int, int]  # with one, and two, k_warpgroups
-    widest_split: int  # tile_n of tiles that may be cut into splits
-    k_warpgroups_tiles_m: tuple[int, ...]  # of two k_warpgroups
-    counted_tile: tuple[int, int]  # one that every problem may have: its k blocks can be counted
-    queues: bool  # whether more thread blocks than run at a time, with a tile each, are worth a try
+    structs = (Args,)
 
-    def __init__(self, config_type: type[C]) -> None:
-        self.Config = config_type
+    x_dtypes: ClassVar[tuple[str, ...]]
+    out_dtypes: ClassVar[tuple[str, ...]]
+    tiles_m: ClassVar[tuple[int, ...]]
+    tiles_n: ClassVar[tuple[int, ...]]
+    multicasts: ClassVar[tuple[int, ...]] = (1,)
+    x_item: ClassVar[int]  # bytes of an element of x in shared memory
+    most_stages: ClassVar[tuple[int, int]]  # with one, and two, k_warpgroups
+    widest_split: ClassVar[int]  # tile_n of tiles that may be cut into splits
+    k_warpgroups_tiles_m: ClassVar[tuple[int, ...]]  # of two k_warpgroups
+    counted_tile: ClassVar[tuple[int, int]]  # one that every problem may have: its k blocks can be counted
+    queues: ClassVar[bool]  # whether more thread blocks than run at a time, with a tile each, are worth a try
 
     # ---- shared memory -----------------------------------------------------------------------------------------------
 
@@ -216,11 +212,6 @@ class TileFamily(abc.ABC, Generic[C]):
         x_and_words = BLOCK_K * (self.x_item * config.tile_n + config.tile_m * problem.bits // 8)
         return max(MIN_STAGES[config.k_warpgroups], -(-received // x_and_words))
 
-    def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: C) -> int:
-        """Thread blocks that share a multiprocessor."""
-        del problem, config
-        return 1
-
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
         """Of the workspace, before partial sums."""
         del problem, config
@@ -233,19 +224,6 @@ class TileFamily(abc.ABC, Generic[C]):
 
     # ---- legality ----------------------------------------------------------------------------------------------------
 
-    def supports(
-        self, problem: QuantizedMatmulProblem, config: C | None = None, target: Target | None = None
-    ) -> str | None:
-        reason = hopper_limit(target) or self._problem_refusal(problem) or self.loop_problem_refusal(problem)
-        if reason is None and config is not None:
-            reason = self._config_refusal(problem, config)
-        return reason
-
-    def preferred(self, problem: QuantizedMatmulProblem, target: Target) -> str | None:
-        """Always chosen where it is legal: XLA writes the dequantized weight to memory first."""
-        del problem, target
-        return None
-
     @abc.abstractmethod
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         """Why the inner loop cannot serve the problem."""
@@ -254,39 +232,34 @@ class TileFamily(abc.ABC, Generic[C]):
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: C) -> str | None:
         """Why the inner loop cannot compute such tiles; they are of `tiles_m`, `tiles_n` and k_warpgroups."""
 
-    def _problem_refusal(self, p: QuantizedMatmulProblem) -> str | None:
-        if p.x_dtype not in self.x_dtypes:
-            return f"x of dtype {p.x_dtype}; accepted: {', '.join(self.x_dtypes)}"
-        if p.out_dtype not in self.out_dtypes:
-            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(self.out_dtypes)}"
-        for what, size in (("rows of x", p.rows), ("k", p.k), ("features", p.features)):
+    def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+        if problem.x_dtype not in self.x_dtypes:
+            return f"x of dtype {problem.x_dtype}; accepted: {', '.join(self.x_dtypes)}"
+        if problem.out_dtype not in self.out_dtypes:
+            return f"preferred_element_type {problem.out_dtype}; accepted: {', '.join(self.out_dtypes)}"
+        for what, size in (("rows of x", problem.rows), ("k", problem.k), ("features", problem.features)):
             if not 0 < size <= INT32_MAX - 256:
                 return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
         tile_m, tile_n = self.counted_tile
-        units = k_blocks(p) * -(-p.features // tile_m) * -(-p.rows // tile_n)
+        units = k_blocks(problem) * -(-problem.features // tile_m) * -(-problem.rows // tile_n)
         if units > MAX_UNITS:
             return f"{units} blocks of {tile_m} features, {tile_n} rows and 128 k; accepted: at most {MAX_UNITS}"
-        return None
+        return self.loop_problem_refusal(problem)
 
-    def _config_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+    def config_refusal(self, problem: QuantizedMatmulProblem, config: C) -> str | None:
         return (
             self._tile_refusal(config)
-            or self._cluster_refusal(p, config)
-            or self.loop_refusal(p, config)
-            or self._stages_refusal(p, config)
-            or schedule(p, config).refusal(config.splits, config.multicast, config.k_warpgroups)
+            or self._cluster_refusal(problem, config)
+            or self.loop_refusal(problem, config)
+            or self._stages_refusal(problem, config)
+            or schedule(problem, config).refusal(config.splits, config.multicast, config.k_warpgroups)
         )
 
     def _tile_refusal(self, config: C) -> str | None:
-        accepted = {
-            "tile_m": self.tiles_m,
-            "tile_n": self.tiles_n,
-            "multicast": self.multicasts,
-            "k_warpgroups": (1, 2),
-        }
-        for field, values in accepted.items():
-            if getattr(config, field) not in values:
-                return f"{field} {getattr(config, field)}; accepted: {', '.join(map(str, values))}"
+        tile = {"tile_m": self.tiles_m, "tile_n": self.tiles_n, "multicast": self.multicasts, "k_warpgroups": (1, 2)}
+        reason = field_refusal(config, **tile)
+        if reason is not None:
+            return reason
         if config.blocks % config.multicast:
             return f"blocks {config.blocks} with multicast {config.multicast}; accepted: multiples of it"
         return None
@@ -344,7 +317,7 @@ class TileFamily(abc.ABC, Generic[C]):
             config = split_tiles(problem, tile, splits)
             if config.blocks <= resident_blocks(target, splits, together):
                 found.append(config)
-        return [config for config in dict.fromkeys(found) if self._config_refusal(problem, config) is None]
+        return [config for config in dict.fromkeys(found) if self.config_refusal(problem, config) is None]
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[C]:
         """Of every tile the few schedules that the model puts first; the most promising first."""
@@ -365,8 +338,8 @@ class TileFamily(abc.ABC, Generic[C]):
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
-    launch_seconds: float
-    reduce_seconds: float
+    launch_seconds: ClassVar[float]
+    reduce_seconds: ClassVar[float]
 
     @abc.abstractmethod
     def block_seconds(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> tuple[float, float]:
@@ -399,7 +372,7 @@ class TileFamily(abc.ABC, Generic[C]):
     # ---- plan --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def loop_defines(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
+    def loop_macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
         """Macros of the inner loop."""
 
     @abc.abstractmethod
@@ -416,13 +389,12 @@ class TileFamily(abc.ABC, Generic[C]):
         del problem, config, workspace
         return []
 
-    def source(self, problem: QuantizedMatmulProblem, config: C) -> compiler.Source:
-        """The device code's specialisation. Of the sizes it depends only on whether rows of the output, and the
-        weight's k, end where its accesses do, on the tiles along the rows where they are few, and with splits on the
-        ranges of k."""
+    def macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
+        """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
+        rows where they are few, and with splits the ranges of k."""
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
         ranges = (given.range_blocks, given.last_range(config.splits)) if config.splits > 1 else (0, 0)
-        defines = {
+        return {
             "FORMAT": FORMAT_CODES[problem.qtype],
             "OUT": OUT_CODES[problem.out_dtype],
             "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
@@ -440,16 +412,19 @@ class TileFamily(abc.ABC, Generic[C]):
             "EIGHTS": int(problem.features % 8 == 0),
             "WHOLE": int(problem.k_tiles % 2 == 0),
             "SHARED_BYTES": self.shared_bytes(problem, config) - BARRIER_BYTES,
+            **self.loop_macros(problem, config),
         }
-        defines |= self.loop_defines(problem, config)
-        return compiler.Source(self.source_file, tuple(defines.items()), declarations(Args, *self.structs))
 
-    def make_plan(self, problem: QuantizedMatmulProblem, config: C) -> plan.DevicePlan:
-        """Exact launches. Buffers: x, words, scale, zero point if there is one, result, workspace."""
-        buffers = dequantize.buffers(problem)
-        workspace, out = len(buffers), plan.Pointer(len(buffers) - 1)
-        buffers.append(plan.Buffer(self.workspace_bytes(problem, config), 256))
-        partials = plan.Pointer(workspace, self.prepared_bytes(problem, config))
+    def buffers(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.Buffer, ...]:
+        """x, words, scale, zero point if there is one, result, workspace."""
+        return (*dequantize.buffers(problem), plan.Buffer(self.workspace_bytes(problem, config), 256))
+
+    def maps(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.TiledMap, ...]:
+        return (self.x_map(problem, config, len(dequantize.buffers(problem))),)
+
+    def launches(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.Launch, ...]:
+        workspace = len(dequantize.buffers(problem))
+        out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
         args = Args.of(problem, config).param()
         launches = self.first_launches(problem, config, workspace)
         operands = (plan.Pointer(1), plan.Pointer(2), *self.operands(problem, config, workspace))
@@ -465,9 +440,7 @@ class TileFamily(abc.ABC, Generic[C]):
         launches.append(main)
         if is_cut(problem, config):
             launches.append(self._reduce_launch(problem, config, (args, partials, out)))
-        maps = (self.x_map(problem, config, workspace),)
-        label = f"{self.name} {config}"
-        return plan.DevicePlan(self.source(problem, config), tuple(buffers), maps, tuple(launches), label)
+        return tuple(launches)
 
     def _reduce_launch(
         self, problem: QuantizedMatmulProblem, config: C, params: tuple[plan.Int32Struct, plan.Pointer, plan.Pointer]

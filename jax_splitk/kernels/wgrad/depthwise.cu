@@ -1,5 +1,5 @@
 // Split-k weight gradient of a depthwise convolution for Hopper, on CuTe and CUTLASS atoms: warp-level
-// tensor-core products of what loader warps transpose in their registers.
+// tensor-core products of what producer warps transpose in their registers.
 //
 //   dW[r, s, k] = sum over pixels (n, p, q) of
 //       X[n, p*stride - pad + r*dilation, q*stride - pad + s*dilation, k / multiplier] * dY[n, p, q, k]
@@ -27,37 +27,34 @@
 // Where a row is one segment, zeros beside the image need not be in the planes (PAD, X_COLUMNS): all lanes
 // have them in the same places of their runs, known to the compiler, and constants there.
 //
-// Roles. Turn by turn, each of the next 8 rows of X and of dY, and one more of X alone (dY is zero):
-//   - LOADERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels to
-//     a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane has
-//     stored it reads again for the next turn at once, so that loads are always in flight. They are the first
-//     warps, because these start first.
-//   - A warp for each channel (with more than one pass: for each of a few) computes products from its planes.
-// They meet in a ring of sets of planes: `full` (an arrival of every loader warp) and `empty` (one of every
-// other warp, after its products).
+// Roles, for each of the split's blocks and one more of X alone (dY is zero):
+//   - PRODUCERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels
+//     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane
+//     has stored it reads again for the next block at once, so that loads are always in flight. They are the
+//     first warps, because these start first.
+//   - Consumers: a warp for each channel (with more than one pass: for each of a few) computes products from
+//     its planes, then the epilogue.
+// Barriers: a stage holds the planes of a block; `full` has an arrival of every producer warp, `empty` one of
+// every consumer warp, after its products.
 //
-// Macros: ELEMENT_BF16, CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS (1, 2 or 4 along a
-// row), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), PAD
-// (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a tile, from there
-// on), TAPS (of a block of taps, along a row), SHIFT (columns from tap to tap), PITCH, TILES (in a row of
-// dY), MULTIPLIER, BLOCKS_H, BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all),
-// IN_H, IN_W, IN_CHANNELS, OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H,
-// DILATION_W, SHIFT_H (rows of X, as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H,
-// KERNEL_W, STEP_W (of the filter; `Taps`), WARPS (of products), LOADERS, CHAIN (turns after which sums leave
-// the tensor cores, a power of two; 0: at the end), PLANES_BYTES (of a set; what the plan reckons with), OUT
-// (split_k.cuh). What could be arguments as well is known to the compiler for the sake of addresses: whatever
-// runs once before the first loads or after the last products is fetched from L2 at every launch.
-
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
+// Macros: ELEMENT_BF16, OUT (output.cuh), CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS
+// (1, 2 or 4 along a row), IMAGES, ROWS (of a block), COLUMNS (of dY in a tile, a multiple of 8), USED (of
+// these, columns of the image at most), PAD (columns of zeros, an even number, to the left of what is kept of
+// X), X_COLUMNS (of X in a tile, from there on), TAPS (of a block of taps, along a row), SHIFT (columns from
+// tap to tap), REACH (from the first tap to the last), PITCH, TILES (in a row of dY), MULTIPLIER, BLOCKS_H,
+// BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), IN_H, IN_W, IN_CHANNELS,
+// OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W, SHIFT_H (rows of X,
+// as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H, KERNEL_W, STEP_W (of the filter;
+// `Taps`), WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums leave the tensor cores, a
+// power of two; 0: at the end), STAGE_BYTES, X_*, Y_* (fields of `Operand` in depthwise.py), SUMS (floats for
+// a channel's taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler
+// for the sake of addresses: whatever runs once before the first loads or after the last products is fetched
+// from L2 at every launch.
 
 #include <cute/arch/mma_sm80.hpp>
 
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-
-using Barrier = cutlass::arch::ClusterBarrier;
-using cutlass::arch::NamedBarrier;
 
 // The taps of one axis: tap t belongs to class t % step; the taps of a class are a fixed number of rows or
 // columns apart and cut into blocks of at most `size` taps.
@@ -66,114 +63,82 @@ struct Taps {
 };
 constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, TAPS};
 
-// Must match `_args` in wgrad_depthwise.py.
-struct Args {
-  int batch;
-  int blocks, blocks_per_split;
-  int stages;  // sets of planes
-};
-
 #if ELEMENT_BF16
 using Element = __nv_bfloat16;
 using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-__device__ inline float to_float(Element x) { return __bfloat162float(x); }
 #else
 using Element = __half;
 using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-__device__ inline float to_float(Element x) { return __half2float(x); }
 #endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-constexpr int ROWS = 8;  // of a block
-constexpr int IMAGES = 4 / SEGMENTS;
 constexpr int PASSES = CHANNELS / WARPS;
-constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * LOADERS;
+constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * PRODUCERS;
 // The register file, shared out by role where products need more (setmaxnreg wants multiples of 8).
 constexpr int START_REGS = 65536 / THREADS / 8 * 8;
 constexpr bool SHARED_OUT = PASSES > 1 || (WARPS == 16 && (CHAIN > 0 || (TAPS - 1) * SHIFT > 6));
 constexpr int PASSES_REGS = larger(104 + 16 * TAPS, 144) + (CHAIN > 0 ? 8 : 0);  // four passes
 constexpr int CONSUMER_REGS = !SHARED_OUT ? START_REGS : PASSES == 1 ? START_REGS + 8 : PASSES_REGS;
-constexpr int LOADER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS) / (32 * LOADERS) / 8 * 8;
-// Of a loader's slots, of 4 registers each. Where segments are images' addresses take more registers.
-constexpr int MAX_IN_FLIGHT = smaller((LOADER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
+constexpr int PRODUCER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS) / (32 * PRODUCERS) / 8 * 8;
+// Of a producer's slots, of 4 registers each. Where segments are images' addresses take more registers.
+constexpr int MAX_IN_FLIGHT = smaller((PRODUCER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
 constexpr int PARTS = CHANNELS / 8;  // of a pixel, each 16 bytes
-constexpr int REACH = (TAPS - 1) * SHIFT;
 constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
 constexpr int STEPS = SEGMENT / 4;  // products of a segment and a tap: each has 4 columns of it
-constexpr int MAX_TAPS_H = 9, MAX_STAGES = 6;
-constexpr int SCRATCH = 16 * 8 + 2;          // floats of a product: taps lie in different banks
-constexpr int SUMS = MAX_TAPS_H * TAPS | 1;  // floats of a channel, likewise
 constexpr unsigned ALL = ~0u;
-enum { START, PRODUCTS };  // named barriers
+enum { START = 1, PRODUCTS };  // named barriers
 
 // The order of columns, two to a word: words w and w + STEPS are a product's operand, and lie side by side.
 constexpr int word_at(int w) { return w / (2 * STEPS) * 2 * STEPS + w % STEPS * 2 + w % (2 * STEPS) / STEPS; }
 constexpr int column_at(int at) {  // and back
   return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
 }
-// Units of 16 bytes that hold so many columns.
-constexpr int chunks(int columns) {
-  const int words = (columns + 1) / 2, rest = (words % (2 * STEPS) + 1) / 2;
-  return words / (2 * STEPS) * (STEPS / 2) + smaller(rest, STEPS / 2);
-}
 
-// One operand's planes, in chunks of 16 bytes. A store is of four matrices, each of two channels and four
-// (part, image, chunk); a quarter of a warp reads two rows of four segments: eight different banks of 16
-// bytes, always.
-template <int COLUMNS_, int READ>
-struct Layout {
-  static constexpr int STORE_IMAGES = smaller(IMAGES, 4 / PARTS);
-  static constexpr int STORE_CHUNKS = 4 / (PARTS * STORE_IMAGES);
-  static constexpr int ROW_STORES = ceil_div(chunks(COLUMNS_), STORE_CHUNKS);
-  static constexpr int STORES = IMAGES / STORE_IMAGES * ROW_STORES;  // of a row of all images
-  static constexpr int WRITTEN = ROW_STORES * STORE_CHUNKS;          // chunks of a row
-  static constexpr int READ_CHUNKS = chunks(READ);
-  static constexpr int ROW_CHUNKS = (SEGMENTS - 1) * (SEGMENT / 8) + READ_CHUNKS;  // what is read of a row
-  static constexpr int ROW = larger(WRITTEN, ROW_CHUNKS) | 1;
-  static constexpr int IMAGE = ROWS * ROW + (SEGMENTS == 4 ? 0 : SEGMENTS == 2 ? 4 : 2);
-  static constexpr int CHANNEL = IMAGES * IMAGE + STORE_CHUNKS;
-  static constexpr int PART = 8 * CHANNEL + (PARTS == 4 || SEGMENTS == 2 ? 2 : 4);
-  static constexpr int PLANE_BYTES = PARTS * PART * 16;
+// An operand's planes (`Operand` in depthwise.py), and a store's (part, image, chunk), of four.
+#define PLANES(NAME)                                                                                         \
+  struct NAME {                                                                                              \
+    static constexpr int STORE_IMAGES = NAME##_STORE_IMAGES, STORE_CHUNKS = NAME##_STORE_CHUNKS,             \
+                         ROW_STORES = NAME##_ROW_STORES, STORES = NAME##_STORES, WRITTEN = NAME##_WRITTEN,   \
+                         READ_CHUNKS = NAME##_READ_CHUNKS, ROW_CHUNKS = NAME##_ROW_CHUNKS, ROW = NAME##_ROW, \
+                         IMAGE = NAME##_IMAGE, CHANNEL = NAME##_CHANNEL, PART = NAME##_PART,                 \
+                         BYTES = NAME##_PLANE_BYTES;                                                         \
+    __device__ static int part(int i) { return i % PARTS; }                                                  \
+    __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }                                  \
+    __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }                                \
+  }
 
-  // A store's (part, image, chunk), of four.
-  __device__ static int part(int i) { return i % PARTS; }
-  __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }
-  __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }
-};
-
-// Of a tile of one segment X's columns beyond those of use are not read: they are zeros or
-// multiplied by zeros.
-using X = Layout<X_COLUMNS, SEGMENTS == 1 ? X_COLUMNS : SEGMENT + REACH>;
-using Y = Layout<USED, SEGMENT>;
-static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN, "all that is read of X is written in every turn");
+// Of a tile of one segment X's columns beyond those of use are not read: they are zeros or multiplied by
+// zeros.
+PLANES(X);
+PLANES(Y);
+static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
+              "all that is read of X is written for every block");
 static_assert(PAD % 2 == 0 && (SEGMENTS == 1 || (PAD == 0 && X_COLUMNS == USED + REACH)));
-static_assert(PLANES_BYTES == X::PLANE_BYTES + Y::PLANE_BYTES, "`planes_bytes` in wgrad_depthwise.py");
 
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
-__device__ inline void wait(uint64_t* barrier, uint32_t phase) {
-  Barrier::wait(barrier, phase);
+__device__ inline void wait_full(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+  pipeline.wait_full(at);
+  fence_compiler();
+}
+
+__device__ inline void wait_empty(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+  pipeline.wait_empty(at);
   fence_compiler();
 }
 
 // What all lanes of the warp have read or written before is so for whoever waits.
 __device__ inline void arrive(uint64_t* barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) Barrier::arrive(barrier);
+  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(barrier);
   fence_compiler();
 }
 
-__device__ inline void meet(int threads, int barrier) {
-  fence_compiler();
-  NamedBarrier::sync(threads, barrier);
-  fence_compiler();
-}
-
-// What does not change over a thread block's turns: its taps and channels.
+// What a thread block computes.
 struct Work {
-  int r0, s0;      // first taps; the next ones follow at taps_h.step, taps_w.step
+  int r0, s0;      // first taps; the next ones follow at STEP_H, STEP_W
   int k0, c0;      // first output and input channel
   int begin, end;  // blocks of dY
 
@@ -211,7 +176,7 @@ struct Row {
   }
 };
 
-// ---- loader warps -----------------------------------------------------------------------------------------
+// ---- producer ---------------------------------------------------------------------------------------------
 
 // What a lane reads of an operand: a pixel's 8 channels for each store. Row p and column q of dY lie at
 // p * STRIDE_H + h0 and so on. CUT: columns beyond a tile are the next tile's, and have to be zeros here.
@@ -273,24 +238,24 @@ struct Operand {
 using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
 using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
 
-// A loader warp's work: the first loads, and all turns.
+// A warp's work: the first loads, and all blocks.
 struct Producer {
-  static constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / LOADERS * EACH;
+  static constexpr int EACH = X::STORES + Y::STORES, SLOTS = ROWS / PRODUCERS * EACH;
   static constexpr int IN_FLIGHT = ceil_div(SLOTS, ceil_div(SLOTS, MAX_IN_FLIGHT));
   static constexpr int ROUND = ceil_div(SLOTS, IN_FLIGHT) * IN_FLIGHT;
   XOperand x_operand;
   YOperand y_operand;
-  int warp, turns, first_row;
+  int warp, blocks, first_row;  // blocks: with the one of X alone
   uint32_t v[IN_FLIGHT][4];
 
   template <bool FIRST = false>
-  __device__ void fetch(int slot, int turn, uint32_t (&v)[4]) {
+  __device__ void fetch(int slot, int block, uint32_t (&v)[4]) {
     if (slot >= SLOTS) return;
     const int store = slot % EACH;
     if (store == 0) {
-      const Row row(first_row + turn * ROWS + slot / EACH * LOADERS);
-      x_operand.begin(row, turn < turns);
-      y_operand.begin(row, turn < turns - 1);
+      const Row row(first_row + block * ROWS + slot / EACH * PRODUCERS);
+      x_operand.begin(row, block < blocks);
+      y_operand.begin(row, block < blocks - 1);
     }
     if (store < X::STORES) {
       x_operand.template fetch<FIRST>(store, v);
@@ -300,45 +265,39 @@ struct Producer {
   }
 
   __device__ void begin(const Args& g, const Work& work, const Element* x, const Element* y) {
-    turns = work.end - work.begin + 1;
+    blocks = work.end - work.begin + 1;
     const int h0 = work.r0 * DILATION_H - PAD_H, w0 = work.s0 * DILATION_W - PAD_W + PAD;
     x_operand = XOperand(x, h0, w0, work.c0, g.batch);
     y_operand = YOperand(y, 0, 0, work.k0, g.batch);
-    warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
+    warp = warp_index();
     first_row = work.begin * ROWS + warp;
 #pragma unroll
     for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch<true>(slot, 0, v[slot]);
   }
 
-  __device__ void run(const Args& g, uint8_t* planes, uint64_t* full, uint64_t* empty) {
-    const uint32_t x_row = cute::cast_smem_ptr_to_uint(planes) + warp * (X::ROW * 16);
-    const uint32_t y_row = cute::cast_smem_ptr_to_uint(planes) + X::PLANE_BYTES + warp * (Y::ROW * 16);
-    int set = 0;
-    uint32_t phase = 1;  // of `empty`: the first round finds every set so
-    for (int turn = 0; turn < turns; ++turn) {
-      wait(&empty[set], phase);
+  __device__ void run(const Args& g, uint32_t stages, Pipeline<MAX_STAGES>& pipeline) {
+    const uint32_t x_row = stages + warp * (X::ROW * 16), y_row = stages + X::BYTES + warp * (Y::ROW * 16);
+    Position at;
+    for (int block = 0; block < blocks; ++block, at.advance(g.stages)) {
+      wait_empty(pipeline, at);
 #pragma unroll
       for (int slot = 0; slot < ROUND; ++slot) {
         uint32_t (&pixel)[4] = v[slot % IN_FLIGHT];
-        const int row = slot / EACH * LOADERS, store = slot % EACH;
+        const int row = slot / EACH * PRODUCERS, store = slot % EACH;
         if (slot < SLOTS && store < X::STORES) {
-          x_operand.store(store, pixel, x_row + set * PLANES_BYTES + row * (X::ROW * 16));
+          x_operand.store(store, pixel, x_row + at.stage * STAGE_BYTES + row * (X::ROW * 16));
         } else if (slot < SLOTS) {
-          y_operand.store(store - X::STORES, pixel, y_row + set * PLANES_BYTES + row * (Y::ROW * 16));
+          y_operand.store(store - X::STORES, pixel, y_row + at.stage * STAGE_BYTES + row * (Y::ROW * 16));
         }
         const bool now = slot + IN_FLIGHT < ROUND;
-        fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? turn : turn + 1, pixel);
+        fetch(now ? slot + IN_FLIGHT : slot + IN_FLIGHT - ROUND, now ? block : block + 1, pixel);
       }
-      arrive(&full[set]);
-      if (++set == g.stages) {
-        set = 0;
-        phase ^= 1;
-      }
+      arrive(&pipeline.full[at.stage]);
     }
   }
 };
 
-// ---- products ---------------------------------------------------------------------------------------------
+// ---- consumer ---------------------------------------------------------------------------------------------
 
 // This lane's row (lane / 4) and segment (lane % 4) of a channel's plane.
 template <class L>
@@ -418,23 +377,22 @@ __device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
   }
 }
 
-// All turns of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
-__device__ inline void consume(const Args& g, int turns, uint8_t* planes, uint64_t* full, uint64_t* empty,
+// All blocks of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
+__device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Pipeline<MAX_STAGES>& pipeline,
                                int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
-  const uint8_t* x_planes = segment_of<X>(planes, x_channel);
-  const uint8_t* y_planes = segment_of<Y>(planes + X::PLANE_BYTES, channel);
+  const uint8_t* x_planes = segment_of<X>(stages, x_channel);
+  const uint8_t* y_planes = segment_of<Y>(stages + X::BYTES, channel);
   Columns y[PASSES];
 #pragma unroll
   for (int i = 0; i < PASSES * STEPS; ++i) y[i / STEPS][i % STEPS][1] = y[i / STEPS][i % STEPS][3] = 0;
-  float4* sums = reinterpret_cast<float4*>(planes + g.stages * PLANES_BYTES) +
-                 channel * (PASSES * TAPS * 32) + threadIdx.x % 32;
+  float4* sums = reinterpret_cast<float4*>(stages + g.stages * STAGE_BYTES) + channel * (PASSES * TAPS * 32) +
+                 threadIdx.x % 32;
   if constexpr (CHAIN > 0) move_to(sums, acc);
-  int set = 0;
-  uint32_t phase = 0;
+  Position place;
 #pragma unroll 1
-  for (; turns > 0; --turns) {
-    const int at = set * PLANES_BYTES;
-    wait(&full[set], phase);
+  for (; blocks > 0; --blocks) {
+    const int at = place.stage * STAGE_BYTES;
+    wait_full(pipeline, place);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {  // of WARPS channels
       Run x;
@@ -451,13 +409,10 @@ __device__ inline void consume(const Args& g, int turns, uint8_t* planes, uint64
       }
       multiply(x, y[pass], acc[pass]);
     }
-    arrive(&empty[set]);
-    if (++set == g.stages) {
-      set = 0;
-      phase ^= 1;
-    }
+    arrive(&pipeline.empty[place.stage]);
+    place.advance(g.stages);
     if constexpr (CHAIN > 0) {
-      if ((turns & (CHAIN - 1)) == 0) {
+      if ((blocks & (CHAIN - 1)) == 0) {
         add_to(sums, acc);
         move_to(sums, acc);
       }
@@ -485,7 +440,7 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
       if (n >= g.batch || q >= OUT_W || w < 0 || w >= IN_W) continue;
       const size_t x_at = ((size_t(n) * IN_H + h) * IN_W + w) * IN_CHANNELS + k / MULTIPLIER;
       const size_t y_at = ((size_t(n) * OUT_H + p) * OUT_W + q) * OUT_CHANNELS + k;
-      sum = fmaf(to_float(x[x_at]), to_float(y[y_at]), sum);
+      sum = fmaf(float(x[x_at]), float(y[y_at]), sum);
     }
   }
 #pragma unroll
@@ -528,20 +483,20 @@ __device__ inline void finish(const Args& g, const Work& work, const Element* x,
 }
 
 // Columns that are read of every row but not written (dY's are multiplied, X's multiply zeros): zeros, in
-// every set.
+// every stage.
 template <class L>
 __device__ inline void clear(uint8_t* planes, int stages) {
   constexpr int WIDE = L::ROW_CHUNKS - L::WRITTEN;
   if constexpr (WIDE > 0) {
     const int all = stages * CHANNELS * IMAGES * ROWS * WIDE;
 #pragma unroll 1  // once or twice
-    for (int i = threadIdx.x - 32 * LOADERS; i < all; i += CONSUMERS) {
+    for (int i = threadIdx.x - 32 * PRODUCERS; i < all; i += CONSUMERS) {
       int rest = i / WIDE;
       const int row = rest % ROWS, image = rest / ROWS % IMAGES;
       rest /= ROWS * IMAGES;
-      const int channel = rest % CHANNELS, set = rest / CHANNELS;
+      const int channel = rest % CHANNELS, stage = rest / CHANNELS;
       const int at = channel / 8 * L::PART + channel % 8 * L::CHANNEL + image * L::IMAGE + row * L::ROW;
-      uint4* to = reinterpret_cast<uint4*>(planes + set * PLANES_BYTES);
+      uint4* to = reinterpret_cast<uint4*>(planes + stage * STAGE_BYTES);
       to[at + L::WRITTEN + i % WIDE] = make_uint4(0, 0, 0, 0);
     }
   }
@@ -553,74 +508,64 @@ __device__ inline void clear(uint8_t* planes, int stages) {
 template <class T>
 __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, T* out) {
   extern __shared__ uint4 raw[];
-  __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
-  uint8_t* planes = reinterpret_cast<uint8_t*>(raw);
+  __shared__ Pipeline<MAX_STAGES> pipeline;
+  uint8_t* stages = reinterpret_cast<uint8_t*>(raw);
   const Work work(g);
   // A class with fewer blocks than others.
   if (work.r0 >= KERNEL_H || work.s0 >= KERNEL_W) return;
-  // Of products; loaders' are negative. Uniform to the compiler.
-  const int warp = int(__shfl_sync(ALL, threadIdx.x / 32, 0)) - LOADERS;
+  const int warp = warp_index() - PRODUCERS;  // of the consumers
   Producer producer;
-  auto first_loads = [&] { producer.begin(g, work, x, y); };
   auto prepare = [&] {
-    if (threadIdx.x == 32 * LOADERS) {
+    if (threadIdx.x == 32 * PRODUCERS) {
 #pragma unroll 1  // shorter
       for (int i = 0; i < g.stages; ++i) {
-        Barrier::init(&full[i], LOADERS);
-        Barrier::init(&empty[i], WARPS);
+        EmptyBarrier::init(&pipeline.full[i], PRODUCERS);
+        EmptyBarrier::init(&pipeline.empty[i], WARPS);
       }
     }
-    clear<X>(planes, g.stages);
-    clear<Y>(planes + X::PLANE_BYTES, g.stages);
+    clear<X>(stages, g.stages);
+    clear<Y>(stages + X::BYTES, g.stages);
   };
-  // The first loads' code lies at the start, unless that takes registers that loaders do not have.
+  // The first loads' code lies at the start, unless that takes registers that producers do not have.
   constexpr bool TIGHT = SHARED_OUT && PASSES == 1;
   if constexpr (!TIGHT) {
     if (warp < 0) {
-      first_loads();
+      producer.begin(g, work, x, y);
     } else {
       prepare();
     }
-    meet(THREADS, START);
+    sync_threads<THREADS, START>();
   }
   if (warp < 0) {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
+    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if constexpr (TIGHT) {
-      first_loads();
-      meet(THREADS, START);
+      producer.begin(g, work, x, y);
+      sync_threads<THREADS, START>();
     }
-    producer.run(g, planes, full, empty);
+    producer.run(g, shared_address(stages), pipeline);
   } else {
     if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     if constexpr (TIGHT) {
       prepare();
-      meet(THREADS, START);
+      sync_threads<THREADS, START>();
     }
-    float acc[PASSES][TAPS][4];
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-#pragma unroll
-      for (int s = 0; s < TAPS; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[pass][s][i] = 0.f;
-      }
-    }
-    // X's channel among those loaded; with more than one pass they are the output's (`supports`).
+    float acc[PASSES][TAPS][4] = {};
+    // X's channel among those loaded; with more than one pass they are the output's (`config_refusal`).
     const int x_channel = PASSES > 1 ? warp : (work.k0 + warp) / MULTIPLIER - work.c0;
-    consume(g, work.end - work.begin + 1, planes, full, empty, x_channel, warp, acc);
+    consume(g, work.end - work.begin + 1, stages, pipeline, x_channel, warp, acc);
     const Work again(g);  // instead of `work`, for which there were no registers
-    const int thread = read_thread_index() - 32 * LOADERS;
+    const int thread = read_thread_index() - 32 * PRODUCERS;
 
     launch_dependent_grids();
-    meet(CONSUMERS, PRODUCTS);  // nobody reads the planes any more
-    float* sums = reinterpret_cast<float*>(planes);
+    sync_threads<CONSUMERS, PRODUCTS>();  // nobody reads the planes any more
+    float* sums = reinterpret_cast<float*>(stages);
     float* scratch = sums + SUMS * CHANNELS + thread / 32 * TAPS * SCRATCH;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int channel = pass * WARPS + thread / 32;
       finish(g, again, x, y, again.k0 + channel, acc[pass], scratch, sums + channel * SUMS);
     }
-    meet(CONSUMERS, PRODUCTS);
+    sync_threads<CONSUMERS, PRODUCTS>();
     out += blockIdx.y * (size_t(KERNEL_H) * KERNEL_W * OUT_CHANNELS);
 #pragma unroll 1  // twice for 7x7 taps of 16 channels
     for (int i = thread; i < SIZE_H * TAPS * CHANNELS; i += CONSUMERS) {
@@ -633,12 +578,4 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_partial(const __grid_constant__ Args g, const Element* x, const Element* y, float* partials) {
-  wgrad(g, x, y, partials);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_direct(const __grid_constant__ Args g, const Element* x, const Element* y, Output* out) {
-  wgrad(g, x, y, out);
-}
+SPLIT_K_KERNELS(1, (const __grid_constant__ Args g, const Element* x, const Element* y), (g, x, y))

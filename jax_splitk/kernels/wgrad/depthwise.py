@@ -13,22 +13,21 @@ stride-th row and column, and its taps are a fixed number of those apart.
 
 import dataclasses
 import functools
+import itertools
 import math
 
-from jax_splitk.kernels.device import split_k, split_search
-from jax_splitk.kernels.device.structs import declarations
-from jax_splitk.kernels.wgrad import limits
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
-
-name = "wgrad_depthwise"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 3
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 ROWS = 8  # of a block
-LOADERS = 8  # warps that read and transpose
+_SCRATCH = 16 * 8 + 2  # floats of a product, so that those of several taps lie in different banks
+PRODUCERS = 8  # warps that read and transpose
 CHANNELS = (8, 16, 32)
 SEGMENTS = (1, 2, 4)
 MAX_STAGES = 6
@@ -45,9 +44,7 @@ MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%
 MAX_CANDIDATES = 48
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
-MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split: see split_k.least_splits
-
-_DTYPES = ("bfloat16", "float16")
+MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Config:
     Attributes:
       channels: of a thread block: 8, 16 or 32.
       segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
-      stages: depth of the shared-memory ring, in transposed blocks of 8 rows.
+      stages: depth of the shared-memory pipeline, in transposed blocks of 8 rows.
       splits: parts into which the reduction over blocks of rows is cut; none may be empty.
     """
 
@@ -72,7 +69,7 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Of products; others (`LOADERS`) read and transpose."""
+        """Of products; others (`PRODUCERS`) read and transpose."""
         return 16 if self.channels == 16 else 8
 
 
@@ -159,15 +156,30 @@ def geometry(p: ConvWgradProblem) -> Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """X or dY of a block of rows; `Layout` of the device code."""
+    """X or dY of a block of rows, in planes of shared memory; lengths in chunks of 16 bytes.
 
-    stores: int  # of four 8x8 matrices, for a row of all images
-    written: int  # chunks of 8 columns of a row
-    read_chunks: int  # a lane's
-    row: int  # from row to row of a plane, in chunks
+    A store is of four matrices, each of two channels and four (part, image, chunk). A quarter of a warp reads two rows
+    of four segments: eight different banks of 16 bytes, always.
+
+    Attributes:
+      store_images, store_chunks: images, and chunks of 8 columns of a row, of a store.
+      row_stores, stores: stores of a row, of one image and of all.
+      written: chunks of a row.
+      read_chunks, row_chunks: what a lane reads of a row, and what all do.
+      row, image, channel, part: from a row, an image, a channel and 8 channels to the next.
+    """
+
+    store_images: int
+    store_chunks: int
+    row_stores: int
+    stores: int
+    written: int
+    read_chunks: int
+    row_chunks: int
+    row: int
     image: int
     channel: int
-    part: int  # from 8 channels to 8 channels
+    part: int
     plane_bytes: int
 
     @staticmethod
@@ -177,12 +189,29 @@ class Operand:
         store_chunks = 4 // (parts * store_images)
         row_stores = -(-chunks(segment, columns) // store_chunks)
         written, read_chunks = row_stores * store_chunks, chunks(segment, read)
-        row = max(written, (config.segments - 1) * (segment // 8) + read_chunks) | 1
+        row_chunks = (config.segments - 1) * (segment // 8) + read_chunks
+        row = max(written, row_chunks) | 1
         image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
         channel = images * image + store_chunks
         part = 8 * channel + (2 if parts == 4 or images == 2 else 4)
-        stores = images // store_images * row_stores
-        return Operand(stores, written, read_chunks, row, image, channel, part, parts * part * 16)
+        return Operand(
+            store_images=store_images,
+            store_chunks=store_chunks,
+            row_stores=row_stores,
+            stores=images // store_images * row_stores,
+            written=written,
+            read_chunks=read_chunks,
+            row_chunks=row_chunks,
+            row=row,
+            image=image,
+            channel=channel,
+            part=part,
+            plane_bytes=parts * part * 16,
+        )
+
+    def macros(self, name: str) -> dict[str, int]:
+        """The fields, under names that begin with the operand's."""
+        return {f"{name}_{field.upper()}": value for field, value in dataclasses.asdict(self).items()}
 
 
 def chunks(segment: int, columns: int) -> int:
@@ -247,9 +276,14 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
         y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
         sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
-        epilogue_bytes=4 * ((MAX_TAPS_H * taps | 1) * channels + config.warps * taps * 130),
+        epilogue_bytes=4 * (_channel_sums(taps) * channels + config.warps * taps * _SCRATCH),
         blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
     )
+
+
+def _channel_sums(taps: int) -> int:
+    """Floats for a channel's taps, of which a row has so many; odd, for different banks."""
+    return MAX_TAPS_H * taps | 1
 
 
 def _kept(width: Axis) -> tuple[int, int]:
@@ -265,55 +299,7 @@ def _kept(width: Axis) -> tuple[int, int]:
     return first, min(columns, width.pad + width.size_in) - first
 
 
-def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
-    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-    return split_k.whole_splits(tiling(problem, config).blocks, splits)
-
-
-def least_splits(problem: ConvWgradProblem, config: Config) -> int:
-    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    return split_k.least_splits(problem, tiling(problem, config).blocks, MAX_FLOAT32_CHAIN)
-
-
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none when there is a single split."""
-    return split_k.workspace_bytes(problem, config.splits)
-
-
-# ---- what is legal -------------------------------------------------------------------------------------------------
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Always chosen where it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    if p.rank > 2:
-        return f"{p.rank} spatial dimensions; accepted: 1 or 2"
-    types = split_k.type_limit(p, _DTYPES)
-    if types is not None:
-        return types
-    if p.feature_group_count != p.in_channels or p.batch_group_count != 1:
-        groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-        return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
-    if p.in_channels % 8:  # and with it the output's
-        return f"{p.in_channels} channels; accepted: multiples of 8"
-    return limits.lhs_dilation(p) or limits.input_pixels(p) or _extent_limit(p)
-
-
-def _extent_limit(p: ConvWgradProblem) -> str | None:
-    if p.reduction_size < 1:
-        return f"{p.reduction_size} output pixels; accepted: at least 1"
-    reason = limits.weights(p)
-    if reason is not None:
-        return reason
+def _extent_refusal(p: ConvWgradProblem) -> str | None:
     for i in range(p.rank):
         where = f"in spatial dimension {i}"
         stride, (low, _) = p.window_strides[i], p.padding[i]
@@ -338,161 +324,187 @@ def _extent_limit(p: ConvWgradProblem) -> str | None:
     return None
 
 
-def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
-    if config.channels not in CHANNELS:
-        return f"channels {config.channels}; accepted: {', '.join(map(str, CHANNELS))}"
-    if config.segments not in SEGMENTS:
-        return f"segments {config.segments}; accepted: {', '.join(map(str, SEGMENTS))}"
-    g, t = geometry(p), tiling(p, config)
-    if config.channels == 32:
-        if p.in_channels != p.out_channels:
-            return (
-                f"channels 32 with {p.out_channels // p.in_channels} output channels for an input channel; accepted: 1"
-            )
-        most = MAX_WIDE_TAPS_FLOAT32 if p.out_dtype == "float32" else MAX_WIDE_TAPS
-        if g.width.size > most:
-            return f"channels 32 with {g.width.size} taps in a row; accepted: at most {most}"
-        if g.width.reach > MAX_WIDE_REACH:
-            return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
-    if not 1 <= config.stages <= t.max_stages:
-        return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
-    return split_k.splits_limit(config.splits, t.blocks, "blocks of rows")
-
-
-# ---- candidates and their cost -------------------------------------------------------------------------------------
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
-    found = {}
-    for channels in CHANNELS:
-        for segments in SEGMENTS:
-            shallow = Config(channels, segments, 1, 1)
-            t = tiling(problem, shallow)
-            depths = {min(2, t.max_stages)} | ({3} if 3 * t.planes_bytes <= MAX_PLANES_BYTES else set())
-            for stages in sorted(depths):
-                single = dataclasses.replace(shallow, stages=stages)
-                if _config_limit(problem, single) is not None:
-                    continue
-                tiles = t.groups * geometry(problem).tap_blocks
-                least = least_splits(problem, single)
-                for splits in split_search.wave_splits(t.blocks, tiles, target.cores, least):
-                    config = dataclasses.replace(single, splits=splits)
-                    if _config_limit(problem, config) is None:
-                        found[config] = None
-    return sorted(found, key=lambda config: estimate(problem, config, target))[:MAX_CANDIDATES]
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """A stage less or more, and split counts nearby, doubled and halved."""
-    t = tiling(problem, config)
-    each = -(-t.blocks // config.splits)
-    wanted = {config.splits // 2, config.splits * 2}
-    wanted |= {-(-t.blocks // blocks) for blocks in (each - 1, each + 1) if blocks > 0}  # a block more or less
-    found = split_search.with_splits(config, t.blocks, wanted, least_splits(problem, config))
-    depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
-    return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
-
-
 # Of an H200; fitted to the device times of 7x7 filters with 16 channels. Cycles are of one SM.
 _CLOCK = 1.755e9
 _SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 30
 _MMA_CYCLES = 1.5  # m16n8k16
 _PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
-_LATENCY_CYCLES = 1400  # of a load, while a turn's bytes are in flight at most
-_TURN_CYCLES = 450  # waiting and latencies that other warps do not hide
+_LATENCY_CYCLES = 1400  # of a load, while a stage's bytes are in flight at most
+_BLOCK_CYCLES = 450  # waiting and latencies that other warps do not hide
 _SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
 _START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
 _HBM_BYTES = 4.0e12
 _LAUNCH_SECONDS = 4.5e-6
-_REDUCE_SECONDS = 0.7e-6
-_PARTIAL_BYTES = 4.8e12
 
 
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest SM's turns, bounded from below by device memory, plus the reduction."""
-    g, t = geometry(problem), tiling(problem, config)
-    turns = -(-t.blocks // config.splits) + 1
-    # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
-    written = (t.x.stores + t.y.stores) * 512 * ROWS
-    operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
-    shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
-    mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
-    useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
-    pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
-    sectors = pixels * max(config.channels * 2, 32)
-    load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
-    longest = max(shared, mma, load)
-    cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _TURN_CYCLES
-    thread_blocks = t.groups * g.tap_blocks * config.splits
-    waves = -(-thread_blocks // target.cores)
-    seconds = waves * turns * cycles / _CLOCK
-    seconds = max(seconds, problem.bytes_moved * turns / (turns - 0.25) / _HBM_BYTES)
-    seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
-    if config.splits > 1:
-        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
-    return seconds
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """What the device code is not specialised to: `blocks` of the reduction, `stages` of the pipeline."""
+
+    batch: int
+    blocks: int
+    blocks_per_split: int
+    stages: int
 
 
-# ---- plan ----------------------------------------------------------------------------------------------------------
+class Depthwise(SplitFamily[Config]):
+    """Chosen wherever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
+
+    name = "wgrad_depthwise"
+    ABI = 3
+    file = "wgrad/depthwise.cu"
+    structs = (*SplitFamily.structs, Args)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        reason = refusals.rank(problem, (1, 2)) or refusals.dtypes(problem, refusals.HALVES)
+        if reason is not None:
+            return reason
+        if problem.feature_group_count != problem.in_channels or problem.batch_group_count != 1:
+            groups = f"feature_group_count {problem.feature_group_count}, batch_group_count {problem.batch_group_count}"
+            return f"{groups}; accepted: {problem.in_channels} (the input channels), 1"
+        if problem.in_channels % 8:  # and with it the output's
+            return f"{problem.in_channels} channels; accepted: multiples of 8"
+        return (
+            refusals.lhs_dilation(problem)
+            or refusals.input_pixels(problem)
+            or (None if problem.reduction_size else "0 output pixels; accepted: at least 1")
+            or refusals.weights(problem)
+            or _extent_refusal(problem)
+        )
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        reason = field_refusal(config, channels=CHANNELS, segments=SEGMENTS)
+        if reason is not None:
+            return reason
+        g, t = geometry(problem), tiling(problem, config)
+        if config.channels == 32:
+            if problem.in_channels != problem.out_channels:
+                each = problem.out_channels // problem.in_channels
+                return f"channels 32 with {each} output channels for an input channel; accepted: 1"
+            most = MAX_WIDE_TAPS_FLOAT32 if problem.out_dtype == "float32" else MAX_WIDE_TAPS
+            if g.width.size > most:
+                return f"channels 32 with {g.width.size} taps in a row; accepted: at most {most}"
+            if g.width.reach > MAX_WIDE_REACH:
+                return f"channels 32 with taps {g.width.reach} columns apart; accepted: at most {MAX_WIDE_REACH}"
+        if not 1 <= config.stages <= t.max_stages:
+            return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
+        return split_k.splits_refusal(config.splits, t.blocks, "blocks of rows")
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return tiling(problem, config).blocks
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        return MAX_FLOAT32_CHAIN
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return geometry(problem).tap_blocks * tiling(problem, config).groups
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
+        found: list[Config] = []
+        for channels, segments in itertools.product(CHANNELS, SEGMENTS):
+            shallow = Config(channels, segments, 1, 1)
+            t = tiling(problem, shallow)
+            depths = {min(2, t.max_stages)} | ({3} if 3 * t.planes_bytes <= MAX_PLANES_BYTES else set())
+            for stages in sorted(depths):
+                single = dataclasses.replace(shallow, stages=stages)
+                if self.config_refusal(problem, single) is None:
+                    found += self.in_waves(problem, single, target)
+        return sorted(found, key=lambda config: self.estimate(problem, config, target))[:MAX_CANDIDATES]
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """A stage less or more, and split counts nearby, doubled and halved."""
+        t = tiling(problem, config)
+        wanted = {config.splits // 2, config.splits * 2} | one_block_apart(config.splits, t.blocks)
+        depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
+        found = self.other_splits(problem, config, wanted)
+        return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
+        g, t = geometry(problem), tiling(problem, config)
+        blocks = -(-t.blocks // config.splits) + 1
+        # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
+        written = (t.x.stores + t.y.stores) * 512 * ROWS
+        operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
+        shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
+        mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
+        useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
+        pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
+        sectors = pixels * max(config.channels * 2, 32)
+        load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
+        longest = max(shared, mma, load)
+        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _BLOCK_CYCLES
+        waves = -(-self.thread_blocks(problem, config) * config.splits // target.cores)
+        seconds = waves * blocks * cycles / _CLOCK
+        seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / _HBM_BYTES)
+        seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
+        return seconds + self.reduce_seconds(problem, config)
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """All but the batch, stages and splits."""
+        t, g = tiling(problem, config), geometry(problem)
+        return {
+            **type_macros(problem),
+            "CHANNELS": config.channels,
+            "SEGMENT": t.segment,
+            "SEGMENTS": config.segments,
+            "IMAGES": config.images,
+            "ROWS": ROWS,
+            "COLUMNS": t.columns,
+            "USED": t.used,
+            "PAD": t.x_pad,
+            "X_COLUMNS": t.x_columns,
+            "TAPS": g.width.size,
+            "SHIFT": g.width.shift,
+            "REACH": g.width.reach,
+            "PITCH": g.pitch,
+            "TILES": t.tiles,
+            "MULTIPLIER": problem.out_channels // problem.in_channels,
+            "BLOCKS_H": g.height.blocks,
+            "BLOCKS_W": g.width.blocks,
+            "TAP_BLOCKS_W": g.width.tap_blocks,
+            "TAP_BLOCKS": g.tap_blocks,
+            "IN_H": g.height.size_in,
+            "IN_W": g.width.size_in,
+            "IN_CHANNELS": problem.in_channels,
+            "OUT_H": g.height.size_out,
+            "OUT_W": g.width.size_out,
+            "OUT_CHANNELS": problem.out_channels,
+            "STRIDE_H": g.height.stride,
+            "STRIDE_W": g.width.stride,
+            "PAD_H": g.height.pad,
+            "PAD_W": g.width.pad,
+            "DILATION_H": g.height.dilation,
+            "DILATION_W": g.width.dilation,
+            "SHIFT_H": g.height.shift,
+            "KERNEL_H": g.height.kernel,
+            "STEP_H": g.height.step,
+            "SIZE_H": g.height.size,
+            "KERNEL_W": g.width.kernel,
+            "STEP_W": g.width.step,
+            "WARPS": config.warps,
+            "PRODUCERS": PRODUCERS,
+            "MAX_STAGES": MAX_STAGES,
+            "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
+            "STAGE_BYTES": t.planes_bytes,
+            **t.x.macros("X"),
+            **t.y.macros("Y"),
+            "SUMS": _channel_sums(g.width.size),
+            "SCRATCH": _SCRATCH,
+        }
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        t = tiling(problem, config)
+        args = Args(problem.batch, t.blocks, -(-t.blocks // config.splits), config.stages)
+        return self.split_launches(
+            problem,
+            config,
+            threads=32 * (config.warps + PRODUCERS),
+            params=(args.param(), plan.Pointer(0), plan.Pointer(1)),
+            shared_bytes=t.shared_bytes(config.stages),
+        )
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it does not depend on the batch, stages or splits."""
-    t, g = tiling(problem, config), geometry(problem)
-    return compiler.Source(
-        "wgrad/depthwise.cu",
-        (
-            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
-            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
-            ("CHANNELS", config.channels),
-            ("SEGMENT", t.segment),
-            ("SEGMENTS", config.segments),
-            ("COLUMNS", t.columns),
-            ("USED", t.used),
-            *(("PAD", t.x_pad), ("X_COLUMNS", t.x_columns)),
-            ("TAPS", g.width.size),
-            ("SHIFT", g.width.shift),
-            ("PITCH", g.pitch),
-            ("TILES", t.tiles),
-            ("MULTIPLIER", problem.out_channels // problem.in_channels),
-            ("BLOCKS_H", g.height.blocks),
-            ("BLOCKS_W", g.width.blocks),
-            ("TAP_BLOCKS_W", g.width.tap_blocks),
-            ("TAP_BLOCKS", g.tap_blocks),
-            *(("IN_H", g.height.size_in), ("IN_W", g.width.size_in), ("IN_CHANNELS", problem.in_channels)),
-            *(("OUT_H", g.height.size_out), ("OUT_W", g.width.size_out), ("OUT_CHANNELS", problem.out_channels)),
-            *(("STRIDE_H", g.height.stride), ("STRIDE_W", g.width.stride)),
-            *(("PAD_H", g.height.pad), ("PAD_W", g.width.pad)),
-            *(("DILATION_H", g.height.dilation), ("DILATION_W", g.width.dilation)),
-            ("SHIFT_H", g.height.shift),
-            *(("KERNEL_H", g.height.kernel), ("STEP_H", g.height.step), ("SIZE_H", g.height.size)),
-            *(("KERNEL_W", g.width.kernel), ("STEP_W", g.width.step)),
-            *(("WARPS", config.warps), ("LOADERS", LOADERS)),
-            ("CHAIN", CHAIN if problem.out_dtype == "float32" else 0),
-            ("PLANES_BYTES", t.planes_bytes),
-        ),
-        declarations(split_k.ReduceArgs),
-    )
-
-
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    t = tiling(p, config)
-    return plan.Int32Struct((p.batch, t.blocks, -(-t.blocks // config.splits), config.stages))
-
-
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    t = tiling(problem, config)
-    launches = split_k.launches(
-        problem,
-        config.splits,
-        grid=(geometry(problem).tap_blocks * t.groups, config.splits, 1),
-        threads=32 * (config.warps + LOADERS),
-        params=(_args(problem, config), plan.Pointer(0), plan.Pointer(1)),
-        shared_bytes=t.shared_bytes(config.stages),
-    )
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    return plan.DevicePlan(source(problem, config), buffers, (), launches, label=f"{name} {config}")
+FAMILY = Depthwise(Config)

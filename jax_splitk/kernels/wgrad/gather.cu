@@ -4,9 +4,9 @@
 //   dW[tap, c, k] = sum over pixels (n, o, p, q) of X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p,
 //   q, k]
 //
-// A stage of the ring holds a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels: dY as WGMMA's B operand
-// (MN-major, 128-byte swizzle), and all of X that the windows of these pixels touch, once, as it is in
-// memory, with zeros where a window leaves the image. Nothing is unrolled to columns in memory: A's
+// A stage of the pipeline holds a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels: dY as WGMMA's B
+// operand (MN-major, 128-byte swizzle), and all of X that the windows of these pixels touch, once, as it is
+// in memory, with zeros where a window leaves the image. Nothing is unrolled to columns in memory: A's
 // fragments, [rows: (tap, channel)] x [pixels], are gathered into registers by WGMMA's own warps. A row's
 // place in X's stage is fixed for a thread, a pixel's place is a compile-time constant away from it. What a
 // fragment's two rows of a thread are is free to choose: they are neighbours in memory, so that one access
@@ -21,109 +21,60 @@
 // + lh). A part of an infinity or NaN that would meet 0 or an opposite infinity must not spoil it: these are
 // whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
 //
-// Roles: warpgroup 0 is the loader (cp.async for X; TMA or its own loads for dY), the others are consumers.
-// Barriers, per stage: `full` (each loader thread arrives when its cp.asyncs are complete and when its own
+// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers,
+// then the epilogue.
+// Barriers, per stage: `full` (each producer thread arrives when its cp.asyncs are complete and when its own
 // stores are made, one thread for TMA's bytes) and `empty` (one arrival per consumer warp, once the WGMMAs
-// that follow its reads have retired). Both start in phase 0; the loader's first pass waits on the opposite
-// parity, which is complete.
+// that follow its reads have retired).
 //
-// Macros: ELEMENT (0 float, 1 bf16, 2 half), PARTS (1; for float 2 or 3), OUT (split_k.cuh); CONSUMERS
-// warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, CTAS_PER_SM; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T,
-// KERNEL_R, KERNEL_S (the window); CHAIN (times 16 pixels from one rounding addition to the next, with three
-// parts); RAGGED (some tiles reach beyond the output); DY_TMA, DY_VEC (elements of one load of dY without
-// TMA). X's stage, in elements: [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of
-// PITCH follow LEAD; a step of rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are
-// contiguous in memory too (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next.
-// TAP_COL, TAP_ROW: from one tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H,
-// LHS_W: dilation of X.
+// Macros: ELEMENT, OUT (output.cuh); PARTS (1; for float 2 or 3), COPIES (bf16 parts of an operand: h, m,
+// (l,) f); CONSUMERS warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, STAGE_BYTES, CTAS_PER_SM,
+// PRODUCER_REGS, CONSUMER_REGS; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T, KERNEL_R, KERNEL_S (the window); CHAIN
+// (times 16 pixels from one rounding addition to the next, with three parts); RAGGED (some tiles reach beyond
+// the output); DY_TMA, DY_VEC (elements of one load of dY without TMA). X's stage, in elements:
+// [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
+// rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
+// (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next. TAP_COL, TAP_ROW: from one
+// tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H, LHS_W: dilation of X. SEGMENTS
+// of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the first element.
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-// Must match `_args` in wgrad_gather.py.
-struct Args {
-  int batch, in_d, in_h, in_w, channels, out_channels;
-  int out_d, out_h, out_w;
-  int stride_d, stride_h, stride_w, pad_d, pad_h, pad_w;
-  int m_tiles, n_tiles;            // of one slice of channels
-  int tiles_h, tiles_w;            // tiles of an output plane
-  int k_tiles, k_tiles_per_split;  // tiles of pixels
-  int partial_stride;              // elements from one split's partial sums to the next's
-};
-
-#if ELEMENT == 0
-using Element = float;
-#elif ELEMENT == 1
-using Element = __nv_bfloat16;
-#else
-using Element = __half;
-#endif
+using Element = TypeOf<ELEMENT>::type;
 
 // dY: a tensor map, or where TMA cannot load it, its address.
 #if DY_TMA
-struct alignas(64) GradientMap {
-  uint64_t opaque[16];
-};
+using Gradient = TensorMap;
 #else
-struct GradientMap {
-  const Element* data;
-};
+using Gradient = const Element*;
 #endif
 
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
 #if ELEMENT == 2
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #else
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
 #endif
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
-constexpr int LOADERS = 128;
-constexpr int THREADS = LOADERS + 128 * CONSUMERS;
+constexpr int PRODUCERS = 128;                         // threads
+constexpr int THREADS = PRODUCERS + 128 * CONSUMERS;
 constexpr int BLOCK_M = 64 * BLOCKS * CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int ITEM = sizeof(Element);
 
-constexpr int COPIES = PARTS == 1 ? 1 : PARTS + 1;  // bf16 parts of an operand: h, m, (l,) f
-constexpr int FINITE = COPIES - 1;
+constexpr int FINITE = COPIES - 1;       // f, the last part
 constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
 constexpr int DY_BOXES = (TILE_N + 63) / 64;
 constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
-constexpr int X_BYTES = TILE_IMAGES * KERNEL_T * ROWS * ROW_PITCH * ITEM;
-constexpr int STAGE_BYTES = COPIES * COPY_BYTES + (X_BYTES + 1023) / 1024 * 1024;
-
 constexpr int PIXEL_IMAGE = KERNEL_T * ROWS * ROW_PITCH;
-constexpr int SEGMENT = RUNS ? KERNEL_S * SLICE : SLICE;  // elements
-constexpr int SEGMENTS = KERNEL_T * KERNEL_R * (RUNS ? 1 : KERNEL_S);
-constexpr int PARITY = PAIRED ? LEAD % 2 : 0;
-constexpr int RUN = PAIRED ? (PARITY + SEGMENT + 1) / 2 * 2 : SEGMENT;  // a segment's rows
 
 constexpr int GRANULE_ITEMS = GRANULE / ITEM;
 constexpr bool X_ASYNC = GRANULE >= 4;
-constexpr bool STORES = !X_ASYNC || !DY_TMA;  // the loader stores to shared memory itself
-constexpr int FULL_ARRIVALS = LOADERS * (X_ASYNC + STORES) + DY_TMA;
-
-// The register file, shared out by role (setmaxnreg wants multiples of 8).
-constexpr int REGS[2][4][2] = {{{104, 240}, {88, 208}, {56, 152}, {64, 104}},
-                               {{72, 184}, {64, 88}, {40, 72}}};
-constexpr int LOADER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][0];
-constexpr int CONSUMER_REGS = REGS[CTAS_PER_SM - 1][CONSUMERS - 1][1];
-
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[ACCUMULATORS],
-                             GMMA::ScaleOut scale, Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
-}
+constexpr bool STORES = !X_ASYNC || !DY_TMA;  // the producer stores to shared memory itself
+constexpr int FULL_ARRIVALS = PRODUCERS * (X_ASYNC + STORES) + DY_TMA;
 
 // A tile of pixels, by its first one.
 struct Tile {
@@ -176,7 +127,7 @@ __device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
   }
 }
 
-// ---- loader -----------------------------------------------------------------------------------------------
+// ---- producer ---------------------------------------------------------------------------------------------
 
 // The place of `position` in an input of `size` that is dilated by `dilation`, or -1 where it holds a zero.
 template <int DILATION>
@@ -221,7 +172,7 @@ __device__ inline const Element* granule(const Args& g, const Element* x, const 
 __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, const Tile& tile, int c0) {
   if constexpr (X_ASYNC) {
 #pragma unroll 2
-    for (int i = threadIdx.x; i < GRANULES; i += LOADERS) {
+    for (int i = threadIdx.x; i < GRANULES; i += PRODUCERS) {
       uint32_t to;
       const Element* from = granule(g, x, tile, c0, i, to);
       const int bytes = from ? GRANULE : 0;  // the rest of the granule is filled with zeros
@@ -229,20 +180,18 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
     }
   } else {
     constexpr int BATCH = 8;  // loads in flight
-    for (int base = threadIdx.x; base < GRANULES; base += LOADERS * BATCH) {
+    for (int base = threadIdx.x; base < GRANULES; base += PRODUCERS * BATCH) {
       uint16_t value[BATCH];
       uint32_t to[BATCH];
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        const int i = base + j * LOADERS;
+        const int i = base + j * PRODUCERS;
         const Element* from = i < GRANULES ? granule(g, x, tile, c0, i, to[j]) : nullptr;
         value[j] = from ? __ldg(reinterpret_cast<const uint16_t*>(from)) : uint16_t(0);
       }
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        if (base + j * LOADERS < GRANULES) {
-          store_shared(stage + to[j], value[j]);
-        }
+        if (base + j * PRODUCERS < GRANULES) store_shared(stage + to[j], value[j]);
       }
     }
   }
@@ -252,11 +201,11 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
 [[maybe_unused]] __device__ inline void load_dy(const Args& g, const Element* dy, uint32_t stage,
                                                 const Tile& tile, int k0) {
   constexpr int CHUNKS = TILE_N / 8, TOTAL = PIXELS * CHUNKS, BATCH = 2;
-  for (int base = threadIdx.x; base < TOTAL; base += LOADERS * BATCH) {
+  for (int base = threadIdx.x; base < TOTAL; base += PRODUCERS * BATCH) {
     Vec<Element, DY_VEC> value[BATCH][8 / DY_VEC];
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
-      const int i = base + j * LOADERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
+      const int i = base + j * PRODUCERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
       const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
                 q = tile.q + pixel % TILE_Q;
       const bool inside = i < TOTAL && n < g.batch && p < g.out_h && q < g.out_w;
@@ -271,9 +220,9 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
-      const int i = base + j * LOADERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
+      const int i = base + j * PRODUCERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
       if (i >= TOTAL) continue;
-      const uint32_t to = stage + chunk / 8 * BOX_BYTES + pixel * 128 + ((chunk % 8) ^ (pixel % 8)) * 16;
+      const uint32_t to = stage + chunk / 8 * BOX_BYTES + swizzled(pixel, chunk % 8);
       uint32_t words[COPIES][4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -290,45 +239,36 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       }
 #pragma unroll
       for (int copy = 0; copy < COPIES; ++copy) {
-        store_shared(to + copy * COPY_BYTES,
-                     make_uint4(words[copy][0], words[copy][1], words[copy][2], words[copy][3]));
+        const uint32_t (&v)[4] = words[copy];
+        store_shared(to + copy * COPY_BYTES, make_uint4(v[0], v[1], v[2], v[3]));
       }
     }
   }
 }
 
-__device__ inline void load(const GradientMap& dy, const Args& g, const Element* x, uint8_t* ring,
-                            uint64_t* full, uint64_t* empty, int c0, int k0, int kt, int kt_end) {
-  const uint32_t ring_address = cute::cast_smem_ptr_to_uint(ring);
+__device__ inline void produce(const Gradient& dy, const Args& g, const Element* x, uint32_t stages,
+                               Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
   Tile tile = tile_at(g, kt);
-  int stage = 0;
-  uint32_t phase = 0;
-  for (; kt < kt_end; ++kt) {
-    EmptyBarrier::wait(&empty[stage], phase ^ 1);
-    const uint32_t base = ring_address + stage * STAGE_BYTES;
+  Position at;
+  for (; kt < kt_end; ++kt, advance(g, tile), at.advance(STAGES)) {
+    pipeline.wait_empty(at);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
 #if DY_TMA
     if (threadIdx.x == 0) {
-      FullBarrier::arrive_and_expect_tx(&full[stage], COPY_BYTES);
+      uint64_t* full = pipeline.expect(at, COPY_BYTES);
 #pragma unroll
       for (int box = 0; box < DY_BOXES; ++box) {
-        cute::SM90_TMA_LOAD_5D::copy(&dy, &full[stage], uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     ring + stage * STAGE_BYTES + box * BOX_BYTES, k0 + box * 64, tile.q,
-                                     tile.p, tile.d, tile.image);
+        load_box(dy, full, stage + box * BOX_BYTES, k0 + box * 64, tile.q, tile.p, tile.d, tile.image);
       }
     }
 #endif
-    load_x(g, x, base + COPIES * COPY_BYTES, tile, c0);
-    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&full[stage]);
+    load_x(g, x, stage + COPIES * COPY_BYTES, tile, c0);
+    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&pipeline.full[at.stage]);
 #if !DY_TMA
-    load_dy(g, dy.data, base, tile, k0);
+    load_dy(g, dy, stage, tile, k0);
     cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
 #endif
-    if constexpr (STORES) EmptyBarrier::arrive(&full[stage]);
-    advance(g, tile);
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+    if constexpr (STORES) EmptyBarrier::arrive(&pipeline.full[at.stage]);
   }
 }
 
@@ -341,17 +281,17 @@ __device__ constexpr int pixel_offset(int k) {
 
 // A row of the A operand.
 struct Row {
-  int segment,
-      position;  // position: from the segment's first element, negative or beyond its end in filled up places
+  int segment;
+  int position;  // from the segment's first element; negative or beyond its end in filled up places
 };
 
-__device__ inline Row row_of(int m) { return {m / RUN, m % RUN - PARITY}; }
+__device__ inline Row row_of(int m) { return {m / SEGMENT_ROWS, m % SEGMENT_ROWS - PARITY}; }
 
 // Elements from the stage's start to the row's element for the tile's first pixel.
 __device__ inline int row_offset(int m) {
   Row row = row_of(m);
-  const int segment =
-      min(row.segment, SEGMENTS - 1);  // rows beyond the filter read something, and are not stored
+  // Rows beyond the filter read something, and are not stored.
+  const int segment = min(row.segment, SEGMENTS - 1);
   const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
   return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
 }
@@ -367,13 +307,6 @@ static_assert(PIXELS % (16 * CHAIN) == 0, "whole chains in a stage");
 
 // h of a chain's fragments.
 using High = uint32_t[CHAIN][4];
-
-// Of A's registers, from part `first` on.
-template <int N>
-__device__ inline void fence(uint32_t (&a)[N][4], int first = 0) {
-#pragma unroll
-  for (int i = 4 * first; i < 4 * N; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-}
 
 // The two rows' elements of a thread at one pixel: a word holds both, or each holds one.
 struct Two {
@@ -440,17 +373,16 @@ __device__ inline void gather(const uint32_t (&at)[2], int k, [[maybe_unused]] c
 __device__ inline void multiply(const Fragment& a, uint64_t b, float (&acc)[ACCUMULATORS],
                                 GMMA::ScaleOut scale) {
   constexpr uint64_t COPY = COPY_BYTES >> 4;
-  constexpr auto all = typename MakeIndices<ACCUMULATORS>::type{};
   if constexpr (PARTS == 3) {
-    wgmma(a[2], b + FINITE * COPY, acc, scale, all);
-    wgmma(a[FINITE], b + 2 * COPY, acc, GMMA::ScaleOut::One, all);
-    wgmma(a[1], b + COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma<Wgmma>(a[2], b + FINITE * COPY, acc, scale);
+    wgmma<Wgmma>(a[FINITE], b + 2 * COPY, acc, GMMA::ScaleOut::One);
+    wgmma<Wgmma>(a[1], b + COPY, acc, GMMA::ScaleOut::One);
   } else {
-    wgmma(a[0], b, acc, scale, all);
+    wgmma<Wgmma>(a[0], b, acc, scale);
   }
   if constexpr (PARTS > 1) {
-    wgmma(a[1], b + FINITE * COPY, acc, GMMA::ScaleOut::One, all);
-    wgmma(a[FINITE], b + COPY, acc, GMMA::ScaleOut::One, all);
+    wgmma<Wgmma>(a[1], b + FINITE * COPY, acc, GMMA::ScaleOut::One);
+    wgmma<Wgmma>(a[FINITE], b + COPY, acc, GMMA::ScaleOut::One);
   }
 }
 
@@ -458,8 +390,7 @@ __device__ inline void multiply(const Fragment& a, uint64_t b, float (&acc)[ACCU
 __device__ inline void multiply_high(const High& high, uint64_t b, float (&acc)[ACCUMULATORS]) {
 #pragma unroll
   for (int i = 0; i < CHAIN; ++i) {
-    wgmma(high[i], b - (CHAIN - 1 - i) * (16 * 128 >> 4), acc, GMMA::ScaleOut::One,
-          typename MakeIndices<ACCUMULATORS>::type{});
+    wgmma<Wgmma>(high[i], b - (CHAIN - 1 - i) * (16 * 128 >> 4), acc, GMMA::ScaleOut::One);
   }
 }
 
@@ -469,13 +400,13 @@ __device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMU
   for (int i = 0; i < ACCUMULATORS; ++i) sum[i] += chain[i];
 }
 
-// Tells the loader that the warp, all of its lanes, has read a stage (none: -1).
-__device__ inline void release(uint64_t* empty, int stage) {
+// Tells the producer that the warp, all of its lanes, has read a stage (none: -1).
+__device__ inline void release(Pipeline<STAGES>& pipeline, int stage) {
   __syncwarp();
-  if (stage >= 0 && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&empty[stage]);
+  if (stage >= 0 && threadIdx.x % 32 == 0) pipeline.release(stage);
 }
 
-__device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, int m0, int kt,
+__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, int m0, int kt,
                                int kt_end, Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2;
   uint32_t at[BLOCKS][2];
@@ -492,22 +423,22 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
   Accumulator& acc = PROMOTE ? chain : sum;
   if constexpr (PROMOTE) {
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
+    for (auto& sums : sum) {
 #pragma unroll
-      for (int i = 0; i < ACCUMULATORS; ++i) sum[block][i] = 0.f;
+      for (float& element : sums) element = 0.f;
     }
   }
   // Two fragments take turns: one is gathered while the tensor cores read the other.
   Fragment a[2];
   [[maybe_unused]] High high[BLOCKS];
   uint32_t inside[4] = {~0u, ~0u, ~0u, ~0u};
-  int stage = 0, previous = -1;
-  uint32_t phase = 0;
+  Position place;
+  int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
   for (; kt < kt_end; ++kt) {
-    FullBarrier::wait(&full[stage], phase);
-    const uint32_t base = ring + stage * STAGE_BYTES;
-    const uint64_t b = operand(base, BOX_BYTES);
+    pipeline.wait_full(place);
+    const uint32_t stage = stages + place.stage * STAGE_BYTES;
+    const uint64_t b = operand(stage, BOX_BYTES);
 #if RAGGED
     const bool whole =
         tile.q + TILE_Q <= g.out_w && tile.p + TILE_P <= g.out_h && tile.image + TILE_IMAGES <= g.batch;
@@ -525,7 +456,7 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
         Fragment& fragment = a[(k / 16 * BLOCKS + block) % 2];
-        const uint32_t now[2] = {base + at[block][0], base + at[block][1]};
+        const uint32_t now[2] = {stage + at[block][0], stage + at[block][1]};
         gather(now, k, inside, fragment);
         const int link = k / 16 % CHAIN;
         const bool last = PROMOTE && link == CHAIN - 1;
@@ -535,7 +466,8 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
           for (int i = 0; i < 4; ++i) high[block][link][i] = fragment[0][i];
         }
         fence(acc[block]);
-        fence(fragment, PROMOTE);  // h is elsewhere
+#pragma unroll
+        for (int copy = PROMOTE; copy < COPIES; ++copy) fence(fragment[copy]);  // h is elsewhere
         if (last) fence(high[block]);
         cute::warpgroup_arrive();
         multiply(fragment, b + k * (128 >> 4), acc[block], scale);
@@ -543,26 +475,22 @@ __device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uin
         cute::warpgroup_commit_batch();
         // The batch before this one has retired, so its fragment and, at a stage's start, its stage are free.
         cute::warpgroup_wait<1>();
-        if (!PROMOTE && k == 0 && block == 0) release(empty, previous);
+        if (!PROMOTE && k == 0 && block == 0) release(pipeline, previous);
         if (last && block > 0) promote(acc[block - 1], sum[block - 1]);
       }
       scale = GMMA::ScaleOut::One;
       if (PROMOTE && k / 16 % CHAIN == CHAIN - 1) {
         cute::warpgroup_wait<0>();
-        if (k + 16 == PIXELS) release(empty, stage);
+        if (k + 16 == PIXELS) release(pipeline, place.stage);
         promote(acc[BLOCKS - 1], sum[BLOCKS - 1]);
       }
     }
     advance(g, tile);
-    previous = stage;
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+    previous = place.stage;
+    place.advance(STAGES);
   }
   cute::warpgroup_wait<0>();
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) fence(acc[block]);
+  fence(acc);
 }
 
 // Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem. WGMMA's
@@ -586,10 +514,7 @@ __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accu
         const float v[2] = {sum[block][4 * j + 2 * half], sum[block][4 * j + 2 * half + 1]};
         if (g.out_channels % 2 == 0) {
           if (k >= g.out_channels) continue;
-          Vec<T, 2> pair;
-          convert(v[0], pair.v[0]);
-          convert(v[1], pair.v[1]);
-          *reinterpret_cast<Vec<T, 2>*>(to + k) = pair;
+          store_values(to + k, v);
         } else {
           if (k < g.out_channels) convert(v[0], to[k]);
           if (k + 1 < g.out_channels) convert(v[1], to[k + 1]);
@@ -603,15 +528,12 @@ __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accu
 // covers tiles of pixels [s, s+1) * k_tiles_per_split and writes out + s * partial_stride; the plan leaves no
 // split empty.
 template <class T>
-__device__ inline void wgrad(const GradientMap& dy, const Args& g, const Element* x, T* out) {
+__device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[STAGES], empty[STAGES];
-  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  __shared__ Pipeline<STAGES> pipeline;
+  const uint32_t stages = aligned_address(raw);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], FULL_ARRIVALS);
-      EmptyBarrier::init(&empty[i], 4 * CONSUMERS);
-    }
+    pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -619,29 +541,20 @@ __device__ inline void wgrad(const GradientMap& dy, const Args& g, const Element
   const int mn_tiles = g.m_tiles * g.n_tiles;
   const int slice = blockIdx.x / mn_tiles, mn = blockIdx.x - slice * mn_tiles;
   const int m_tile = mn / g.n_tiles, k0 = (mn - m_tile * g.n_tiles) * TILE_N, c0 = slice * SLICE;
-  const int kt = blockIdx.y * g.k_tiles_per_split;
-  const int kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
-  if (threadIdx.x < LOADERS) {
-    cutlass::arch::warpgroup_reg_dealloc<LOADER_REGS>();
-    load(dy, g, x, ring, full, empty, c0, k0, kt, kt_end);
+  const int kt = blockIdx.y * g.k_tiles_per_split, kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
+  if (threadIdx.x < PRODUCERS) {
+    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    produce(dy, g, x, stages, pipeline, c0, k0, kt, kt_end);
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
     Accumulator sum;
-    consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, m0, kt, kt_end, sum);
+    consume(g, stages, pipeline, m0, kt, kt_end, sum);
     launch_dependent_grids();
     store(g, out + size_t(blockIdx.y) * g.partial_stride, m0, c0, k0, sum);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(const __grid_constant__ GradientMap dy, const __grid_constant__ Args g, const Element* x,
-                  float* partials) {
-  wgrad(dy, g, x, partials);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_direct(const __grid_constant__ GradientMap dy, const __grid_constant__ Args g, const Element* x,
-                 Output* out) {
-  wgrad(dy, g, x, out);
-}
+SPLIT_K_KERNELS(CTAS_PER_SM,
+                (const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),
+                (dy, g, x))

@@ -14,56 +14,146 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
-from jax_splitk.kernels.device import split_k, split_search
-from jax_splitk.kernels.device.structs import declarations
-from jax_splitk.kernels.wgrad import limits
-from jax_splitk.kernels.wgrad.gather_stage import (
-    SHARED_BYTES,
-    Config,
-    Volume,
-    chain,
-    conflicts,
-    ctas_per_sm,
-    is_ragged,
-    lattice,
-    layout,
-    most_registers,
-    registers,
-    shared_bytes,
-    slices,
-    volume,
-)
-from jax_splitk.kernels.wgrad.limits import INT32_MAX
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.registers import consumer_registers, share_macros
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, nearby, partial_stride
+from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
-
-name = "wgrad_gather"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 1
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 TILE_N = (8, 16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 STEP = 16  # pixels of one WGMMA
 MAX_STAGES = 4
 FEW_CHANNELS = 32  # of X, half of what wgrad_im2col loads at a time
 MAX_PIXELS = 256
-# Additions in a row for a float32 result: see split_k.least_splits. WGMMA's, or where they go in short chains onto sums
+# Additions in a row for a float32 result: WGMMA's, or where they go in short chains onto sums
 # (three parts) those, which round: 256 give a relative error of about 3e-7.
 MAX_FLOAT32_CHAIN = 2048
 MAX_ROUNDED_CHAIN = 256
 
+SHARED_PER_SM = 228 * 1024
+_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
+SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
+RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
+EXACT_REGISTERS = 224  # with three parts ptxas spills above
+_OTHER_REGISTERS = 26
+MAX_CANDIDATES = 56
+_PIXEL_TILES = 8  # shapes that are tried
+_VARIANTS = 20  # of which split counts are tried
+
 _ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro ELEMENT
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a weight gradient is computed.
+
+    Attributes:
+      consumers, blocks: consumer warpgroups, and 64-row blocks of (filter tap, input channel) of each.
+      tile_n: output channels of a thread block; see `TILE_N`.
+      images, tile_p, tile_q: a stage's tile of output pixels, [images, tile_p rows, tile_q columns].
+      slice: input channels of a thread block.
+      stages: depth of the shared-memory pipeline.
+      splits: parts into which the reduction is cut; none may be empty.
+    """
+
+    consumers: int
+    blocks: int
+    tile_n: int
+    images: int
+    tile_p: int
+    tile_q: int
+    slice: int
+    stages: int
+    splits: int
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.images, self.tile_p, self.tile_q
+
+    @property
+    def pixels(self) -> int:
+        return self.images * self.tile_p * self.tile_q
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.consumers * self.blocks
+
+
+# ---- a thread block's registers and shared memory --------------------------------------------------------------------
+
+
+def layout(v: Volume, config: Config) -> Layout:
+    return layout_of(v, config.tile, config.slice)
+
+
+def _stage_bytes(v: Volume, config: Config) -> int:
+    """dY's copies, in boxes of 64 channels, and X."""
+    dy_bytes = v.copies * -(-config.tile_n // 64) * config.pixels * 128
+    return dy_bytes + layout(v, config).stage_bytes(v, config.images)
+
+
+def shared_bytes(v: Volume, config: Config) -> int:
+    return config.stages * _stage_bytes(v, config) + RESERVED_BYTES
+
+
+# Steps of 16 pixels that WGMMA adds up before a rounding addition, with three parts. It truncates: an error of one sign
+# that grows with what is added to large sums. So a chain's large products come last; 4 of them give 1.9e-7 in all.
+CHAINS = (4, 2)
+
+
+def chain(v: Volume, config: Config) -> int:
+    """The longest that costs no thread block its place on an SM (CHAIN in the device code); 1 with fewer parts."""
+    if v.parts < 3:
+        return 1
+    *longer, shortest = CHAINS
+    most = consumer_registers(_blocks_per_sm(v, config, shortest), config.consumers)
+    fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
+    return next(fitting, shortest)
+
+
+def most_registers(v: Volume, config: Config) -> int:
+    most = consumer_registers(1, config.consumers)
+    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
+
+
+def registers(v: Volume, config: Config) -> int:
+    """A consumer thread's, about."""
+    return _registers(v, config, chain(v, config))
+
+
+def _registers(v: Volume, config: Config, steps: int) -> int:
+    exact = v.parts == 3
+    accumulators = config.blocks * config.tile_n // 2 * (2 if exact else 1)
+    # Two fragments in turn; with three parts the first one is kept for the whole chain.
+    fragments = 2 * 4 * (v.copies - exact) + (4 * config.blocks * steps if exact else 0)
+    masks = 8 if is_ragged(v, config) else 0
+    return accumulators + fragments + 2 * config.blocks + masks + _OTHER_REGISTERS
+
+
+def is_ragged(v: Volume, config: Config) -> bool:
+    """Some tiles of pixels reach beyond the output."""
+    return v.batch % config.images + v.out[1] % config.tile_p + v.out[2] % config.tile_q > 0
+
+
+def blocks_per_sm(v: Volume, config: Config) -> int:
+    """2 where shared memory and registers allow it."""
+    return _blocks_per_sm(v, config, chain(v, config))
+
+
+def _blocks_per_sm(v: Volume, config: Config, steps: int) -> int:
+    fits = _registers(v, config, steps) <= consumer_registers(2, config.consumers)
+    return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
+
+
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
-def k_tiles(p: ConvWgradProblem, config: Config) -> int:
-    """Tiles of pixels in the reduction."""
-    v = volume(p)
-    return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // config.tile_p) * -(-v.out[2] // config.tile_q)
 
 
 def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
@@ -76,59 +166,15 @@ def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     )
 
 
-def whole_splits(p: ConvWgradProblem, config: Config, splits: int) -> int:
-    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-    return split_k.whole_splits(k_tiles(p, config), splits)
+def _steps_add_up(config: Config) -> bool:
+    """A pixel's place is the sum of its eight's and of its place within the first eight: the device code's walk."""
+    if config.tile_q % 8 == 0:
+        return True
+    row = config.tile_q * config.tile_p
+    return 8 % config.tile_q == 0 and (row % 8 == 0 or 8 % row == 0)
 
 
-def least_splits(p: ConvWgradProblem, config: Config) -> int:
-    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    v = volume(p)
-    steps = config.pixels // STEP  # of one tile
-    if v.parts == 3:
-        return split_k.least_splits(p, k_tiles(p, config), MAX_ROUNDED_CHAIN * chain(v, config) // steps)
-    return split_k.least_splits(p, k_tiles(p, config), MAX_FLOAT32_CHAIN // (steps * v.products))
-
-
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none when there is a single split."""
-    return split_k.workspace_bytes(problem, config.splits)
-
-
-# ---- what is legal -------------------------------------------------------------------------------------------------
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Where it was measured to be faster than XLA: few channels, true float32, and float32 without strides."""
-    del target
-    float32 = problem.dtype == "float32"
-    dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
-    if problem.in_channels <= FEW_CHANNELS or dense or (float32 and "highest" in problem.precision):
-        return None
-    return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    pixels = p.batch * math.prod(p.input_spatial)
-    return (
-        split_k.type_limit(p, tuple(_ELEMENTS))
-        or limits.groups(p)
-        or limits.input_pixels(p)
-        or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
-        # A tile may reach beyond the output, by less than MAX_PIXELS in each dimension.
-        or limits.output_pixels(p, INT32_MAX - MAX_PIXELS**2)
-        or limits.weights(p)
-        or _span_limit(volume(p), p.rank)
-        or _window_limit(volume(p))
-    )
-
-
-def _span_limit(v: Volume, rank: int) -> str | None:
+def _span_refusal(v: Volume, rank: int) -> str | None:
     for axis in range(3):
         span = abs(v.pad[axis]) + (v.out[axis] + MAX_PIXELS) * v.stride[axis] + v.kernel[axis] * v.rhs_dilation[axis]
         span *= v.channels if axis == 2 else 1
@@ -138,7 +184,7 @@ def _span_limit(v: Volume, rank: int) -> str | None:
     return None
 
 
-def _window_limit(v: Volume) -> str | None:
+def _window_refusal(v: Volume) -> str | None:
     """Whether the smallest stage's X fits in shared memory."""
     tiles = ((32, 1, 1), (16, 1, 2), (4, 1, 8), (1, 1, 32), (4, 8, 1), (1, 32, 1))
     least, sizes = slices(v)[-1], []
@@ -147,50 +193,6 @@ def _window_limit(v: Volume) -> str | None:
         if sizes[-1] <= SHARED_BYTES:  # the first does, as a rule, and each lowering asks
             return None
     return f"the window's input takes {min(sizes)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-
-
-def _steps_add_up(config: Config) -> bool:
-    """A pixel's place is the sum of its eight's and of its place within the first eight: the device code's walk."""
-    if config.tile_q % 8 == 0:
-        return True
-    row = config.tile_q * config.tile_p
-    return 8 % config.tile_q == 0 and (row % 8 == 0 or 8 % row == 0)
-
-
-def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
-    if not 1 <= config.consumers <= 4:
-        return f"consumers {config.consumers}; accepted: 1 to 4"
-    if not 1 <= config.blocks <= 4:
-        return f"blocks {config.blocks}; accepted: 1 to 4"
-    if config.tile_n not in TILE_N:
-        return f"tile_n {config.tile_n}; accepted: {', '.join(map(str, TILE_N))}"
-    if not 2 <= config.stages <= MAX_STAGES:
-        return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
-    pixels = f"images {config.images}, tile_p {config.tile_p} and tile_q {config.tile_q}"
-    if min(config.images, config.tile_p, config.tile_q) < 1 or config.pixels % 32 or config.pixels > MAX_PIXELS:
-        return f"{pixels}; accepted: products of 32 to {MAX_PIXELS} that are multiples of 32"
-    if not _steps_add_up(config):
-        return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
-    v = volume(p)
-    count, most = registers(v, config), most_registers(v, config)
-    if count > most:
-        return (
-            f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
-            f"with {config.consumers} consumers: at most {most}"
-        )
-    if config.slice not in slices(v):
-        return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
-    needed = shared_bytes(v, config)
-    if needed > SHARED_BYTES:
-        return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    return split_k.splits_limit(config.splits, k_tiles(p, config), "tiles of pixels")
-
-
-# ---- candidates ----------------------------------------------------------------------------------------------------
-
-MAX_CANDIDATES = 56
-_PIXEL_TILES = 8  # shapes that are tried
-_VARIANTS = 20  # of which split counts are tried
 
 
 def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
@@ -218,74 +220,17 @@ def _columns(v: Volume) -> list[int]:
     return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < v.out_channels)})
 
 
-def _variants(p: ConvWgradProblem, target: Target) -> list[Config]:
-    """Legal configs of a single split, the most promising first."""
-    v, found = volume(p), {}
-    for tile, columns, channels in itertools.product(_pixel_tiles(v), _columns(v), slices(v)):
-        for consumers, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
-            for stages in range(MAX_STAGES, 1, -1):
-                config = Config(consumers, blocks, columns, *tile, channels, stages, 1)
-                if _config_limit(p, config) is None:
-                    # The deepest ring, and the deepest that lets two thread blocks share an SM.
-                    found[config] = None
-                    if ctas_per_sm(v, config) == 2 or ctas_per_sm(v, dataclasses.replace(config, stages=2)) == 1:
-                        break
-    rows = {c: layout(v, c).gemm_rows(v, c.slice) for c in found}
-    useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
-
-    def seconds(config: Config) -> float:
-        tiles = math.prod(tile_counts(p, config))
-        slots = target.cores * ctas_per_sm(v, config)
-        splits = whole_splits(p, config, max(least_splits(p, config), slots // tiles))
-        return estimate(p, dataclasses.replace(config, splits=splits), target)
-
-    return sorted(useful, key=seconds)
-
-
-@functools.lru_cache(maxsize=256)
-def _candidates(p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
-    found = {}
-    for variant in _variants(p, target)[:_VARIANTS]:
-        tiles, slots = math.prod(tile_counts(p, variant)), target.cores * ctas_per_sm(volume(p), variant)
-        for splits in split_search.wave_splits(k_tiles(p, variant), tiles, slots, least_splits(p, variant)):
-            config = dataclasses.replace(variant, splits=splits)
-            if _config_limit(p, config) is None:
-                found[config] = estimate(p, config, target)
-    return split_search.fastest_and_fewest(found, MAX_CANDIDATES)
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """Configs worth considering: the most promising variants with the split counts that fill 1 to 4 whole waves."""
-    return list(_candidates(problem, target))
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
-    tiles = math.prod(tile_counts(problem, config))
-    wave = target.cores * ctas_per_sm(volume(problem), config) / tiles
-    wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
-    found = split_search.with_splits(config, k_tiles(problem, config), wanted, least_splits(problem, config))
-    found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
-    for tile_p in (config.tile_p * 2, config.tile_p // 2):
-        if tile_p:
-            other = dataclasses.replace(config, tile_p=tile_p)
-            found.append(dataclasses.replace(other, splits=whole_splits(problem, other, config.splits)))
-    return found
-
-
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 _CLOCK = 1.6e9  # under load
 _SHARED_BYTES_PER_CLOCK = 128
 _L2_BYTES_PER_CLOCK = 40  # one SM's loads
 _HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 4.8e12  # partial sums stay in L2 for the most part
 _OVERLAP = {1: 0.82, 2: 0.87}  # of the busiest unit's rate is reached, by thread blocks on an SM
 _FRAGMENT_CLOCKS = {1: 90, 2: 220, 3: 320}  # from a warpgroup's loads to its WGMMA, by parts
 _STAGE_CLOCKS = 120  # of a thread block, besides
-_WAVE_SECONDS = 3e-6  # filling the ring and the epilogue
+_WAVE_SECONDS = 3e-6  # filling the pipeline and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
-_REDUCE_SECONDS = 0.7e-6
 
 
 def clocks(v: Volume, config: Config) -> dict[str, float]:
@@ -299,33 +244,15 @@ def clocks(v: Volume, config: Config) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    shared = steps * blocks * (4 * loads * conflicts(x, v, config) + b_bytes / _SHARED_BYTES_PER_CLOCK)
+    shared = steps * blocks * (4 * loads * conflicts(x, v, config.tile) + b_bytes / _SHARED_BYTES_PER_CLOCK)
     shared += (dy_bytes + x_items * v.item) / _SHARED_BYTES_PER_CLOCK
     return {
         "tensor": steps * blocks * v.products * config.tile_n / 2,
         "shared": shared,
         "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
-        "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / ctas_per_sm(v, config),
+        "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / blocks_per_sm(v, config),
         "l2": (x_items + config.pixels * config.tile_n) * v.item / _L2_BYTES_PER_CLOCK,
     }
-
-
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
-
-    What tiles reach beyond the problem counts as work; device memory bounds the whole from below.
-    """
-    together = ctas_per_sm(volume(problem), config)
-    blocks = math.prod(tile_counts(problem, config)) * config.splits
-    units = sorted(clocks(volume(problem), config).values())
-    step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
-    stages = -(-blocks // target.cores) * -(-k_tiles(problem, config) // config.splits)
-    waves = -(-blocks // (target.cores * together))
-    seconds = stages * step + waves * _WAVE_SECONDS
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-    if config.splits > 1:
-        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
-    return seconds
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -335,72 +262,239 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on the window, channels and tiles, not on batch, sizes or splits."""
-    v = volume(problem)
-    tma = _dy_by_tma(v)
-    macros = {
-        "ELEMENT": _ELEMENTS[problem.dtype],
-        "PARTS": v.parts,
-        "CHAIN": chain(v, config),
-        "OUT": split_k.OUT_CODES[problem.out_dtype],
-        "CONSUMERS": config.consumers,
-        "BLOCKS": config.blocks,
-        "TILE_N": config.tile_n,
-        "STAGES": config.stages,
-        "CTAS_PER_SM": ctas_per_sm(v, config),
-        "TILE_IMAGES": config.images,
-        "TILE_P": config.tile_p,
-        "TILE_Q": config.tile_q,
-        "SLICE": config.slice,
-        "KERNEL_T": v.kernel[0],
-        "KERNEL_R": v.kernel[1],
-        "KERNEL_S": v.kernel[2],
-        "RAGGED": int(is_ragged(v, config)),
-        "DY_TMA": int(tma),
-        "DY_VEC": 8 if tma else math.gcd(v.out_channels, 4),
-        "LHS_D": v.lhs_dilation[0],
-        "LHS_H": v.lhs_dilation[1],
-        "LHS_W": v.lhs_dilation[2],
-        **{field.upper(): int(value) for field, value in dataclasses.asdict(layout(v, config)).items()},
-    }
-    return compiler.Source("wgrad/gather.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents, and where its tiles lie.
+
+    Attributes:
+      channels, out_channels: C and K.
+      m_tiles, n_tiles: of one slice of channels.
+      tiles_h, tiles_w: tiles of pixels in a plane of the output.
+      k_tiles, k_tiles_per_split: tiles of pixels.
+      partial_stride: elements from one split's partial sums to the next's.
+    """
+
+    batch: int
+    in_d: int
+    in_h: int
+    in_w: int
+    channels: int
+    out_channels: int
+    out_d: int
+    out_h: int
+    out_w: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    m_tiles: int
+    n_tiles: int
+    tiles_h: int
+    tiles_w: int
+    k_tiles: int
+    k_tiles_per_split: int
+    partial_stride: int
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    v, tiles = volume(p), k_tiles(p, config)
-    values = (
-        *(v.batch, *v.size, v.channels, v.out_channels),
-        *v.out,
-        *(*v.stride, *v.pad),
-        *tile_counts(p, config)[1:],
-        *(-(-v.out[1] // config.tile_p), -(-v.out[2] // config.tile_q)),
-        *(tiles, -(-tiles // config.splits)),
-        split_k.stride(p),
-    )
-    return plan.Int32Struct(values)
+class Gather(SplitFamily[Config]):
+    name = "wgrad_gather"
+    ABI = 1
+    file = "wgrad/gather.cu"
+    structs = (*SplitFamily.structs, Args)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        pixels = problem.batch * math.prod(problem.input_spatial)
+        return (
+            refusals.dtypes(problem, tuple(_ELEMENTS))
+            or refusals.groups(problem)
+            or refusals.input_pixels(problem)
+            or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
+            # A tile may reach beyond the output, by less than MAX_PIXELS in each dimension.
+            or refusals.output_pixels(problem, INT32_MAX - MAX_PIXELS**2)
+            or refusals.weights(problem)
+            or _span_refusal(volume(problem), problem.rank)
+            or _window_refusal(volume(problem))
+        )
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        reason = field_refusal(
+            config, consumers=range(1, 5), blocks=range(1, 5), tile_n=TILE_N, stages=range(2, MAX_STAGES + 1)
+        )
+        if reason is not None:
+            return reason
+        pixels = f"images {config.images}, tile_p {config.tile_p} and tile_q {config.tile_q}"
+        if min(config.tile) < 1 or config.pixels % 32 or config.pixels > MAX_PIXELS:
+            return f"{pixels}; accepted: products of 32 to {MAX_PIXELS} that are multiples of 32"
+        if not _steps_add_up(config):
+            return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
+        v = volume(problem)
+        count, most = registers(v, config), most_registers(v, config)
+        if count > most:
+            return (
+                f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
+                f"with {config.consumers} consumers: at most {most}"
+            )
+        if config.slice not in slices(v):
+            return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
+        needed = shared_bytes(v, config)
+        if needed > SHARED_BYTES:
+            return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
+
+    def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
+        """But for few channels, true float32, and float32 without strides, where it was measured to be faster."""
+        float32 = problem.dtype == "float32"
+        dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
+        if problem.in_channels <= FEW_CHANNELS or dense or (float32 and "highest" in problem.precision):
+            return None
+        return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Tiles of pixels."""
+        v, rows, columns = volume(problem), config.tile_p, config.tile_q
+        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        v, steps = volume(problem), config.pixels // STEP  # of one tile
+        if v.parts == 3:
+            return MAX_ROUNDED_CHAIN * chain(v, config) // steps
+        return MAX_FLOAT32_CHAIN // (steps * v.products)
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return math.prod(tile_counts(problem, config))
+
+    def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
+        return blocks_per_sm(volume(problem), config)
+
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """Legal configs of a single split, the most promising first."""
+        v, found = volume(problem), {}
+        for tile, columns, channels in itertools.product(_pixel_tiles(v), _columns(v), slices(v)):
+            for consumers, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
+                for stages in range(MAX_STAGES, 1, -1):
+                    config = Config(consumers, blocks, columns, *tile, channels, stages, 1)
+                    if self.config_refusal(problem, config) is None:
+                        # The most stages, and the most that let two thread blocks share an SM.
+                        found[config] = None
+                        shallow = dataclasses.replace(config, stages=2)
+                        if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
+                            break
+        rows = {c: layout(v, c).gemm_rows(v, c.slice) for c in found}
+        useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
+
+        def seconds(config: Config) -> float:
+            slots = target.cores * blocks_per_sm(v, config)
+            splits = max(self.least_splits(problem, config), slots // self.thread_blocks(problem, config))
+            return self.estimate(problem, self.with_splits(problem, config, splits), target)
+
+        return sorted(useful, key=seconds)
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Config]:
+        """The most promising variants with the split counts that fill 1 to 4 whole waves."""
+        return _candidates(self, problem, target)
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
+        found = self.other_splits(problem, config, nearby(config.splits, self.wave(problem, config, target)))
+        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        for tile_p in (config.tile_p * 2, config.tile_p // 2):
+            if tile_p:
+                other = dataclasses.replace(config, tile_p=tile_p)
+                found.append(self.with_splits(problem, other, config.splits))
+        return found
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
+
+        What tiles reach beyond the problem counts as work; device memory bounds the whole from below.
+        """
+        together = blocks_per_sm(volume(problem), config)
+        blocks = self.thread_blocks(problem, config) * config.splits
+        units = sorted(clocks(volume(problem), config).values())
+        step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
+        stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
+        waves = -(-blocks // (target.cores * together))
+        seconds = stages * step + waves * _WAVE_SECONDS
+        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+        return seconds + self.reduce_seconds(problem, config)
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """The window, channels and tiles, not batch, sizes or splits."""
+        v = volume(problem)
+        x, tma = layout(v, config), _dy_by_tma(v)
+        return {
+            "ELEMENT": _ELEMENTS[problem.dtype],
+            "PARTS": v.parts,
+            "COPIES": v.copies,
+            "CHAIN": chain(v, config),
+            "OUT": split_k.OUT_CODES[problem.out_dtype],
+            "CONSUMERS": config.consumers,
+            "BLOCKS": config.blocks,
+            "TILE_N": config.tile_n,
+            "STAGES": config.stages,
+            "STAGE_BYTES": _stage_bytes(v, config),
+            "CTAS_PER_SM": blocks_per_sm(v, config),
+            **share_macros(blocks_per_sm(v, config), config.consumers),
+            "TILE_IMAGES": config.images,
+            "TILE_P": config.tile_p,
+            "TILE_Q": config.tile_q,
+            "SLICE": config.slice,
+            "KERNEL_T": v.kernel[0],
+            "KERNEL_R": v.kernel[1],
+            "KERNEL_S": v.kernel[2],
+            "RAGGED": int(is_ragged(v, config)),
+            "DY_TMA": int(tma),
+            "DY_VEC": 8 if tma else math.gcd(v.out_channels, 4),
+            "LHS_D": v.lhs_dilation[0],
+            "LHS_H": v.lhs_dilation[1],
+            "LHS_W": v.lhs_dilation[2],
+            "SEGMENT": x.segment(v, config.slice),
+            "SEGMENT_ROWS": x.segment_rows(v, config.slice),
+            "SEGMENTS": x.segments(v),
+            "PARITY": x.parity,
+            **{field.upper(): int(value) for field, value in dataclasses.asdict(x).items()},
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        v = volume(problem)
+        if not _dy_by_tma(v):
+            return ()
+        dims = (v.out_channels, v.out[2], v.out[1], v.out[0], v.batch)
+        box = (64, config.tile_q, config.tile_p, 1, config.images)
+        return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
+
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, tiles = volume(p), self.reduction_blocks(p, config)
+        _, m_tiles, n_tiles = tile_counts(p, config)
+        return Args(
+            *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
+            m_tiles=m_tiles,
+            n_tiles=n_tiles,
+            tiles_h=-(-v.out[1] // config.tile_p),
+            tiles_w=-(-v.out[2] // config.tile_q),
+            k_tiles=tiles,
+            k_tiles_per_split=-(-tiles // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        v = volume(problem)
+        dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
+        return self.split_launches(
+            problem,
+            config,
+            threads=128 * (config.consumers + 1),
+            params=(dy, self._args(problem, config).param(), plan.Pointer(0)),
+            shared_bytes=shared_bytes(v, config),
+        )
 
 
-def _dy_map(p: ConvWgradProblem, config: Config) -> plan.TiledMap:
-    v = volume(p)
-    dims = (v.out_channels, v.out[2], v.out[1], v.out[0], v.batch)
-    box = (64, config.tile_q, config.tile_p, 1, config.images)
-    return plan.TiledMap(1, p.dtype, dims, plan.tensor_map_strides(dims, v.item), box)
+@functools.lru_cache(maxsize=256)
+def _candidates(family: Gather, p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
+    configs = [c for variant in family.variants(p, target)[:_VARIANTS] for c in family.in_waves(p, variant, target)]
+    return fastest_and_fewest({c: family.estimate(p, c, target) for c in configs}, MAX_CANDIDATES)
 
 
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    v = volume(problem)
-    tma = _dy_by_tma(v)
-    launches = split_k.launches(
-        problem,
-        config.splits,
-        grid=(math.prod(tile_counts(problem, config)), config.splits, 1),
-        threads=128 * (config.consumers + 1),
-        params=(plan.MapParam(0) if tma else plan.Pointer(1), _args(problem, config), plan.Pointer(0)),
-        shared_bytes=shared_bytes(v, config),
-    )
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    maps = (_dy_map(problem, config),) if tma else ()
-    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+FAMILY = Gather(Config)

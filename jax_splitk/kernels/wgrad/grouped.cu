@@ -9,8 +9,8 @@
 // the channels of a thread block, whole bundles or a part of one. Octet: 8 neighbouring pixels of an output
 // row. Strip: two octets (the MMA's k of 16), followed from the tile's first row to its last.
 //
-// A tile is IMAGES x ROWS x COLUMNS output pixels and the input that they read; one stage of the ring holds
-// it, X first, each as pixels of one TMA box under the swizzle of the pixel's size. Widths are whole
+// A tile is IMAGES x ROWS x COLUMNS output pixels and the input that they read; one stage of the pipeline
+// holds it, X first, each as pixels of one TMA box under the swizzle of the pixel's size. Widths are whole
 // multiples of 8 pixels, so that the swizzle of a unit depends on the pixel's place in its octet only. Filter
 // taps are other addresses of the same X.
 //
@@ -23,51 +23,26 @@
 // What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
 // the convolution does not multiply.
 //
-// Roles: the last warp is the producer (one thread issues TMA), the others are consumers.
+// Roles: the last warp is the producer (one thread issues TMA), the others are consumers, then the epilogue.
 // Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
-// consumer warp after its last ldmatrix). Both start in phase 0; the producer's first pass does not wait: it
-// loads before the block's other warps have even begun.
+// consumer warp after its last ldmatrix). The producer fills all stages before the block's other warps have
+// even begun.
 //
-// Macros: ELEMENT_BF16, OUT (split_k.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W,
-// GROUP_IN, GROUP_OUT (channels per group), IN_BLOCK, OUT_BLOCK, IMAGES, ROWS, COLUMNS, RAGGED (the last tile
-// of an image may have fewer rows), TILES_H, TILES_W (of an image), SLICES, STAGES, WARP_IN, WARP_OUT (units
-// of a job), WARP_COLUMNS (tap columns of a job), CTAS_PER_SM.
+// Macros: ELEMENT_BF16, OUT (output.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W;
+// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one),
+// IN_BLOCK, OUT_BLOCK, BUNDLES (of a block; 1 also where the block is a part of a bundle), IN_PARTS,
+// OUT_PARTS (blocks of a bundle), SUM_ROWS; IMAGES, ROWS, COLUMNS, RAGGED (the last tile of an image may have
+// fewer rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
+// STAGE_BYTES, STRIPS (of a row), REUSE; WARP_IN, WARP_OUT (units of a job), WARP_COLUMNS (tap columns of a
+// job), IN_JOBS, OUT_JOBS, COLUMN_JOBS (of a bundle), SLICES, STAGES, CTAS_PER_SM.
 
-#include <cutlass/arch/barrier.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/tensor_map.cuh"
+#include "device/tma.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+using Element = TypeOf<ELEMENT_BF16 ? BF16 : HALF_FLOAT>::type;
 
-// Must match `_args` in wgrad_grouped.py.
-struct Args {
-  int out_channels;
-  int stride;  // elements from one split's partial sums to the next's
-  int out_h, out_w, pad_h, pad_w;
-  int each, more;  // tiles of a split; the first `more` splits have another one
-};
-
-constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int above(int a, int b) { return (a + b - 1) / b * b; }
-
-// ---- channels ---------------------------------------------------------------------------------------------
-
-constexpr int BUNDLE = most(1, most(8 / GROUP_IN, 8 / GROUP_OUT));  // groups
-constexpr int BUNDLE_IN = BUNDLE * GROUP_IN, BUNDLE_OUT = BUNDLE * GROUP_OUT;
-constexpr int BUNDLES =
-    most(1, IN_BLOCK / BUNDLE_IN);  // of a block; 1 also where the block is a part of a bundle
-constexpr int IN_UNITS = IN_BLOCK / 8 / BUNDLES,
-              OUT_UNITS = OUT_BLOCK / 8 / BUNDLES;  // of one bundle in a block
-constexpr int IN_PARTS = most(1, BUNDLE_IN / IN_BLOCK), OUT_PARTS = most(1, BUNDLE_OUT / OUT_BLOCK);
-
-constexpr int IN_JOBS = IN_UNITS / WARP_IN, OUT_JOBS = OUT_UNITS / WARP_OUT;
-constexpr int COLUMN_JOBS = (KERNEL_W + WARP_COLUMNS - 1) / WARP_COLUMNS;
+constexpr int IN_UNITS = IN_JOBS * WARP_IN, OUT_UNITS = OUT_JOBS * WARP_OUT;  // of one bundle in a block
 constexpr int JOBS = BUNDLES * IN_JOBS * OUT_JOBS * COLUMN_JOBS;
 constexpr int WARPS = JOBS * SLICES;  // consumers
 constexpr int THREADS = 32 * (WARPS + 1);
@@ -76,22 +51,12 @@ constexpr int SLOTS = WARP_COLUMNS * WARP_IN;
 constexpr int PAIRS = (SLOTS + 1) / 2;         // of slots
 constexpr int OUT_PAIRS = (WARP_OUT + 1) / 2;  // of units of dY
 
-// ---- pixels -----------------------------------------------------------------------------------------------
-
 constexpr int X_PIXEL = IN_BLOCK * 2, DY_PIXEL = OUT_BLOCK * 2;  // bytes
-constexpr int X_WIDTH = above((COLUMNS - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1, 8);
-constexpr int X_HEIGHT = (ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
-constexpr int DY_WIDTH = above(COLUMNS, 8);
-constexpr int X_ROW = X_WIDTH * X_PIXEL, X_IMAGE = X_HEIGHT * X_ROW, X_BYTES = IMAGES * X_IMAGE;
-constexpr int DY_ROW = DY_WIDTH * DY_PIXEL, DY_IMAGE = ROWS * DY_ROW, DY_BYTES = IMAGES * DY_IMAGE;
-constexpr int DY_OFFSET = above(X_BYTES, 1024);
-constexpr int STAGE_BYTES = DY_OFFSET + above(DY_BYTES, 1024);
-
+constexpr int X_ROW = X_WIDTH * X_PIXEL, X_IMAGE = X_HEIGHT * X_ROW;
+constexpr int DY_ROW = DY_WIDTH * DY_PIXEL, DY_IMAGE = ROWS * DY_ROW;
 constexpr int OCTETS = DY_WIDTH / 8;  // of a row
-constexpr int STRIPS = (OCTETS * IMAGES + 1) / 2;
-constexpr bool REUSE = STRIDE_H == 1 && DILATION_H == 1 && KERNEL_H > 1;
-// Of turns of KERNEL_H rows of X: all of them, where that is not too much code; it makes every row's part
-// constant.
+// Of the groups of KERNEL_H rows of X: all of them, where that is not too much code; it makes every row's
+// part constant.
 constexpr int UNROLL = KERNEL_H <= 3 ? (X_HEIGHT + KERNEL_H - 1) / KERNEL_H : 1;
 
 // Tile coordinates: group of IMAGES images, ROWS rows, COLUMNS columns.
@@ -125,40 +90,22 @@ __device__ inline Channels block_channels(int block) {
 
 // ---- producer ---------------------------------------------------------------------------------------------
 
-__device__ inline void load_tile(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                                 uint8_t* stage, uint64_t* full, Channels channels, const Tile& tile) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  FullBarrier::arrive_and_expect_tx(full, X_BYTES + DY_BYTES);
-  const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-  cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, stage, channels.in, q * STRIDE_W - g.pad_w,
-                               p * STRIDE_H - g.pad_h, n);
-  cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, stage + DY_OFFSET, channels.out, q, p, n);
-}
-
-// What fits into the ring, whose stages need not be waited for.
-__device__ inline void fill(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
-                            uint64_t* full, Channels channels, Tile tile, int tiles) {
+// Loads `tiles` tiles from `tile` on: the FIRST ones, into stages that need not be waited for, or those
+// after.
+template <bool FIRST>
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                               uint32_t stages, Pipeline<STAGES>& pipeline, Channels channels, Tile tile,
+                               int tiles) {
+  Position at;
+  if (!FIRST) at.phase = 1;
 #pragma unroll 1
-  for (int stage = 0; stage < min(tiles, STAGES); ++stage) {
-    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
-    advance(tile);
-  }
-}
-
-// The other tiles.
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint8_t* ring,
-                               uint64_t* full, uint64_t* empty, Channels channels, Tile tile, int tiles) {
-  int stage = 0;
-  uint32_t phase = 0;
-#pragma unroll 1
-  for (tiles -= STAGES; tiles > 0; --tiles) {
-    EmptyBarrier::wait(&empty[stage], phase);
-    load_tile(x_map, dy_map, g, ring + stage * STAGE_BYTES, &full[stage], channels, tile);
-    advance(tile);
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+  for (; tiles > 0; --tiles, advance(tile), at.advance(STAGES)) {
+    if constexpr (!FIRST) pipeline.wait_empty(at);
+    uint64_t* full = pipeline.expect(at, IMAGES * (X_IMAGE + DY_IMAGE));
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
+    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad_w, p * STRIDE_H - g.pad_h, n);
+    load_box(dy_map, full, stage + DY_OFFSET, channels.out, q, p, n);
   }
 }
 
@@ -178,20 +125,6 @@ __device__ inline Job job_at(int index) {
   const int bundle = index / (COLUMN_JOBS * OUT_JOBS * IN_JOBS);
   return {bundle * IN_UNITS + in * WARP_IN, bundle * OUT_UNITS + out * WARP_OUT, column * WARP_COLUMNS};
 }
-
-// Byte of a pixel's unit under the TMA swizzle: its number's bits, taken modulo the units of a pixel, are
-// flipped by the number of the 128-byte line.
-template <int PIXEL>
-__device__ inline uint32_t swizzled(int pixel, int unit) {
-  const int byte = pixel * PIXEL;
-  return byte + ((unit ^ (byte >> 7 & (PIXEL / 16 - 1))) << 4);
-}
-
-#if ELEMENT_BF16
-using Element = __nv_bfloat16;
-#else
-using Element = __half;
-#endif
 
 // Where a lane's pixel lies in shared memory, for each load of a row. Lanes come in groups of 8, a pixel of
 // an octet each. For X the groups are (octet, slot of a pair) = (0, 0), (0, 1), (1, 0), (1, 1), the order of
@@ -317,28 +250,23 @@ __device__ inline void add_strip(const Cursor& cursor, int rows, Accumulator& ac
   }
 }
 
-__device__ inline void consume(const Args& g, uint32_t ring, uint64_t* full, uint64_t* empty, uint32_t zeros,
+__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, uint32_t zeros,
                                const Job& job, int slice, Tile tile, int tiles, Accumulator& acc) {
   const int lane = threadIdx.x % 32;
-  const Lane at = lane_offsets(job, lane);
-  int stage = 0;
-  uint32_t phase = 0;
+  const Lane lane_at = lane_offsets(job, lane);
+  Position at;
 #pragma unroll 1
-  for (; tiles > 0; --tiles) {
+  for (; tiles > 0; --tiles, advance(tile), at.advance(STAGES)) {
     const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
     const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out_w - tile.w * COLUMNS);
-    FullBarrier::wait(&full[stage], phase);
+    pipeline.wait_full(at);
 #pragma unroll 1
     for (int strip = slice; strip < STRIPS; strip += SLICES) {
-      add_strip(strip_cursor(at, ring + stage * STAGE_BYTES, zeros, strip, columns, lane), rows, acc);
+      add_strip(strip_cursor(lane_at, stages + at.stage * STAGE_BYTES, zeros, strip, columns, lane), rows,
+                acc);
     }
     __syncwarp();
-    if (lane == 0) EmptyBarrier::arrive(&empty[stage]);
-    advance(tile);
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+    if (lane == 0) pipeline.release(at.stage);
   }
 }
 
@@ -348,13 +276,13 @@ __device__ inline void sync_consumers() { sync_threads<WARPS * 32, 1>(); }
 
 // A block's results are, for each tap, SUM_ROWS (input channels of a group) rows of OUT_BLOCK values; where
 // it is a part of a bundle of several groups, some of these belong to groups of which it has no input. They
-// lie so in shared memory, in place of the ring, for each slice; there the 32-byte units of a row are swapped
-// so that half a warp, which has 4 rows of a unit, meets all banks.
+// lie so in shared memory, in place of the pipeline, for each slice; there the 32-byte units of a row are
+// swapped so that half a warp, which has 4 rows of a unit, meets all banks.
 constexpr int TAPS = KERNEL_H * KERNEL_W;
-constexpr int SUM_ROWS = IN_BLOCK < GROUP_IN ? IN_BLOCK : GROUP_IN;
-constexpr bool INCOMPLETE = BUNDLE > 1 && most(IN_PARTS, OUT_PARTS) > 1;
+constexpr bool INCOMPLETE = BUNDLE > 1 && IN_PARTS* OUT_PARTS > 1;
 constexpr int PIECE = INCOMPLETE && GROUP_OUT < 4 ? GROUP_OUT : 4;  // values that a thread stores together
 constexpr int TAP_SUMS = SUM_ROWS * OUT_BLOCK, TAP_PIECES = TAP_SUMS / PIECE;
+constexpr int IN_GROUPS = IN_BLOCK > GROUP_IN ? IN_BLOCK / GROUP_IN : 1;
 constexpr int SUMS_BYTES = TAPS * TAP_SUMS * 4;  // of a slice
 
 __device__ inline int swapped(int row, int unit) {
@@ -394,7 +322,7 @@ using Piece = Vec<float, PIECE>;
 // Adds the slices in their order, and writes out[KERNEL_H][KERNEL_W][GROUP_IN][K].
 template <class T>
 __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint32_t sums) {
-  constexpr int TOGETHER = most(1, WARPS * 32 / TAP_PIECES);  // taps
+  constexpr int TOGETHER = TAP_PIECES > WARPS * 32 ? 1 : WARPS * 32 / TAP_PIECES;  // taps
   const int first = TAP_PIECES > WARPS * 32 ? 0 : threadIdx.x / TAP_PIECES;
   if (WARPS * 32 % TAP_PIECES && first >= TOGETHER) return;
 #pragma unroll 1
@@ -403,7 +331,7 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
     const int k = channels.out + column;
     if (k >= g.out_channels) continue;
     const int group = k / GROUP_OUT - channels.in / GROUP_IN;  // from the block's first on
-    if (INCOMPLETE && uint32_t(group) >= most(1, IN_BLOCK / GROUP_IN)) continue;
+    if (INCOMPLETE && uint32_t(group) >= IN_GROUPS) continue;
     uint32_t from =
         sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
     T* to = out + size_t(first * GROUP_IN + channels.in % GROUP_IN + row) * g.out_channels + k;
@@ -415,10 +343,7 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
 #pragma unroll
         for (int j = 0; j < PIECE; ++j) sum.v[j] += x.v[j];
       }
-      Vec<T, PIECE> result;
-#pragma unroll
-      for (int j = 0; j < PIECE; ++j) convert(sum.v[j], result.v[j]);
-      *reinterpret_cast<Vec<T, PIECE>*>(to) = result;
+      store_values(to, sum.v);
       from += TOGETHER * TAP_SUMS * 4;
       to += size_t(TOGETHER * GROUP_IN) * g.out_channels;
     };
@@ -437,51 +362,38 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ Pipeline<STAGES> pipeline;
   __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
-  uint8_t* ring = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  const uint32_t stages = aligned_address(raw);
   const int split = blockIdx.y, tiles = g.each + (split < g.more);
   const int first = split * g.each + min(split, g.more);
   const Channels channels = block_channels(blockIdx.x);
-  // Uniform to the compiler.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = warp_index();
   if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (warp == WARPS && cute::elect_one_sync()) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], 1);
-      EmptyBarrier::init(&empty[i], WARPS);
-    }
+    pipeline.init(1, WARPS);
     cutlass::arch::fence_barrier_init();
-    fill(x_map, dy_map, g, ring, full, channels, tile_at(first), tiles);
+    produce<true>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first), min(tiles, STAGES));
   }
   __syncthreads();
   if (warp == WARPS) {
     if (tiles > STAGES && cute::elect_one_sync()) {
-      produce(x_map, dy_map, g, ring, full, empty, channels, tile_at(first + STAGES), tiles);
+      produce<false>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first + STAGES), tiles - STAGES);
     }
     return;
   }
-  const int slice = warp / JOBS, index = warp - slice * JOBS;
-  const Job job = job_at(index);
+  const int slice = warp / JOBS;
+  const Job job = job_at(warp - slice * JOBS);
   Accumulator acc = {};
-  consume(g, cute::cast_smem_ptr_to_uint(ring), full, empty, cute::cast_smem_ptr_to_uint(zeros), job, slice,
-          tile_at(first), tiles, acc);
+  consume(g, stages, pipeline, shared_address(zeros), job, slice, tile_at(first), tiles, acc);
   launch_dependent_grids();
-  const uint32_t sums = cute::cast_smem_ptr_to_uint(ring);
-  sync_consumers();  // after the last read of the ring
-  stage_sums(sums + slice * SUMS_BYTES, channels, job, acc);
+  sync_consumers();  // after the last read of the pipeline
+  stage_sums(stages + slice * SUMS_BYTES, channels, job, acc);
   sync_consumers();
-  store_sums(g, out + size_t(split) * g.stride, channels, sums);
+  store_sums(g, out + size_t(split) * g.stride, channels, stages);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                  const __grid_constant__ Args g, float* partials) {
-  wgrad(x_map, dy_map, g, partials);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g, Output* out) {
-  wgrad(x_map, dy_map, g, out);
-}
+SPLIT_K_KERNELS(CTAS_PER_SM,
+                (const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                 const __grid_constant__ Args g),
+                (x_map, dy_map, g))

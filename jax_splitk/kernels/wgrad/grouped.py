@@ -15,17 +15,14 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import declarations
-from jax_splitk.kernels.wgrad import limits
-from jax_splitk.kernels.wgrad.limits import INT32_MAX
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
-
-name = "wgrad_grouped"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 1
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
 BLOCKS = (8, 16, 32, 64)  # channels of a thread block: a TMA box of 16 to 128 bytes
@@ -39,13 +36,18 @@ MAX_ACCUMULATORS = 96  # of a thread, where a job can be made smaller
 MAX_STAGES = 6
 SHARED_BYTES = 227 * 1024 - 512  # of a thread block, without barriers and the row of zeros
 SM_SHARED_BYTES = 228 * 1024
-ALIGNMENT_BYTES = 1024  # of the ring
+ALIGNMENT_BYTES = 1024  # of the pipeline
 RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
-# MMAs for each accumulator in a float32 result's split: see split_k.least_splits.
+# MMAs for each accumulator in a float32 result's split.
 MAX_FLOAT32_CHAIN = 1024
+# Of candidates.
+MAX_VARIANTS = 20
+_VARIANTS_OF_BLOCK = 12
+_SLOWEST = 1.4  # of a variant's split counts, relative to its best one
+_ROWS = 16  # at most, of a candidate
+_COLUMNS = 64
 
-_DTYPES = ("bfloat16", "float16")
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle by a pixel's bytes
 
 
@@ -57,7 +59,7 @@ class Config:
       in_block, out_block: input and output channels of a thread block: those of whole bundles, or a part of one.
       images, rows, columns: output pixels of a tile; `columns` is the image's width or a multiple of 8 below it.
       slices: warps that divide the pixels of a tile among themselves.
-      stages: depth of the shared-memory ring, in tiles.
+      stages: depth of the shared-memory pipeline, in tiles.
       splits: parts into which the tiles are cut; none may be empty.
     """
 
@@ -90,7 +92,7 @@ class Plane:
 
     @property
     def reuse(self) -> bool:
-        """REUSE of the device code."""
+        """Whether a row of X is loaded once, for all tap rows."""
         return self.stride[0] == self.dilation[0] == 1 and self.kernel[0] > 1
 
 
@@ -115,14 +117,33 @@ def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     return groups, groups * group_in, groups * group_out
 
 
+def _parts(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
+    """Blocks along the input and the output channels of a bundle."""
+    _, bundle_in, bundle_out = bundle(p)
+    return max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns."""
+    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns.
+
+    Attributes:
+      bundles: of a thread block; 1 also where the block is a part of a bundle.
+      in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
+    """
 
     in_units: int
     out_units: int
     columns: int
-    jobs: int  # of a thread block
+    bundles: int
+    in_jobs: int
+    out_jobs: int
+    column_jobs: int
+
+    @property
+    def jobs(self) -> int:
+        """Of a thread block."""
+        return self.bundles * self.in_jobs * self.out_jobs * self.column_jobs
 
     @property
     def pairs(self) -> int:
@@ -140,8 +161,8 @@ def job(p: ConvWgradProblem, config: Config) -> Job:
             mine_out //= 2
         else:
             columns = -(-columns // 2)
-    jobs = bundles * (in_units // mine_in) * (out_units // mine_out) * -(-kernel_w // columns)
-    return Job(mine_in, mine_out, columns, jobs)
+    parts = (in_units // mine_in, out_units // mine_out, -(-kernel_w // columns))
+    return Job(mine_in, mine_out, columns, bundles, *parts)
 
 
 def accumulators(p: ConvWgradProblem, config: Config) -> int:
@@ -183,23 +204,26 @@ def strips(config: Config) -> int:
     return -(-(_above(config.columns, OCTET) // OCTET * config.images) // 2)
 
 
-def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
+def _x_bytes(p: ConvWgradProblem, config: Config) -> int:
+    """Of a stage: dY follows from there on."""
     height, width = x_box(p, config)
-    x = config.images * height * width * config.in_block * 2
+    return _above(config.images * height * width * config.in_block * 2, 1024)
+
+
+def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
     dy = config.images * config.rows * _above(config.columns, OCTET) * config.out_block * 2
-    return _above(x, 1024) + _above(dy, 1024)
+    return _x_bytes(p, config) + _above(dy, 1024)
+
+
+def _sum_rows(p: ConvWgradProblem, config: Config) -> int:
+    """Input channels with which an output channel of the block has sums: at most those of its group."""
+    return min(config.in_block, p.group_channels[0])
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """The ring, which the slices' sums take over at the end: for each output channel those of its group."""
-    sums = math.prod(plane(p).kernel) * min(config.in_block, p.group_channels[0]) * config.out_block * 4
+    """The pipeline, which the slices' sums take over at the end."""
+    sums = math.prod(plane(p).kernel) * _sum_rows(p, config) * config.out_block * 4
     return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
-
-
-def ctas_per_sm(p: ConvWgradProblem, config: Config) -> int:
-    """Thread blocks that share an SM (CTAS_PER_SM), by shared memory and registers; 0 where none fits."""
-    by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(p, config) + RESERVED_BYTES))
-    return max((n for n in range(1, by_memory + 1) if _fits_registers(p, config, n)), default=0)
 
 
 def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
@@ -208,59 +232,7 @@ def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
     return -(-p.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
 
-def tiles(p: ConvWgradProblem, config: Config) -> int:
-    return math.prod(tile_counts(p, config))
-
-
-def block_count(p: ConvWgradProblem, config: Config) -> int:
-    """Blocks of channels."""
-    groups, bundle_in, bundle_out = bundle(p)
-    bundles = p.feature_group_count // groups
-    if config.in_block >= bundle_in and config.out_block >= bundle_out:
-        return -(-bundles // (config.in_block // bundle_in))
-    return bundles * (bundle_in // config.in_block) * (bundle_out // config.out_block)
-
-
-def least_splits(p: ConvWgradProblem, config: Config) -> int:
-    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    chain = -(-strips(config) // config.slices) * config.rows  # of one tile
-    return split_k.least_splits(p, tiles(p, config), MAX_FLOAT32_CHAIN // chain)
-
-
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none when there is a single split."""
-    return split_k.workspace_bytes(problem, config.splits)
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Always chosen where it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    if p.rank not in (1, 2):
-        return f"{p.rank} spatial dimensions; accepted: 1, 2"
-    return (
-        split_k.type_limit(p, _DTYPES)
-        or limits.batch_groups(p)
-        or _group_limit(p)
-        or limits.channels(p, UNIT)
-        or limits.lhs_dilation(p)
-        or limits.input_pixels(p)
-        or limits.output_pixels(p)
-        or limits.weights(p)
-        or _extent_limit(p)
-        or _window_limit(p)
-    )
-
-
-def _group_limit(p: ConvWgradProblem) -> str | None:
+def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
     group_in, group_out = p.group_channels
@@ -270,14 +242,14 @@ def _group_limit(p: ConvWgradProblem) -> str | None:
     return None
 
 
-def _extent_limit(p: ConvWgradProblem) -> str | None:
+def _extent_refusal(p: ConvWgradProblem) -> str | None:
     for size, (low, high) in zip(p.input_spatial, p.padding, strict=True):
         if low > INT32_MAX or size + max(0, -low, high) > INT32_MAX:
             return f"input of {size} pixels padded by {(low, high)}; accepted: coordinates up to {INT32_MAX}"
     return None
 
 
-def _window_limit(p: ConvWgradProblem) -> str | None:
+def _window_refusal(p: ConvWgradProblem) -> str | None:
     """The input of the smallest tile, 8 pixels of one output row, must be one TMA box and fit in shared memory."""
     s = plane(p)
     for axis in range(2):
@@ -305,95 +277,12 @@ def _smallest(p: ConvWgradProblem) -> Config:
     return Config(*block, images=1, rows=1, columns=min(OCTET, plane(p).out[1]), slices=1, stages=2, splits=1)
 
 
-def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
-    out_h, out_w = plane(p).out
-    block = (config.in_block, config.out_block)
-    if block not in _blocks(p):
-        accepted = ", ".join(f"{i}x{o}" for i, o in _blocks(p))
-        return f"in_block {block[0]}, out_block {block[1]}; accepted with these groups: {accepted}"
-    if not 1 <= config.images <= min(p.batch, MAX_BOX):
-        return f"images {config.images}; accepted: 1 to {min(p.batch, MAX_BOX)}"
-    if not 1 <= config.rows <= min(out_h, MAX_ROWS):
-        return f"rows {config.rows}; accepted: 1 to {min(out_h, MAX_ROWS)}"
-    if config.columns != out_w and (config.columns < 1 or config.columns % OCTET or config.columns > out_w):
-        return f"columns {config.columns}; accepted: {out_w}, or a multiple of {OCTET} below it"
-    if max(*x_box(p, config), _above(config.columns, OCTET)) > MAX_BOX:
-        height, width = x_box(p, config)
-        return (
-            f"rows {config.rows}, columns {config.columns}: {height}x{width} pixels of input; "
-            f"accepted: at most {MAX_BOX} a side"
-        )
-    warps = job(p, config).jobs * config.slices
-    if not (1 <= config.slices <= strips(config) and warps <= MAX_WARPS):
-        return (
-            f"slices {config.slices}, with {job(p, config).jobs} jobs each; accepted: 1 to {strips(config)}, "
-            f"and at most {MAX_WARPS} warps"
-        )
-    if not _fits_registers(p, config, 1):
-        most = REGISTERS // 32 // registers(p, config) * 4 - 1
-        return f"{warps} warps of {registers(p, config)} registers a thread; accepted: at most {most} warps"
-    if not 2 <= config.stages <= MAX_STAGES:
-        return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
-    if shared_bytes(p, config) > SHARED_BYTES:
-        return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    most = min(tiles(p, config), split_k.MAX_GRID_Y)
-    if not 1 <= config.splits <= most:
-        return f"splits {config.splits}; accepted for {tiles(p, config)} tiles: 1 to {most}"
-    return None
-
-
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
     """(in_block, out_block) that are legal, the largest first."""
     _, bundle_in, bundle_out = bundle(p)
     whole = [(i, o) for i in BLOCKS for o in BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
     parts = [(i, o) for i in BLOCKS for o in BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
     return sorted({*whole, *parts}, key=lambda block: (-sum(block), -block[0]))
-
-
-# ---- candidates ----------------------------------------------------------------------------------------------------
-
-MAX_VARIANTS = 20
-_VARIANTS_OF_BLOCK = 12
-_SLOWEST = 1.4  # of a variant's split counts, relative to its best one
-_ROWS = 16  # at most, of a candidate
-_COLUMNS = 64
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """The variants that the cost model puts first, each with the splits that fill one and two waves of the machine."""
-    ranked = []
-    for single in variants(problem):
-        configs = [dataclasses.replace(single, splits=s) for s in _splits(problem, single, target)]
-        timed = sorted(((estimate(problem, c, target), c) for c in configs), key=lambda pair: pair[0])
-        ranked.append([(seconds, c) for seconds, c in timed if seconds <= _SLOWEST * timed[0][0]])
-    ranked.sort(key=lambda variant: variant[0][0])
-    kept, of_block = [], collections.Counter()
-    for variant in ranked:
-        config = variant[0][1]
-        of_block[config.in_block, config.out_block] += 1
-        if of_block[config.in_block, config.out_block] <= _VARIANTS_OF_BLOCK:
-            kept.append(variant)
-    return [config for variant in kept[:MAX_VARIANTS] for _, config in variant]
-
-
-def _splits(p: ConvWgradProblem, config: Config, target: Target) -> list[int]:
-    wave = target.cores * ctas_per_sm(p, config) / block_count(p, config)
-    wanted = {int(wave), round(wave / 2), int(2 * wave)}
-    least, most = least_splits(p, config), min(tiles(p, config), split_k.MAX_GRID_Y)
-    return sorted({min(max(s, least, 1), most) for s in wanted})
-
-
-def variants(p: ConvWgradProblem) -> list[Config]:
-    """Legal configs with one split: what the device code may be specialised to."""
-    wide, narrow = _useful_blocks(p)
-    return list(_variants_of(p, wide)) or list(_variants_of(p, narrow)) or [_smallest(p)]
-
-
-def _variants_of(p: ConvWgradProblem, blocks: list[tuple[int, int]]) -> Iterator[Config]:
-    out_h, out_w = plane(p).out
-    geometries = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
-    for block, rows, columns, images in geometries:
-        yield from _with_slices(p, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
 
 
 def _useful_blocks(p: ConvWgradProblem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -419,36 +308,6 @@ def _column_counts(out_w: int) -> list[int]:
     return whole + sorted((width for width in parts if width < out_w), reverse=True)
 
 
-def _with_slices(p: ConvWgradProblem, config: Config) -> Iterator[Config]:
-    """With up to 16 warps, and rings that leave room for one to three thread blocks an SM."""
-    jobs = job(p, config).jobs
-    for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
-        # Slices take whole strips: no more than a quarter of the warps may wait.
-        if slices > strips(config) or strips(config) < 0.75 * -(-strips(config) // slices) * slices:
-            continue
-        rings = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
-        depths = {ring // stage_bytes(p, config) for ring in rings}
-        for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
-            sliced = dataclasses.replace(config, slices=slices, stages=stages)
-            if _config_limit(p, sliced) is None:
-                yield sliced
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """One stage or slice more or less, other images and rows, and split counts nearby, doubled and halved."""
-    wave = target.cores * ctas_per_sm(problem, config) / block_count(problem, config)
-    wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
-    found = [dataclasses.replace(config, splits=s) for s in sorted(wanted) if s >= least_splits(problem, config)]
-    found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
-    found += [dataclasses.replace(config, slices=slices) for slices in (config.slices // 2, config.slices * 2)]
-    found += [dataclasses.replace(config, images=images) for images in (config.images // 2, config.images * 2)]
-    found += [dataclasses.replace(config, rows=rows) for rows in (config.rows // 2, config.rows * 2)]
-    if config.images > 1:  # less is left to do once the last tile has come
-        half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
-        found += [dataclasses.replace(half, slices=slices) for slices in sorted({1, min(config.slices, strips(half))})]
-    return found
-
-
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 # From the hardware's rates, not fitted.
@@ -462,10 +321,8 @@ _ROW_CLOCKS = 40  # of a warp for a row of X, before its MMAs
 _WARP_MMA_CLOCKS = 8  # of a warp for one MMA
 _SHADOW = 0.2  # part of all but the longest that is not hidden by it
 _HBM_BYTES = 3.8e12
-_PARTIAL_BYTES = 4.8e12  # partial sums stay in L2 for the most part
-_RAMP_SECONDS = 2.0e-6  # filling the ring and the epilogue
+_RAMP_SECONDS = 2.0e-6  # filling the pipeline and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
-_REDUCE_SECONDS = 0.7e-6
 
 
 def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], float]:
@@ -491,74 +348,23 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
     return shared_by_all, warp_rows * _ROW_CLOCKS + warp_mmas * _WARP_MMA_CLOCKS
 
 
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest SM's tiles at its slowest part, plus the reduction.
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents and a split's tiles.
 
-    Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
+    Attributes:
+      stride: elements from one split's partial sums to the next's.
+      each, more: tiles of a split; the first `more` splits have another one.
     """
-    blocks = block_count(problem, config) * config.splits
-    each = -(-tiles(problem, config) // config.splits)
-    sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
-    together = min(ctas_per_sm(problem, config), sharing)
-    shared_by_all, alone = tile_clocks(problem, config)
-    clocks = sorted([*shared_by_all.values(), alone / together])
-    busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
-    waves = -(-sharing // together)
-    # The memory's rate is shared by the thread blocks there are.
-    filled = min(1.0, blocks / target.cores)
-    memory = problem.bytes_moved / _HBM_BYTES / filled
-    seconds = max(busy, memory) + _SHADOW * min(busy, memory) + waves * _RAMP_SECONDS + _LAUNCH_SECONDS
-    if config.splits > 1:
-        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
-    return seconds
 
-
-# ---- the plan ------------------------------------------------------------------------------------------------------
-
-
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on the window, the groups and the image's tiles, not on splits."""
-    s, j = plane(problem), job(problem, config)
-    group_in, group_out = problem.group_channels
-    _, tiles_h, tiles_w = tile_counts(problem, config)
-    return compiler.Source(
-        "wgrad/grouped.cu",
-        (
-            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
-            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
-            ("KERNEL_H", s.kernel[0]),
-            ("KERNEL_W", s.kernel[1]),
-            ("STRIDE_H", s.stride[0]),
-            ("STRIDE_W", s.stride[1]),
-            ("DILATION_H", s.dilation[0]),
-            ("DILATION_W", s.dilation[1]),
-            ("GROUP_IN", group_in),
-            ("GROUP_OUT", group_out),
-            ("IN_BLOCK", config.in_block),
-            ("OUT_BLOCK", config.out_block),
-            ("IMAGES", config.images),
-            ("ROWS", config.rows),
-            ("COLUMNS", config.columns),
-            ("RAGGED", int(s.out[0] % config.rows != 0)),
-            ("TILES_H", tiles_h),
-            ("TILES_W", tiles_w),
-            ("SLICES", config.slices),
-            ("STAGES", config.stages),
-            ("WARP_IN", j.in_units),
-            ("WARP_OUT", j.out_units),
-            ("WARP_COLUMNS", j.columns),
-            ("CTAS_PER_SM", ctas_per_sm(problem, config)),
-        ),
-        declarations(split_k.ReduceArgs),
-    )
-
-
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    s = plane(p)
-    stride = split_k.stride(p) if config.splits > 1 else 0
-    shares = divmod(tiles(p, config), config.splits)
-    return plan.Int32Struct((p.out_channels, stride, *s.out, *s.pad, *shares))
+    out_channels: int
+    stride: int
+    out_h: int
+    out_w: int
+    pad_h: int
+    pad_w: int
+    each: int
+    more: int
 
 
 def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
@@ -566,21 +372,240 @@ def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int,
     return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box, _SWIZZLES[box[0] * 2])
 
 
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    s, (height, width) = plane(problem), x_box(problem, config)
-    dy_width = _above(config.columns, OCTET)
-    maps = (
-        _map(problem, 0, s.size, problem.in_channels, (config.in_block, width, height, config.images)),
-        _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
-    )
-    launches = split_k.launches(
-        problem,
-        config.splits,
-        grid=(block_count(problem, config), config.splits, 1),
-        threads=threads(problem, config),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
-        shared_bytes=shared_bytes(problem, config),
-    )
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+class Grouped(SplitFamily[Config]):
+    """Chosen wherever it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
+
+    name = "wgrad_grouped"
+    ABI = 1
+    file = "wgrad/grouped.cu"
+    structs = (*SplitFamily.structs, Args)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        return (
+            refusals.rank(problem, (1, 2))
+            or refusals.dtypes(problem, refusals.HALVES)
+            or refusals.batch_groups(problem)
+            or _group_refusal(problem)
+            or refusals.channels(problem, UNIT)
+            or refusals.lhs_dilation(problem)
+            or refusals.input_pixels(problem)
+            or refusals.output_pixels(problem)
+            or refusals.weights(problem)
+            or _extent_refusal(problem)
+            or _window_refusal(problem)
+        )
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        out_h, out_w = plane(problem).out
+        block = (config.in_block, config.out_block)
+        if block not in _blocks(problem):
+            accepted = ", ".join(f"{i}x{o}" for i, o in _blocks(problem))
+            return f"in_block {block[0]}, out_block {block[1]}; accepted with these groups: {accepted}"
+        reason = field_refusal(
+            config,
+            images=range(1, min(problem.batch, MAX_BOX) + 1),
+            rows=range(1, min(out_h, MAX_ROWS) + 1),
+            stages=range(2, MAX_STAGES + 1),
+        )
+        if reason is not None:
+            return reason
+        if config.columns != out_w and (config.columns < 1 or config.columns % OCTET or config.columns > out_w):
+            return f"columns {config.columns}; accepted: {out_w}, or a multiple of {OCTET} below it"
+        if max(*x_box(problem, config), _above(config.columns, OCTET)) > MAX_BOX:
+            height, width = x_box(problem, config)
+            return (
+                f"rows {config.rows}, columns {config.columns}: {height}x{width} pixels of input; "
+                f"accepted: at most {MAX_BOX} a side"
+            )
+        warps = job(problem, config).jobs * config.slices
+        if not (1 <= config.slices <= strips(config) and warps <= MAX_WARPS):
+            return (
+                f"slices {config.slices}, with {job(problem, config).jobs} jobs each; accepted: 1 to {strips(config)}, "
+                f"and at most {MAX_WARPS} warps"
+            )
+        if not _fits_registers(problem, config, 1):
+            most = REGISTERS // 32 // registers(problem, config) * 4 - 1
+            return f"{warps} warps of {registers(problem, config)} registers a thread; accepted: at most {most} warps"
+        if shared_bytes(problem, config) > SHARED_BYTES:
+            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        tiles = self.reduction_blocks(problem, config)
+        most = min(tiles, split_k.MAX_GRID_Y)
+        if not 1 <= config.splits <= most:
+            return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
+        return None
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Tiles of pixels."""
+        return math.prod(tile_counts(problem, config))
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Blocks of channels."""
+        bundles = problem.feature_group_count // bundle(problem)[0]
+        return -(-bundles // job(problem, config).bundles) * math.prod(_parts(problem, config))
+
+    def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
+        """By shared memory and registers; 0 where none fits."""
+        by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(problem, config) + RESERVED_BYTES))
+        return max((n for n in range(1, by_memory + 1) if _fits_registers(problem, config, n)), default=0)
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """The variants that the cost model puts first, each with the splits that fill half a wave, one and
+        two."""
+        ranked = []
+        for single in self.variants(problem):
+            configs = [dataclasses.replace(single, splits=s) for s in self._splits(problem, single, target)]
+            timed = sorted(((self.estimate(problem, c, target), c) for c in configs), key=lambda pair: pair[0])
+            ranked.append([(seconds, c) for seconds, c in timed if seconds <= _SLOWEST * timed[0][0]])
+        ranked.sort(key=lambda variant: variant[0][0])
+        kept, of_block = [], collections.Counter()
+        for variant in ranked:
+            config = variant[0][1]
+            of_block[config.in_block, config.out_block] += 1
+            if of_block[config.in_block, config.out_block] <= _VARIANTS_OF_BLOCK:
+                kept.append(variant)
+        return [config for variant in kept[:MAX_VARIANTS] for _, config in variant]
+
+    def _splits(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[int]:
+        wave = self.wave(problem, config, target)
+        wanted = {int(wave), round(wave / 2), int(2 * wave)}
+        least = self.least_splits(problem, config)
+        most = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
+        return sorted({min(max(s, least, 1), most) for s in wanted})
+
+    def variants(self, problem: ConvWgradProblem) -> list[Config]:
+        """Legal configs with one split: what the device code may be specialised to."""
+        wide, narrow = _useful_blocks(problem)
+        found = list(self._variants_of(problem, wide)) or list(self._variants_of(problem, narrow))
+        return found or [_smallest(problem)]
+
+    def _variants_of(self, problem: ConvWgradProblem, blocks: list[tuple[int, int]]) -> Iterator[Config]:
+        out_h, out_w = plane(problem).out
+        geometries = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
+        for block, rows, columns, images in geometries:
+            yield from self._with_slices(problem, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
+
+    def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
+        """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
+        jobs = job(problem, config).jobs
+        for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
+            # Slices take whole strips: no more than a quarter of the warps may wait.
+            if slices > strips(config) or strips(config) < 0.75 * -(-strips(config) // slices) * slices:
+                continue
+            rooms = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
+            depths = {room // stage_bytes(problem, config) for room in rooms}
+            for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
+                sliced = dataclasses.replace(config, slices=slices, stages=stages)
+                if self.config_refusal(problem, sliced) is None:
+                    yield sliced
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """One stage or slice more or less, other images and rows, and split counts nearby, doubled and halved."""
+        wanted, least = nearby(config.splits, self.wave(problem, config, target)), self.least_splits(problem, config)
+        found = [dataclasses.replace(config, splits=s) for s in sorted(wanted) if s >= least]
+        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        found += [dataclasses.replace(config, slices=slices) for slices in (config.slices // 2, config.slices * 2)]
+        found += [dataclasses.replace(config, images=images) for images in (config.images // 2, config.images * 2)]
+        found += [dataclasses.replace(config, rows=rows) for rows in (config.rows // 2, config.rows * 2)]
+        if config.images > 1:  # less is left to do once the last tile has come
+            half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
+            found += [dataclasses.replace(half, slices=n) for n in sorted({1, min(config.slices, strips(half))})]
+        return found
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest SM's tiles at its slowest part, plus the reduction.
+
+        Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
+        """
+        blocks = self.thread_blocks(problem, config) * config.splits
+        each = -(-self.reduction_blocks(problem, config) // config.splits)
+        sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
+        together = min(self.blocks_per_sm(problem, config), sharing)
+        shared_by_all, alone = tile_clocks(problem, config)
+        clocks = sorted([*shared_by_all.values(), alone / together])
+        busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
+        waves = -(-sharing // together)
+        # The memory's rate is shared by the thread blocks there are.
+        filled = min(1.0, blocks / target.cores)
+        memory = problem.bytes_moved / _HBM_BYTES / filled
+        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + waves * _RAMP_SECONDS + _LAUNCH_SECONDS
+        return seconds + self.reduce_seconds(problem, config)
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """The window, the groups and the image's tiles, not splits."""
+        s, j = plane(problem), job(problem, config)
+        group_in, group_out = problem.group_channels
+        groups, bundle_in, bundle_out = bundle(problem)
+        in_parts, out_parts = _parts(problem, config)
+        _, tiles_h, tiles_w = tile_counts(problem, config)
+        x_height, x_width = x_box(problem, config)
+        return {
+            **type_macros(problem),
+            "KERNEL_H": s.kernel[0],
+            "KERNEL_W": s.kernel[1],
+            "STRIDE_H": s.stride[0],
+            "STRIDE_W": s.stride[1],
+            "DILATION_H": s.dilation[0],
+            "DILATION_W": s.dilation[1],
+            "GROUP_IN": group_in,
+            "GROUP_OUT": group_out,
+            "BUNDLE": groups,
+            "BUNDLE_IN": bundle_in,
+            "BUNDLE_OUT": bundle_out,
+            "IN_PARTS": in_parts,
+            "OUT_PARTS": out_parts,
+            "IN_BLOCK": config.in_block,
+            "OUT_BLOCK": config.out_block,
+            "IMAGES": config.images,
+            "ROWS": config.rows,
+            "COLUMNS": config.columns,
+            "RAGGED": int(s.out[0] % config.rows != 0),
+            "TILES_H": tiles_h,
+            "TILES_W": tiles_w,
+            "X_HEIGHT": x_height,
+            "X_WIDTH": x_width,
+            "DY_WIDTH": _above(config.columns, OCTET),
+            "DY_OFFSET": _x_bytes(problem, config),
+            "STRIPS": strips(config),
+            "REUSE": int(s.reuse),
+            "SUM_ROWS": _sum_rows(problem, config),
+            "SLICES": config.slices,
+            "STAGES": config.stages,
+            "STAGE_BYTES": stage_bytes(problem, config),
+            "WARP_IN": j.in_units,
+            "WARP_OUT": j.out_units,
+            "WARP_COLUMNS": j.columns,
+            "BUNDLES": j.bundles,
+            "IN_JOBS": j.in_jobs,
+            "OUT_JOBS": j.out_jobs,
+            "COLUMN_JOBS": j.column_jobs,
+            "CTAS_PER_SM": self.blocks_per_sm(problem, config),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        s, (height, width) = plane(problem), x_box(problem, config)
+        dy_width = _above(config.columns, OCTET)
+        return (
+            _map(problem, 0, s.size, problem.in_channels, (config.in_block, width, height, config.images)),
+            _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
+        )
+
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        s = plane(p)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        stride = partial_stride(p) if config.splits > 1 else 0
+        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        return self.split_launches(
+            problem,
+            config,
+            threads=threads(problem, config),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
+            shared_bytes=shared_bytes(problem, config),
+        )
+
+
+FAMILY = Grouped(Config)

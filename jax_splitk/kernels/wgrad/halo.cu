@@ -11,34 +11,29 @@
 // reduction is 16 pixels of a row or, where TILE_Q is odd eights, 8 pixels of each of two rows: nothing but
 // the problem's own pixels is ever multiplied.
 //
-// Work is a list of units (output tile, image, strip of rows, strip of columns), the tile slowest. A thread
-// block takes one split of one tile or, as stream-k, whole tiles as long as there is one for every block, and
-// then a contiguous 1/gridDim.x of the rest. A tile that one block covers alone is stored; otherwise each
-// part goes to the workspace and `reduce_tiles` adds them in a fixed order.
+// A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. A tile
+// with a single split is stored; otherwise each split goes to the workspace, in the accumulators' order, and
+// `reduce_tiles` adds them in a fixed order.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers.
-// Barriers, per line (a row of X, and the row of dY that completes what it allows): `full` (the producer's
-// arrival and the bytes) and `empty` (one arrival per consumer warpgroup). Units take turns in `buffers`
-// places, and every unit fills every line of its place once, in order: a line is filled again as soon as the
+// A stage of the pipeline is a line: a row of X, and the row of dY that completes what it allows. `full` has
+// the producer's arrival and the bytes, `empty` one arrival per consumer warpgroup. A buffer is the lines of
+// a unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
 // products of its rows are done.
 //
-// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_Q (output columns of a strip), BATCH_ROWS (output rows whose
-// products are issued and waited for together), OUT (split_k.cuh).
+// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip), BATCH_ROWS
+// (output rows whose products are issued and waited for together), OUT (output.cuh).
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/divisor.cuh"
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/tensor_map.cuh"
-#include "device/wgmma_ss.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+#if ELEMENT_BF16
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
+#else
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
+#endif
 
 constexpr int CHANNELS = 64;  // of a block, on both sides
 constexpr int PIXEL_BYTES = CHANNELS * 2;
@@ -46,13 +41,13 @@ constexpr int MAX_LINES = 64;
 constexpr int ROWS = TILE_Q % 16 ? 2 : 1;  // rows of a block of 16 pixels
 constexpr int STEPS = TILE_Q / (16 / ROWS);
 constexpr int DY_BYTES = TILE_Q * PIXEL_BYTES;
-constexpr int TILE_N = CHANNELS * TAPS_W;
+static_assert(TILE_N == CHANNELS * TAPS_W);
 constexpr int ACCUMULATORS = TILE_N / 2;
 constexpr int CONSUMERS = TAPS_H;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_FLOATS = CONSUMERS * 128 * ACCUMULATORS;
 constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : 232;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 using Accumulator = float[ACCUMULATORS];
 
@@ -67,87 +62,7 @@ struct Geometry {
   }
 };
 
-// The buffer whose turn it is, and the parity of its barriers' phase.
-struct Turn {
-  int buffer = 0;
-  uint32_t phase = 0;
-
-  __device__ void next(const Args& g) {
-    if (++buffer == g.buffers) {
-      buffer = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // ---- work -------------------------------------------------------------------------------------------------
-
-// Units of stream-k part `part`, counted from the first tile that is not some block's alone: the first
-// `longer_parts` have one more than the others.
-__device__ inline int stream_begin(const Args& g, int part) {
-  return part * g.units_per_part + min(part, g.longer_parts);
-}
-
-__device__ inline int stream_part_of(const Args& g, int unit) {
-  const int longer = g.longer_parts * g.units_per_longer_part;
-  return unit < longer ? unit / g.units_per_longer_part : g.longer_parts + (unit - longer) / g.units_per_part;
-}
-
-// What a block does, one tile after the other.
-struct Work {
-  int tile, begin, end;  // units of the tile
-
-  __device__ explicit Work(const Args& g) {
-    if (g.splits != 0) {
-      tile = blockIdx.x;
-      begin = blockIdx.y * g.units_per_part;
-      end = min(begin + g.units_per_part, int(g.units_per_tile));
-      whole_ = next_ = left_ = 0;
-    } else {
-      whole_ = 0;
-      next_ = stream_begin(g, blockIdx.x);
-      left_ = stream_begin(g, blockIdx.x + 1) - next_;
-      advance(g);
-    }
-  }
-
-  __device__ bool done() const { return begin == end; }
-
-  __device__ void advance(const Args& g) {
-    if (g.splits == 0 && whole_ < g.whole_tiles) {
-      tile = whole_++ * gridDim.x + blockIdx.x;
-      begin = 0;
-      end = g.units_per_tile;
-      return;
-    }
-    if (left_ == 0) {
-      begin = end;
-      return;
-    }
-    const int rest = next_ / g.units_per_tile;
-    tile = g.whole_tiles * gridDim.x + rest;
-    begin = next_ - rest * g.units_per_tile;
-    end = min(begin + left_, int(g.units_per_tile));
-    next_ += end - begin;
-    left_ -= end - begin;
-  }
-
-  // Whether this is the block's last.
-  __device__ bool last(const Args& g) const {
-    return left_ == 0 && (g.splits != 0 || whole_ == g.whole_tiles);
-  }
-
- private:
-  int whole_, next_, left_;
-};
-
-// Where in the workspace (in tiles) block `part` of stream-k, or split `part`, puts its part of a tile;
-// `rest` counts tiles from the first that is not some block's alone. A tile's parts lie one behind the other;
-// in stream-k the next of them all is either the next block's or the next tile's, so that the sum of both
-// numbers tells them apart.
-__device__ inline int partial_slot(const Args& g, int part, int rest) {
-  return g.splits != 0 ? rest * g.splits + part : part + rest;
-}
 
 struct Tile {
   int k0, c0, r0, s0;
@@ -173,65 +88,58 @@ __device__ inline Unit unit_of(const Args& g, int index) {
 // ---- producer ---------------------------------------------------------------------------------------------
 
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               uint8_t* buffers, uint64_t* full, uint64_t* empty) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+                               const Tile& tile, int u, int end, uint32_t buffers,
+                               Pipeline<MAX_LINES>& pipeline) {
   const Geometry at(g);
-  Turn turn;
-  for (Work work(g); !work.done(); work.advance(g)) {
-    const Tile tile = tile_of(g, work.tile);
-    for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
-      const Unit unit = unit_of(g, u);
-      const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
-      const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
-      uint8_t* x = buffers + turn.buffer * at.buffer_bytes;
-      uint8_t* dy = x + at.dy_offset;
+  for (Position buffer; u < end; ++u, buffer.advance(g.buffers)) {
+    const Unit unit = unit_of(g, u);
+    const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
+    const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
+    const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
 #pragma unroll 1
-      for (int line = 0; line < at.lines; ++line) {
-        const int barrier = turn.buffer * at.lines + line, p = line - at.halo;
-        EmptyBarrier::wait(&empty[barrier], turn.phase ^ 1);
-        FullBarrier::arrive_and_expect_tx(&full[barrier], at.x_bytes + (p < 0 ? 0 : DY_BYTES));
-        cute::SM90_TMA_LOAD_4D::copy(&x_map, &full[barrier], hint, x + line * at.x_bytes, tile.c0, w,
-                                     h + line, unit.n);
-        if (p >= 0) {
-          cute::SM90_TMA_LOAD_4D::copy(&dy_map, &full[barrier], hint, dy + p * DY_BYTES, tile.k0, unit.q0,
-                                       unit.p0 + p, unit.n);
-        }
-      }
+    for (int line = 0; line < at.lines; ++line) {
+      const Position stage{buffer.stage * at.lines + line, buffer.phase};
+      const int p = line - at.halo;
+      pipeline.wait_empty(stage);
+      uint64_t* full = pipeline.expect(stage, at.x_bytes + (p < 0 ? 0 : DY_BYTES));
+      load_box(x_map, full, x + line * at.x_bytes, tile.c0, w, h + line, unit.n);
+      if (p >= 0) load_box(dy_map, full, dy + p * DY_BYTES, tile.k0, unit.q0, unit.p0 + p, unit.n);
     }
   }
 }
 
 // ---- consumer ---------------------------------------------------------------------------------------------
 
-// The barriers of lines whose products may still be running, to be released when they are known to be done.
+// The lines whose products may still be running, to be released when they are known to be done.
 struct Held {
   int next = 0, end = 0;
 
-  __device__ void release(uint64_t* empty, int until) {
+  __device__ void release(Pipeline<MAX_LINES>& pipeline, int until) {
 #pragma unroll 1
     for (; next < until; ++next) {
-      if (threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[next]);
+      if (threadIdx.x % 128 == 0) pipeline.release(next);
     }
   }
 };
 
 // One unit's products for filter row `warpgroup` of the tile. Unless `drain`, the last of them may still be
 // running at the end.
-__device__ inline void consume(const Args& g, const Geometry& at, const Turn& turn, uint32_t buffers,
-                               uint64_t* full, uint64_t* empty, int warpgroup, int rows, bool drain,
+__device__ inline void consume(const Args& g, const Geometry& at, const Position& buffer, uint32_t buffers,
+                               Pipeline<MAX_LINES>& pipeline, int warpgroup, int rows, bool drain,
                                GMMA::ScaleOut scale, Held& held, Accumulator& acc) {
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
-  const uint32_t x = buffers + turn.buffer * at.buffer_bytes, dy = x + at.dy_offset;
+  const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
   const uint64_t b0 = operand(x + warpgroup * g.dilation_h * at.x_bytes, g.dilation_w * PIXEL_BYTES,
                               ROWS == 2 ? at.x_bytes : 8 * PIXEL_BYTES);
-  const int first = turn.buffer * at.lines;
+  const int first = buffer.stage * at.lines;
   int waited = 0;
-  for (int p = 0; p < rows; p += BATCH_ROWS) {
+  const auto wait_until = [&](int needed) {
 #pragma unroll 1
-    for (const int needed = p + BATCH_ROWS + at.halo; waited < needed; ++waited) {
-      FullBarrier::wait(&full[first + waited], turn.phase);
-    }
+    for (; waited < needed; ++waited) pipeline.wait_full({first + waited, buffer.phase});
+  };
+  for (int p = 0; p < rows; p += BATCH_ROWS) {
+    wait_until(p + BATCH_ROWS + at.halo);
     const uint64_t a = a0 + uint64_t(p * DY_BYTES >> 4), b = b0 + uint64_t(p * at.x_bytes >> 4);
     fence(acc);
     cute::warpgroup_arrive();
@@ -239,7 +147,8 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
     for (int row = 0; row < BATCH_ROWS; row += ROWS) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        wgmma(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc, scale);
+        wgmma<Wgmma>(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc,
+                     scale);
         scale = GMMA::ScaleOut::One;
       }
     }
@@ -247,10 +156,10 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
     // The batch before this one is done: the rest of the unit before, or the rows before.
     cute::warpgroup_wait<1>();
     fence(acc);
-    held.release(empty, held.end);
+    held.release(pipeline, held.end);
     if (p == 0) held = {first, first};
     held.end = first + p + BATCH_ROWS;
-    held.release(empty, first + p);
+    held.release(pipeline, first + p);
   }
   held.end = first + at.lines;
   // The next unit's first batch must not need what only its end releases.
@@ -260,11 +169,10 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Turn& tu
     fence(acc);
     if (waited < at.lines) {
       // Lines that no product reads: no warp may be behind when they are released, and could be filled anew.
-#pragma unroll 1
-      for (; waited < at.lines; ++waited) FullBarrier::wait(&full[first + waited], turn.phase);
+      wait_until(at.lines);
       cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
     }
-    held.release(empty, held.end);
+    held.release(pipeline, held.end);
   }
 }
 
@@ -295,53 +203,58 @@ __device__ inline void store(const Args& g, const Place& place, Output* out, int
   }
 }
 
+// Where a thread's part of a split's sums lies in the workspace: a float4 for each 4 accumulators, a block's
+// threads apart.
+__device__ inline float4* partial_of(const Args& g, float4* partials, int tile, int split, int thread) {
+  return partials + (size_t(tile) * g.splits + split) * (TILE_FLOATS / 4) + thread;
+}
+
+// Grid: x over tiles, y over splits. Split s covers units [s, s+1) * units_per_split; the plan leaves none
+// empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wgrad_halo(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                const __grid_constant__ Args g, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[MAX_LINES], empty[MAX_LINES];
-  uint8_t* buffers = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  __shared__ Pipeline<MAX_LINES> pipeline;
+  const uint32_t buffers = aligned_address(raw);
   const Geometry at(g);
   if (threadIdx.x < at.lines * g.buffers) {
-    FullBarrier::init(&full[threadIdx.x], 1);
-    EmptyBarrier::init(&empty[threadIdx.x], CONSUMERS);
+    FullBarrier::init(&pipeline.full[threadIdx.x], 1);
+    EmptyBarrier::init(&pipeline.empty[threadIdx.x], CONSUMERS);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
 
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const Tile tile = tile_of(g, blockIdx.x);
+  const int begin = blockIdx.y * g.units_per_split, end = min(begin + g.units_per_split, g.units_per_tile);
+  const int warp = warp_index();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp == 0 && cute::elect_one_sync()) produce(x_map, dy_map, g, buffers, full, empty);
+    if (warp == 0 && cute::elect_one_sync()) produce(x_map, dy_map, g, tile, begin, end, buffers, pipeline);
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int thread = threadIdx.x - 128;
-    Turn turn;
+    Accumulator acc;
+    Position buffer;
     Held held;
-    for (Work work(g); !work.done(); work.advance(g)) {
-      Accumulator acc;
-      GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
-      for (int u = work.begin; u < work.end; ++u, turn.next(g)) {
-        const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
-        consume(g, at, turn, cute::cast_smem_ptr_to_uint(buffers), full, empty, thread / 128, rows,
-                u + 1 == work.end, scale, held, acc);
-        scale = GMMA::ScaleOut::One;
+    GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+    for (int u = begin; u < end; ++u, buffer.advance(g.buffers)) {
+      const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
+      consume(g, at, buffer, buffers, pipeline, thread / 128, rows, u + 1 == end, scale, held, acc);
+      scale = GMMA::ScaleOut::One;
+    }
+    launch_dependent_grids();
+    if (g.splits == 1) {
+      const Place place = place_of(g, tile, thread);
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS / 4; ++i) {
+        store(g, place, out, i, {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]});
       }
-      if (work.last(g)) launch_dependent_grids();
-      if (work.begin == 0 && work.end == g.units_per_tile) {
-        const Place place = place_of(g, tile_of(g, work.tile), thread);
+    } else {
+      float4* to = partial_of(g, partials, blockIdx.x, blockIdx.y, thread);
 #pragma unroll
-        for (int i = 0; i < ACCUMULATORS / 4; ++i) {
-          store(g, place, out, i, {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]});
-        }
-      } else {
-        const int part = g.splits == 0 ? blockIdx.x : blockIdx.y;
-        const int rest = work.tile - g.whole_tiles * gridDim.x;
-        float4* to = partials + size_t(partial_slot(g, part, rest)) * (TILE_FLOATS / 4) + thread;
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS / 4; ++i) {
-          to[i * 128 * CONSUMERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-        }
+      for (int i = 0; i < ACCUMULATORS / 4; ++i) {
+        to[i * 128 * CONSUMERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
       }
     }
   }
@@ -351,24 +264,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 constexpr int TILE_REDUCE_BLOCKS = 5;  // of a multiprocessor: with 6, ptxas puts additions between the loads
 
-// Grid: x over pieces of a tile, y over tiles from first_tile on. Sums a tile's parts and stores it.
+// Grid: x over pieces of a tile, y over tiles. Sums a tile's splits and stores it.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, TILE_REDUCE_BLOCKS)
-    reduce_tiles(const float* partials, Output* out, const __grid_constant__ Args g,
-                 const __grid_constant__ TileReduceArgs reduce) {
-  const int rest = blockIdx.y, begin = rest * g.units_per_tile;
-  int first = 0, parts = g.splits;
-  if (g.splits == 0) {
-    first = stream_part_of(g, begin);
-    parts = stream_part_of(g, begin + g.units_per_tile - 1) - first + 1;
-  }
-  if (parts == 1) return;
-  const int lanes = reduce.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
+    reduce_tiles(float4* partials, Output* out, const __grid_constant__ Args g) {
+  const int lanes = g.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = (threadIdx.x - column) * lanes / REDUCE_THREADS;
   const int group = blockIdx.x * columns + column, i = group / (128 * CONSUMERS);
-  const Place place = place_of(g, tile_of(g, reduce.first_tile + rest), group - i * 128 * CONSUMERS);
-  const float* from = partials + size_t(partial_slot(g, first + lane, rest)) * TILE_FLOATS + group * 4;
-  if (lane < parts) prefetch_l2(from);
+  const Place place = place_of(g, tile_of(g, blockIdx.y), group - i * 128 * CONSUMERS);
+  const float* from = reinterpret_cast<float*>(partial_of(g, partials, blockIdx.y, lane, group));
+  if (lane < g.splits) prefetch_l2(from);
   wait_on_dependent_grids();
-  float4 sum = add_splits(from, size_t(TILE_FLOATS) << log_lanes, lane, parts, lanes);
+  float4 sum = add_splits(from, size_t(TILE_FLOATS) << log_lanes, lane, g.splits, lanes);
   if (add_lanes(sum, lanes, columns, column)) store(g, place, out, i, {sum.x, sum.y, sum.z, sum.w});
 }

@@ -4,10 +4,6 @@ Where channels are few, an implicit GEMM reads its input from L2 once per filter
 strip of input rows with its halo lies in shared memory, and the taps are shifted views of it (device code:
 wgrad/halo.cu). It also loses nothing to tiles that do not fit the filter: 64 output channels by 9 taps of 64 input
 channels is the tile of a 3x3 filter, for any number of channels.
-
-With `splits=0` the schedule is stream-k: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
-Multiplication on the GPU" (Osama et al., 2023) after whole waves of whole tiles, with its fix-up in a second kernel, in
-a fixed order.
 """
 
 import dataclasses
@@ -17,17 +13,13 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
-from jax_splitk.kernels.wgrad import limits
-from jax_splitk.kernels.wgrad.limits import INT32_MAX
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, type_macros
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target, hopper_limit
-
-name = "wgrad_halo"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 1
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 CHANNELS = 64  # of a block, on both sides
 PIXEL_BYTES = CHANNELS * 2
@@ -37,7 +29,7 @@ MAX_LINES = 64
 MAX_PITCH = 256  # TMA's box
 MIN_TILE_Q = 32  # narrower strips have more halo, and more barriers a product
 MAX_TAPS = (3, 3)
-MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result: see split_k.least_splits
+MAX_FLOAT32_PIXELS = 128 * 64  # that are summed one after the other, of a float32 result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Config:
     Attributes:
       tile_p, tile_q: output rows and columns of a strip (a unit of work). tile_q divides the output's width.
       taps_h, taps_w: filter rows and columns of a thread block's tile; it has 64 output and 64 input channels.
-      splits: parts of the reduction of a tile, in whole strips, none of them empty; 0 for stream-k.
+      splits: parts of the reduction of a tile, in whole strips, none of them empty.
     """
 
     tile_p: int
@@ -99,107 +91,6 @@ def units_per_tile(problem: ConvWgradProblem, config: Config) -> int:
     return problem.batch * -(-p // config.tile_p) * (q // config.tile_q)
 
 
-def parts(problem: ConvWgradProblem, config: Config, cores: int = DEFAULT_CUDA.cores) -> int:
-    """Thread blocks."""
-    count = tiles(problem, config)
-    return count * config.splits if config.splits else min(cores, count * units_per_tile(problem, config))
-
-
-def whole_tiles(problem: ConvWgradProblem, config: Config) -> int:
-    """Tiles that each thread block of stream-k computes alone, before it takes its part of the rest."""
-    return 0 if config.splits else tiles(problem, config) // parts(problem, config)
-
-
-def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
-    """Tiles that are shared out by parts."""
-    return tiles(problem, config) - whole_tiles(problem, config) * parts(problem, config)
-
-
-def longest_part(problem: ConvWgradProblem, config: Config) -> int:
-    """Units of the busiest thread block."""
-    units = units_per_tile(problem, config)
-    if config.splits:
-        return -(-units // config.splits)
-    shared = -(-rest_tiles(problem, config) * units // parts(problem, config))
-    return whole_tiles(problem, config) * units + shared
-
-
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums: a tile for each split of it, or for each part that stream-k's cuts make of the tiles."""
-    rest = rest_tiles(problem, config)
-    if config.splits == 1 or rest == 0 or (not config.splits and units_per_tile(problem, config) == 1):
-        return 0  # every tile is some block's alone
-    return (parts(problem, config) + (0 if config.splits else rest - 1)) * config.tile_bytes
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    limit = hopper_limit(target) or _problem_limit(problem)
-    if limit is None and config is None and not _strips(problem):
-        return f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
-    return limit or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Always comparable: the estimate decides."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    if p.rank != 2:
-        return f"{p.rank} spatial dimensions; accepted: 2"
-    return (
-        split_k.type_limit(p, ("bfloat16", "float16"))
-        or limits.groups(p)
-        or limits.channels(p, 8)
-        or limits.lhs_dilation(p)
-        or _window_limit(p)
-        or limits.empty_dimensions(p)
-        or _extent_limit(p)
-    )
-
-
-def _window_limit(p: ConvWgradProblem) -> str | None:
-    if any(s != 1 for s in p.window_strides):
-        return f"window_strides {p.window_strides}; accepted: 1"
-    if p.kernel_spatial[1] < 2:
-        return f"a filter {p.kernel_spatial[1]} wide; accepted: at least 2"
-    return None
-
-
-def _extent_limit(p: ConvWgradProblem) -> str | None:
-    height, width = p.output_spatial
-    if width % 8 or (width % 16 and height % 2):
-        return f"output of {height}x{width}; accepted: a width of whole 16 pixels, or of whole 8 with an even height"
-    sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
-    if max(sizes) > INT32_MAX - 1024:
-        return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
-    return limits.padded_input(p, MAX_LINES)
-
-
-def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
-    height, width = p.output_spatial
-    if not 1 <= config.taps_h <= MAX_TAPS[0] or not 1 <= config.taps_w <= MAX_TAPS[1]:
-        return f"taps {config.taps_h}x{config.taps_w}; accepted: at most {MAX_TAPS[0]}x{MAX_TAPS[1]}"
-    if config.tile_q < 8 or config.tile_q % 8 or width % config.tile_q:
-        return f"tile_q {config.tile_q}; accepted: divisors of {width} in multiples of 8"
-    if config.tile_p < 1 or (pairs(config) and (config.tile_p % 2 or height % 2)):
-        return f"tile_p {config.tile_p} of {height} rows; accepted with tile_q {config.tile_q}: even numbers"
-    if pitch(p, config) > MAX_PITCH:
-        return f"rows of {pitch(p, config)} pixels; accepted: at most {MAX_PITCH}"
-    if lines(p, config) > MAX_LINES:
-        return f"{lines(p, config)} rows; accepted: at most {MAX_LINES}"
-    if shared_bytes(p, config) > SHARED_BYTES:
-        return f"{shared_bytes(p, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    if tiles(p, config) > split_k.MAX_GRID_Y:
-        return f"{tiles(p, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
-    units = units_per_tile(p, config)
-    if tiles(p, config) * units > INT32_MAX:
-        return f"{tiles(p, config) * units} strips of work; accepted: at most {INT32_MAX}"
-    return split_k.splits_limit(config.splits, units, "strips", least=0)
-
-
 def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
     """Output rows whose products are issued together: at least four of each warpgroup, if the rows divide so."""
     row = 2 if pairs(config) else 1
@@ -220,109 +111,22 @@ def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
     return height, width
 
 
-@functools.lru_cache(maxsize=4096)
-def _strips(problem: ConvWgradProblem) -> tuple[Config, ...]:
-    """The largest strips that fit: for each width, heights that cut the output into equal parts."""
-    if _problem_limit(problem) is not None:
-        return ()
-    width = problem.output_spatial[1]
-    found: list[Config] = []
-    for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
-        if tile_q < MIN_TILE_Q and found:
-            break
-        found += itertools.islice(_strips_of_width(problem, tile_q), 3)
-    return tuple(found)
+def _window_refusal(p: ConvWgradProblem) -> str | None:
+    if any(s != 1 for s in p.window_strides):
+        return f"window_strides {p.window_strides}; accepted: 1"
+    if p.kernel_spatial[1] < 2:
+        return f"a filter {p.kernel_spatial[1]} wide; accepted: at least 2"
+    return None
 
 
-def _strips_of_width(problem: ConvWgradProblem, tile_q: int) -> Iterator[Config]:
-    """The legal ones, the highest first."""
-    height, row = problem.output_spatial[0], Config(1, tile_q, *_taps(problem), 1)
-    if pitch(problem, row) > MAX_PITCH:
-        return
-    # Every lookup of a decision comes by here: begin where shared memory may suffice for dY and X, halo aside.
-    most = min(SHARED_BYTES // (PIXEL_BYTES * (tile_q + pitch(problem, row))), MAX_LINES)
-    last = None
-    for count in range(-(-height // max(most, 1)), height + 1):
-        tile_p = -(-height // count)
-        strip = dataclasses.replace(row, tile_p=tile_p + (tile_p % 2 if pairs(row) else 0))
-        if strip != last and _config_limit(problem, strip) is None:
-            last = strip
-            yield strip
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """Strips that fit, with stream-k and with the split counts that fill 1 to 4 whole waves of the machine."""
-    found: dict[Config, None] = {}
-    for strip in _strips(problem):
-        units, count = units_per_tile(problem, strip), tiles(problem, strip)
-        wanted = {0, *(split_k.whole_splits(units, max(1, target.cores * waves // count)) for waves in range(1, 5))}
-        for splits in sorted(wanted):
-            found[dataclasses.replace(strip, splits=splits)] = None
-    return [config for config in found if _is_exact_enough(problem, config)]
-
-
-def _is_exact_enough(problem: ConvWgradProblem, config: Config) -> bool:
-    if problem.out_dtype != "float32":
-        return True
-    pixels = longest_part(problem, config) * config.tile_p * config.tile_q
-    return min(pixels, problem.reduction_size) <= MAX_FLOAT32_PIXELS
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """Other strips with the same schedule, and more and fewer splits."""
-    units = units_per_tile(problem, config)
-    found = [dataclasses.replace(strip, splits=config.splits) for strip in _strips(problem)]
-    if config.splits:
-        wanted = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2} - {0}
-        found += [dataclasses.replace(config, splits=split_k.whole_splits(units, s)) for s in sorted(wanted)]
-    return [c for c in dict.fromkeys(found) if c != config and _is_exact_enough(problem, c)]
-
-
-# Fitted to measurements of seven shapes on one H200.
-_MMA_FLOPS_PER_SM = 840e12 / 132
-# Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
-_MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
-_BATCH_SECONDS = 0.31e-6  # least time of a batch of products
-_UNIT_SECONDS = 0.3e-6
-_HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 4.0e12
-_L2_BYTES_PER_SM = 111e9
-_LAUNCH_SECONDS = 4.0e-6
-_REDUCE_SECONDS = 1.0e-6
-
-
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
-    waves = -(-parts(problem, config) // target.cores)
-    units = waves * longest_part(problem, config)
-    height = problem.output_spatial[0]
-    rows = height / -(-height // config.tile_p)  # of a strip, on average
-    together = batch_rows(problem, config)
-    flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
-    batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
-    load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
-    seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-    if workspace_bytes(problem, config) > 0:
-        partial = parts(problem, config) * config.tile_bytes * (1 if config.splits else 2)
-        seconds += _REDUCE_SECONDS + partial / _PARTIAL_BYTES
-    return seconds
-
-
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, taps and the strip's geometry."""
-    return compiler.Source(
-        "wgrad/halo.cu",
-        (
-            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
-            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
-            ("TAPS_H", config.taps_h),
-            ("TAPS_W", config.taps_w),
-            ("TILE_Q", config.tile_q),
-            ("BATCH_ROWS", batch_rows(problem, config)),
-        ),
-        declarations(split_k.ReduceArgs, Args, TileReduceArgs),
-    )
+def _extent_refusal(p: ConvWgradProblem) -> str | None:
+    height, width = p.output_spatial
+    if width % 8 or (width % 16 and height % 2):
+        return f"output of {height}x{width}; accepted: a width of whole 16 pixels, or of whole 8 with an even height"
+    sizes = (p.reduction_size, math.prod(p.out_shape), *p.lhs_shape)
+    if max(sizes) > INT32_MAX - 1024:
+        return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
+    return refusals.padded_input(p, MAX_LINES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +141,7 @@ class Args(Struct):
       out_h, tile_p: P, and the output rows of a strip.
       in_image, tiles_q: strips of an image and of a row.
       pitch: pixels of an X line.
-      splits, whole_tiles: splits = 0 is stream-k, after whole_tiles tiles for each thread block.
+      lanes: threads of a block of the reduction that share an element's splits; as in `ReduceArgs`.
     """
 
     channels: int
@@ -356,30 +160,16 @@ class Args(Struct):
     pad_w: int
     dilation_h: int
     dilation_w: int
-    units_per_tile: Divisor
+    units_per_tile: int
+    units_per_split: int
     buffers: int
     splits: int
-    whole_tiles: int
-    units_per_part: Divisor
-    units_per_longer_part: Divisor
-    longer_parts: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TileReduceArgs(Struct):
-    """Of the reduction: `lanes` as in `ReduceArgs`; `first_tile` is the first that is not some block's alone."""
-
     lanes: int
-    first_tile: int
 
 
 def _args(p: ConvWgradProblem, config: Config) -> Args:
     height, width = p.output_spatial
     units = units_per_tile(p, config)
-    if config.splits:
-        per_part, longer = -(-units // config.splits), 0
-    else:
-        per_part, longer = divmod(rest_tiles(p, config) * units, parts(p, config))
     return Args(
         channels=p.in_channels,
         out_channels=p.out_channels,
@@ -397,13 +187,11 @@ def _args(p: ConvWgradProblem, config: Config) -> Args:
         pad_w=p.padding[1][0],
         dilation_h=p.rhs_dilation[0],
         dilation_w=p.rhs_dilation[1],
-        units_per_tile=Divisor.of(units),
+        units_per_tile=units,
+        units_per_split=-(-units // config.splits),
         buffers=buffers(p, config),
         splits=config.splits,
-        whole_tiles=whole_tiles(p, config),
-        units_per_part=Divisor.of(per_part),
-        units_per_longer_part=Divisor.of(per_part + 1),
-        longer_parts=longer,
+        lanes=split_k.reduce_lanes(tiles(p, config) * config.tile_bytes // 16, config.splits),
     )
 
 
@@ -413,35 +201,165 @@ def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: i
     return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box=(CHANNELS, pixels, 1, 1))
 
 
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    maps = (
-        _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
-        _row_map(1, problem, problem.g_shape, config.tile_q),
-    )
-    args, count = _args(problem, config).param(), tiles(problem, config)
-    main = plan.Launch(
-        kernel="wgrad_halo",
-        grid=(count, config.splits, 1) if config.splits else (parts(problem, config), 1, 1),
-        block=(128 * (config.taps_h + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(2), plan.Pointer(3)),
-        shared_bytes=shared_bytes(problem, config),
-    )
-    split = workspace_bytes(problem, config) > 0
-    launches = (main, _reduce_launch(problem, config, args)) if split else (main,)
-    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+@functools.lru_cache(maxsize=4096)
+def _strips(family: "Halo", problem: ConvWgradProblem) -> tuple[Config, ...]:
+    """The largest strips that fit: for each width, heights that cut the output into equal parts."""
+    width = problem.output_spatial[1]
+    found: list[Config] = []
+    for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
+        if tile_q < MIN_TILE_Q and found:
+            break
+        found += itertools.islice(_strips_of_width(family, problem, tile_q), 3)
+    return tuple(found)
 
 
-def _reduce_launch(problem: ConvWgradProblem, config: Config, args: plan.Int32Struct) -> plan.Launch:
-    count, elements = rest_tiles(problem, config), config.tile_bytes // 16
-    most = config.splits or -(-parts(problem, config) // count) + 1
-    lanes = split_k.reduce_lanes(count * elements, most)
-    first_tile = tiles(problem, config) - count
-    return plan.Launch(
-        kernel="reduce_tiles",
-        grid=(elements * lanes // split_k.REDUCE_THREADS, count, 1),
-        block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(plan.Pointer(3), plan.Pointer(2), args, TileReduceArgs(lanes, first_tile).param()),
-        programmatic=True,
-    )
+def _strips_of_width(family: "Halo", problem: ConvWgradProblem, tile_q: int) -> Iterator[Config]:
+    """The legal ones, the highest first."""
+    height, row = problem.output_spatial[0], Config(1, tile_q, *_taps(problem), 1)
+    if pitch(problem, row) > MAX_PITCH:
+        return
+    # Every lookup of a decision comes by here: begin where shared memory may suffice for dY and X, halo aside.
+    most = min(SHARED_BYTES // (PIXEL_BYTES * (tile_q + pitch(problem, row))), MAX_LINES)
+    last = None
+    for count in range(-(-height // max(most, 1)), height + 1):
+        tile_p = -(-height // count)
+        strip = dataclasses.replace(row, tile_p=tile_p + (tile_p % 2 if pairs(row) else 0))
+        if strip != last and family.config_refusal(problem, strip) is None:
+            last = strip
+            yield strip
+
+
+# Fitted to measurements of seven shapes on one H200.
+_MMA_FLOPS_PER_SM = 840e12 / 132
+# Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
+_MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
+_BATCH_SECONDS = 0.31e-6  # least time of a batch of products
+_UNIT_SECONDS = 0.3e-6
+_HBM_BYTES = 4.0e12
+_PARTIAL_BYTES = 4.0e12
+_L2_BYTES_PER_SM = 111e9
+_LAUNCH_SECONDS = 4.0e-6
+_REDUCE_SECONDS = 1.0e-6
+
+
+class Halo(SplitFamily[Config]):
+    """Its estimates are comparable with the other families', and decide."""
+
+    name = "wgrad_halo"
+    ABI = 1
+    file = "wgrad/halo.cu"
+    structs = (split_k.ReduceArgs, Args)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        return (
+            refusals.rank(problem, (2,))
+            or refusals.dtypes(problem, refusals.HALVES)
+            or refusals.groups(problem)
+            or refusals.channels(problem, 8)
+            or refusals.lhs_dilation(problem)
+            or _window_refusal(problem)
+            or refusals.empty_dimensions(problem)
+            or _extent_refusal(problem)
+            or self._strip_refusal(problem)
+        )
+
+    def _strip_refusal(self, problem: ConvWgradProblem) -> str | None:
+        if _strips(self, problem):
+            return None
+        return f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        height, width = problem.output_spatial
+        if not 1 <= config.taps_h <= MAX_TAPS[0] or not 1 <= config.taps_w <= MAX_TAPS[1]:
+            return f"taps {config.taps_h}x{config.taps_w}; accepted: at most {MAX_TAPS[0]}x{MAX_TAPS[1]}"
+        if config.tile_q < 8 or config.tile_q % 8 or width % config.tile_q:
+            return f"tile_q {config.tile_q}; accepted: divisors of {width} in multiples of 8"
+        if config.tile_p < 1 or (pairs(config) and (config.tile_p % 2 or height % 2)):
+            return f"tile_p {config.tile_p} of {height} rows; accepted with tile_q {config.tile_q}: even numbers"
+        if pitch(problem, config) > MAX_PITCH:
+            return f"rows of {pitch(problem, config)} pixels; accepted: at most {MAX_PITCH}"
+        if lines(problem, config) > MAX_LINES:
+            return f"{lines(problem, config)} rows; accepted: at most {MAX_LINES}"
+        if shared_bytes(problem, config) > SHARED_BYTES:
+            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if tiles(problem, config) > split_k.MAX_GRID_Y:
+            return f"{tiles(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
+        return split_k.splits_refusal(config.splits, units_per_tile(problem, config), "strips")
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return units_per_tile(problem, config)
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        return MAX_FLOAT32_PIXELS // (config.tile_p * config.tile_q)
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return tiles(problem, config)
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """Strips that fit, with the split counts that fill 1 to 4 whole waves of the machine."""
+        return [c for strip in _strips(self, problem) for c in self.in_waves(problem, strip, target)]
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """Other strips with as many splits, and more and fewer splits."""
+        wanted = (config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2)
+        strips = [dataclasses.replace(strip, splits=config.splits) for strip in _strips(self, problem)]
+        found = [c for c in strips if c.splits >= self.least_splits(problem, c) and c != config]
+        return found + self.other_splits(problem, config, wanted)
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
+        blocks = tiles(problem, config) * config.splits
+        units = -(-blocks // target.cores) * -(-units_per_tile(problem, config) // config.splits)
+        height = problem.output_spatial[0]
+        rows = height / -(-height // config.tile_p)  # of a strip, on average
+        together = batch_rows(problem, config)
+        flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
+        batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
+        load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
+        seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
+        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+        if config.splits > 1:
+            seconds += _REDUCE_SECONDS + blocks * config.tile_bytes / _PARTIAL_BYTES
+        return seconds
+
+    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
+        """fp32 partial sums, in whole tiles."""
+        return 0 if config.splits == 1 else tiles(problem, config) * config.splits * config.tile_bytes
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """Dtypes, taps and the strip's geometry."""
+        return {
+            **type_macros(problem),
+            "TAPS_H": config.taps_h,
+            "TAPS_W": config.taps_w,
+            "TILE_N": CHANNELS * config.taps_w,
+            "TILE_Q": config.tile_q,
+            "BATCH_ROWS": batch_rows(problem, config),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        return (
+            _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
+            _row_map(1, problem, problem.g_shape, config.tile_q),
+        )
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        args, count = _args(problem, config), tiles(problem, config)
+        main = plan.Launch(
+            kernel="wgrad_halo",
+            grid=(count, config.splits, 1),
+            block=(128 * (config.taps_h + 1), 1, 1),
+            params=(plan.MapParam(0), plan.MapParam(1), args.param(), plan.Pointer(2), plan.Pointer(3)),
+            shared_bytes=shared_bytes(problem, config),
+        )
+        reduce = plan.Launch(
+            kernel="reduce_tiles",
+            grid=(config.tile_bytes // 16 * args.lanes // split_k.REDUCE_THREADS, count, 1),
+            block=(split_k.REDUCE_THREADS, 1, 1),
+            params=(plan.Pointer(3), plan.Pointer(2), args.param()),
+            programmatic=True,
+        )
+        return (main,) if config.splits == 1 else (main, reduce)
+
+
+FAMILY = Halo(Config)

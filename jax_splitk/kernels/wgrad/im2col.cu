@@ -22,22 +22,16 @@
 // matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
 // (split_k.cuh).
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/divisor.cuh"
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/tensor_map.cuh"
-#include "device/wgmma_ss.cuh"
+#include "device/wgmma.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+#if ELEMENT_BF16
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
+#else
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
+#endif
 
-// Under TAIL: tiles that are not split, those after them, and the splits of these.
 // A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
 // memory.
 constexpr bool TURNS = X_TILED && !TAIL;
@@ -59,7 +53,7 @@ constexpr int THREADS = 128 + CONSUMER_THREADS;
 // The register file, shared out by role (setmaxnreg wants multiples of 8). One consumer has enough without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 struct Slot {
   int tap, c0;
@@ -162,6 +156,7 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
 struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
   Tap tap[BOXES_PER_WARP];
+  bool issued[BOXES_PER_WARP];  // whether there is such a box
   int boxes;
   Pixel at;
 };
@@ -176,6 +171,7 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
     const bool is_x = box < X_BOXES;
     const int index = is_x ? box : box - X_BOXES;
     loads.boxes += box < BOXES;
+    loads.issued[i] = box < BOXES;
     loads.tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
     loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
@@ -199,26 +195,22 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
 // Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are
 // loops of their own right at the kernel's start: all that follows waits for them, and code that lies far off
 // is slow to come.
-template <bool EMPTY>
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, uint32_t ring,
-                               uint32_t barriers, int warp, Loads& loads, int k_tiles) {
-  int stage = 0;
-  uint32_t phase = 0;
-  const auto shared = [](uint32_t address) {
-    return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
-  };
-  const bool lead = !EMPTY || cute::elect_one_sync();
+template <bool FIRST>
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                               uint32_t stages, uint32_t barriers, int warp, Loads& loads, int k_tiles) {
+  Position at;
+  const bool lead = !FIRST || cute::elect_one_sync();
 #pragma unroll 1  // short: all of it is fetched anew in each block
   for (int kt = 0; kt < k_tiles; ++kt) {
-    uint64_t* full = reinterpret_cast<uint64_t*>(shared(barriers + stage * 8));
-    const uint32_t base = ring + stage * STAGE_BYTES;
-    if constexpr (!EMPTY) EmptyBarrier::wait(full + STAGES, phase);
+    uint64_t* full = reinterpret_cast<uint64_t*>(shared_pointer(barriers + at.stage * 8));
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    if constexpr (!FIRST) EmptyBarrier::wait(full + STAGES, at.phase);
     if (lead) {
       FullBarrier::arrive_and_expect_tx(full, loads.boxes * BOX_BYTES);
 #pragma unroll
       for (int i = 0; i < BOXES_PER_WARP; ++i) {
-        if (warp + i * PRODUCERS >= BOXES) continue;
-        uint8_t* to = shared(base + loads.offset[i]);
+        if (!loads.issued[i]) continue;
+        uint8_t* to = shared_pointer(stage + loads.offset[i]);
         if (warp + i * PRODUCERS < X_BOXES) {
           load_x(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
         } else {
@@ -227,10 +219,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
       }
     }
     advance(g, loads.at);
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+    at.advance(STAGES);
   }
 }
 
@@ -239,21 +228,16 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
-__device__ inline void fence(Accumulator& acc) {
-#pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) fence(acc[m]);
-}
-
-__device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, int warpgroup, int k_tiles,
+__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int k_tiles,
                                Accumulator& acc) {
-  int stage = 0, previous = -1;
-  uint32_t phase = 0;
+  Position at;
+  int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
 #pragma unroll 1
   for (int kt = 0; kt < k_tiles; ++kt) {
-    FullBarrier::wait(&full[stage], phase);
-    uint32_t m_side = ring + stage * STAGE_BYTES + warpgroup * BOX_BYTES;
-    uint64_t b = operand(ring + stage * STAGE_BYTES + M_BOXES * BOX_BYTES, BOX_BYTES);
+    pipeline.wait_full(at);
+    uint32_t m_side = stages + at.stage * STAGE_BYTES + warpgroup * BOX_BYTES;
+    uint64_t b = operand(stages + at.stage * STAGE_BYTES + M_BOXES * BOX_BYTES, BOX_BYTES);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -261,7 +245,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
         uint64_t a = operand(m_side + m * CONSUMERS * BOX_BYTES, BOX_BYTES);
-        wgmma(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale);
+        wgmma<Wgmma>(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale);
       }
       scale = GMMA::ScaleOut::One;
     }
@@ -269,12 +253,9 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
     // The batch before this one has retired, so the stage it read may be filled again.
     cute::warpgroup_wait<1>();
     fence(acc);
-    if (previous >= 0 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&empty[previous]);
-    previous = stage;
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
+    previous = at.stage;
+    at.advance(STAGES);
   }
   cute::warpgroup_wait<0>();
   fence(acc);
@@ -284,7 +265,7 @@ __device__ inline void consume(uint32_t ring, uint64_t* full, uint64_t* empty, i
 // ------------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
-static_assert(X_TILE * DY_TILE * 4 <= STAGES * STAGE_BYTES, "the ring holds the fp32 tile");
+static_assert(X_TILE * DY_TILE * 2 <= STAGES * STAGE_BYTES, "the ring holds the 16-bit tile");
 #if TAIL
 constexpr int CHUNKS = DY_TILE / 4;  // float4 of a row
 #endif
@@ -363,11 +344,9 @@ __device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row
   return tile + (slot * DY_BOXES + dy_box) * BOX_BYTES + row * 128 + (chunk ^ row % 8) * 16;
 }
 
-__device__ inline uint32_t packed(const float* pair) {
-  Vec<Output, 2> result;
-  convert(pair[0], result.v[0]);
-  convert(pair[1], result.v[1]);
-  return reinterpret_cast<const uint32_t&>(result);
+__device__ inline uint32_t packed(const float* v) {
+  const Vec<Output, 2> pair = converted<Output>({v[0], v[1]});
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 
 __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc) {
@@ -450,25 +429,20 @@ template <bool PARTIAL>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
                              Output* out, float* partials, const TailArgs* tail) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[2 * STAGES];
-  uint64_t* const empty = full + STAGES;
+  __shared__ Pipeline<STAGES> pipeline;
   __shared__ Rows slots[X_BOXES];
-  const uint32_t ring = (cute::cast_smem_ptr_to_uint(raw) + 1023) & ~1023u;
+  const uint32_t stages = aligned_address(raw);
 
   const int tile_m = work.tile / g.columns, tile_n = work.tile - tile_m * g.columns;
   const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
   const bool as_tile = tail != nullptr && work.tile >= tail->whole;
 
-  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = warp_index();
   Loads loads;
   if (warp < PRODUCERS) {
     loads = loads_of(g, warp, x_tile, dy_tile, work.kt);
   } else if (threadIdx.x == 128) {
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], PRODUCERS);
-      EmptyBarrier::init(&empty[i], CONSUMERS);
-    }
+    pipeline.init(PRODUCERS, CONSUMERS);
     cutlass::arch::fence_barrier_init();
   } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
     const int slot = threadIdx.x % 32;
@@ -476,14 +450,14 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   }
   __syncthreads();
 
-  const uint32_t barriers = cute::cast_smem_ptr_to_uint(full);
+  const uint32_t barriers = shared_address(&pipeline);
   // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
   if (warp < PRODUCERS)
-    produce<true>(x_map, dy_map, g, ring, barriers, warp, loads, min(work.k_tiles, STAGES));
+    produce<true>(x_map, dy_map, g, stages, barriers, warp, loads, min(work.k_tiles, STAGES));
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce<false>(x_map, dy_map, g, ring, barriers, warp, loads, work.k_tiles - STAGES);
+      produce<false>(x_map, dy_map, g, stages, barriers, warp, loads, work.k_tiles - STAGES);
     }
   } else {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
@@ -492,7 +466,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     Accumulator acc;
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
-    consume(ring, full, empty, warpgroup, work.k_tiles, acc);
+    consume(stages, pipeline, warpgroup, work.k_tiles, acc);
     if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;
@@ -504,9 +478,9 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
       store_sums(place, warpgroup, acc, out);
 #else
       sync_consumers();
-      stage_packed(ring, warpgroup, acc);
+      stage_packed(stages, warpgroup, acc);
       sync_consumers();
-      store_packed(place, ring, warpgroup, out);
+      store_packed(place, stages, warpgroup, out);
 #endif
     }
   }
@@ -536,11 +510,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     const float4* from = partials + (size_t(split) * tail.rest + blockIdx.y) * (TILE_M * TILE_N / 4) + first;
 #pragma unroll
     for (int i = 0; i < TAIL_CHUNKS; ++i) {
-      const float4 v = __ldcg(from + i * REDUCE_THREADS);
-      sum[i].x += v.x;
-      sum[i].y += v.y;
-      sum[i].z += v.z;
-      sum[i].w += v.w;
+      add_partial(sum[i], __ldcg(from + i * REDUCE_THREADS));
     }
   }
 #pragma unroll
@@ -548,12 +518,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     const int at = first + i * REDUCE_THREADS, line = at / CHUNKS, k = dy_tile * DY_TILE + at % CHUNKS * 4;
     const Rows rows = rows_of(g, x_tile * X_BOXES + line / SLOT);
     if (line % SLOT >= rows.count || k >= g.out_channels) continue;
-    Vec<Output, 4> result;
-    convert(sum[i].x, result.v[0]);
-    convert(sum[i].y, result.v[1]);
-    convert(sum[i].z, result.v[2]);
-    convert(sum[i].w, result.v[3]);
-    *reinterpret_cast<Vec<Output, 4>*>(out + rows.offset + line % SLOT * g.pitch + k) = result;
+    store_values(out + rows.offset + line % SLOT * g.pitch + k, {sum[i].x, sum[i].y, sum[i].z, sum[i].w});
   }
 }
 #else

@@ -2,9 +2,9 @@
 
 The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
 block computes one tile of one split. A split is a range of pixels, or takes turns with the others at blocks of them
-(see `takes_turns`). With more than one split the fp32 partial sums meet in one of two ways, both in a fixed order, so
-that the result is deterministic, bit for bit: in the workspace, where a second kernel, launched with programmatic
-dependent launch, adds them; or in the shared memory of a cluster, whose thread blocks are a tile's splits.
+(see `takes_turns`). With more than one split the fp32 partial sums meet in the workspace, where a second kernel,
+launched with programmatic dependent launch, adds them in a fixed order, so that the result is deterministic, bit for
+bit.
 
 The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
 padding) are folded into the dimension before them: see `folded`.
@@ -19,34 +19,24 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
-from jax_splitk.kernels.wgrad import limits
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, one_block_apart, partial_stride, type_macros
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
-
-name = "wgrad_im2col"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 2
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 BLOCK_K = 64
 SLOT = 64  # channels of a TMA box
 BOX_BYTES = BLOCK_K * SLOT * 2
 SHARED_BYTES = 227 * 1024
-RESERVED_BYTES = 2 * 1024  # alignment of the ring and barriers
-MAX_STAGES = 8  # more gain nothing, or cost 5% (measured)
-# Blocks of pixels of a float32 result's split: see split_k.least_splits. The error is 2.8e-5 relative over 380 of them
-# (measured).
+RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
+MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
+# Blocks of pixels of a float32 result's split. The error is 2.8e-5 relative over 380 of them (measured).
 MAX_FLOAT32_CHAIN = 128
-MAX_CLUSTER = 16  # thread blocks; beyond 8 it is not portable to other GPUs of the architecture
 MAX_GRID_Z = 65535
-# Larger clusters leave multiprocessors empty, and longer ones wait for each other: both lost by half (measured).
-MAX_CLUSTER_CANDIDATE = 8
-MAX_CLUSTER_K_TILES = 64
 MAX_TAIL_SPLITS = 8
 TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
-REDUCTIONS = ("workspace", "cluster")
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
@@ -65,14 +55,11 @@ TILES = (
     (256, 128),
 )
 
-# Tiles of pairs of thread blocks that share loads: large enough for the tensor cores to be the limit once loads are
-# cheaper. Pairs were 2 to 15% slower on every shape of the suite, so `neighbours` tries them and `candidates` does not.
-PAIRED_TILES = ((64, 256), (128, 128), (128, 192), (128, 256), (192, 128), (192, 192), (256, 128))
+LINE_FLOATS = 32  # of an L2 line
+DISCARD_BYTES = 4 << 20
 
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 _IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
-
-_DTYPES = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +68,9 @@ class Config:
 
     Attributes:
       tile_m, tile_n: output tile of a thread block (elements); see `TILES`.
-      stages: depth of the shared-memory ring, in blocks of 64 pixels.
+      stages: depth of the shared-memory pipeline, in blocks of 64 pixels.
       swap: False puts (filter tap, input channel) on the tile's M side and output channels on N; True the reverse.
       splits: parts into which the reduction over N*P*Q is cut; none may be empty.
-      reduction: where the splits' sums meet: "workspace", or "cluster" (one launch, no workspace; 2 to 16 splits). A
-        single split is spelled "workspace", though it needs none.
-      cluster: 2 if thread blocks of neighbouring tiles form pairs that load what both need once; else 1.
       whole_tiles: the first so many tiles are not split: whole waves of them, so that the splits of the others fill
         the last one.
     """
@@ -96,13 +80,7 @@ class Config:
     stages: int
     swap: bool
     splits: int
-    reduction: str = "workspace"
-    cluster: int = 1
     whole_tiles: int = 0
-
-    @property
-    def in_cluster(self) -> bool:
-        return self.reduction == "cluster"
 
     @property
     def stage_bytes(self) -> int:
@@ -118,31 +96,21 @@ class Config:
         return 2 if self.tile_m == 256 and self.tile_n <= 128 else self.tile_m // 64
 
     @property
-    def ctas_per_sm(self) -> int:
+    def blocks_per_sm(self) -> int:
         """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
-def max_stages(tile_m: int, tile_n: int, ctas_per_sm: int = 1) -> int:
-    """The deepest ring that fits in shared memory and is of use."""
+def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
+    """The deepest pipeline that fits in shared memory and is of use."""
     stage_bytes = (tile_m + tile_n) // SLOT * BOX_BYTES
-    room = (SHARED_BYTES // ctas_per_sm - RESERVED_BYTES) // stage_bytes
+    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // stage_bytes
     return min(MAX_STAGES, room)
-
-
-def min_stages(tile_m: int, tile_n: int) -> int:
-    """The shallowest ring: two stages, and room for the fp32 tile that takes the ring's place in the end."""
-    return max(2, -(-tile_m * tile_n * 4 // ((tile_m + tile_n) // SLOT * BOX_BYTES)))
 
 
 def k_tiles(problem: ConvWgradProblem) -> int:
     """Blocks of pixels in the reduction."""
     return -(-problem.reduction_size // BLOCK_K)
-
-
-def whole_splits(problem: ConvWgradProblem, splits: int) -> int:
-    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-    return split_k.whole_splits(k_tiles(problem), splits)
 
 
 def takes_turns(problem: ConvWgradProblem, config: Config) -> bool:
@@ -154,9 +122,15 @@ def takes_turns(problem: ConvWgradProblem, config: Config) -> bool:
     return is_matrix_product(problem) and config.splits > 1 and not config.whole_tiles
 
 
-def least_splits(problem: ConvWgradProblem) -> int:
-    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    return split_k.least_splits(problem, k_tiles(problem), MAX_FLOAT32_CHAIN)
+def discards(problem: ConvWgradProblem, config: Config) -> bool:
+    """Whether the reduction gives up the partial sums' lines in the L2 (macro DISCARD).
+
+    Only whole lines, and so many that it is worth the instructions, where memory is the limit: it gains 2% of 1x1
+    convolutions, and costs 1% of others.
+    """
+    stride = partial_stride(problem)
+    many = config.splits * stride * 4 >= DISCARD_BYTES
+    return takes_turns(problem, config) and stride % LINE_FLOATS == 0 and many
 
 
 def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
@@ -168,59 +142,12 @@ def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
     return -(-m // config.tile_m), -(-n // config.tile_n)
 
 
-def _pair_along_m(config: Config) -> bool:
-    """Whether a pair's tiles are neighbours along M, and share the N side; PAIR_ALONG_M of the device code."""
-    return config.tile_n >= config.tile_m
-
-
-def _columns_and_blocks(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(tiles or pairs of tiles along N, thread blocks) of one split of a feature group."""
-    tiles_m, tiles_n = tile_counts(problem, config)
-    if config.cluster == 1:
-        return tiles_n, tiles_m * tiles_n
-    if _pair_along_m(config):
-        return tiles_n, -(-tiles_m // 2) * 2 * tiles_n
-    return -(-tiles_n // 2), tiles_m * -(-tiles_n // 2) * 2
-
-
 def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
     """Tiles that are split."""
     return math.prod(tile_counts(problem, config)) - config.whole_tiles
 
 
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none for a single split and for a reduction in clusters."""
-    if config.whole_tiles:
-        return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
-    return split_k.workspace_bytes(problem, 1 if config.in_cluster else config.splits)
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Always chosen where it is legal: no shape is known to lose to XLA by more than tuning recovers."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    return (
-        split_k.type_limit(p, _DTYPES)
-        or limits.batch_groups(p)
-        or _group_limit(p)
-        or limits.channels(p, 8)
-        or limits.lhs_dilation(p)
-        or limits.input_pixels(p)
-        or limits.output_pixels(p, limits.INT32_MAX - BLOCK_K)
-        or limits.weights(p)
-        or _tma_limit(p)
-    )
-
-
-def _group_limit(p: ConvWgradProblem) -> str | None:
+def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count > MAX_GRID_Z:
         return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_Z}"
     channels, out_channels = p.group_channels
@@ -230,7 +157,7 @@ def _group_limit(p: ConvWgradProblem) -> str | None:
     return None
 
 
-def _tma_limit(p: ConvWgradProblem) -> str | None:
+def _tma_refusal(p: ConvWgradProblem) -> str | None:
     """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col)."""
     if is_matrix_product(p):
         return None
@@ -247,41 +174,7 @@ def _tma_limit(p: ConvWgradProblem) -> str | None:
             return f"padding {high} less the dilated window's reach {reach} {where}; accepted: {lowest} to {highest}"
         if reach > farthest:
             return f"dilated window's reach {reach} {where}; accepted: at most {farthest}"
-    return limits.padded_input(p, BLOCK_K)
-
-
-def _config_limit(problem: ConvWgradProblem, config: Config) -> str | None:
-    if (config.tile_m, config.tile_n) not in TILES:
-        return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-    least = min_stages(config.tile_m, config.tile_n)
-    most = max_stages(config.tile_m, config.tile_n)
-    if not least <= config.stages <= most:
-        return f"stages {config.stages}; accepted with this tile: {least} to {most}"
-    if not isinstance(config.swap, bool):
-        return f"swap {config.swap!r}; accepted: True or False"
-    splits = split_k.splits_limit(config.splits, k_tiles(problem), "blocks of pixels")
-    if splits is not None:
-        return splits
-    if config.reduction not in REDUCTIONS:
-        return f"reduction {config.reduction!r}; accepted: {', '.join(map(repr, REDUCTIONS))}"
-    if config.in_cluster and not 2 <= config.splits <= MAX_CLUSTER:
-        return f"splits {config.splits} with reduction 'cluster'; accepted: 2 to {MAX_CLUSTER}"
-    if config.cluster not in (1, 2):
-        return f"cluster {config.cluster}; accepted: 1 or 2"
-    if config.cluster == 2 and config.in_cluster:
-        return "cluster 2 with reduction 'cluster'; accepted: 1"
-    if config.whole_tiles:
-        tiles = math.prod(tile_counts(problem, config))
-        if config.splits == 1 or config.in_cluster or config.cluster == 2 or problem.feature_group_count != 1:
-            return f"whole_tiles {config.whole_tiles}; accepted but for several splits in the workspace, one group: 0"
-        if not 0 < config.whole_tiles < tiles:
-            return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
-        if tiles - config.whole_tiles > split_k.MAX_GRID_Y:
-            least = tiles - split_k.MAX_GRID_Y
-            return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
-    if config.cluster == 2 and tile_counts(problem, config)[0 if _pair_along_m(config) else 1] == 1:
-        return f"cluster 2 with one tile along {'M' if _pair_along_m(config) else 'N'}; accepted: 1"
-    return None
+    return refusals.padded_input(p, BLOCK_K)
 
 
 def _is_plain(p: ConvWgradProblem, axis: int) -> bool:
@@ -316,73 +209,13 @@ def folded(p: ConvWgradProblem) -> ConvWgradProblem:
 
 
 def variants() -> Iterator[Config]:
-    """Every config that the tuner may try, up to its splits and their reduction: what has to compile."""
+    """Every config that the tuner may try, up to its splits: what has to compile."""
     for tile_m, tile_n in TILES:
         depths = {max_stages(tile_m, tile_n)}
         if tile_m == 64 and tile_n <= 192:
-            depths.add(max_stages(tile_m, tile_n, ctas_per_sm=2))
+            depths.add(max_stages(tile_m, tile_n, blocks_per_sm=2))
         for stages in sorted(depths):
-            if stages >= min_stages(tile_m, tile_n):
-                yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
-    for tile in PAIRED_TILES:
-        yield from (Config(*tile, max_stages(*tile), swap, splits=1, cluster=2) for swap in (False, True))
-
-
-def _with_splits(config: Config, splits: int, reduction: str) -> Config:
-    if splits == 1:
-        return dataclasses.replace(config, splits=1, reduction="workspace")
-    return dataclasses.replace(config, splits=splits, reduction=reduction)
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """Configs worth considering: of every variant the single split, if it is accurate enough, and the best few split
-    counts by the model, among those that fill 1 to 8 whole waves of the machine and, for short reductions, those of a
-    cluster."""
-    least = least_splits(problem)
-    clusters = {
-        whole_splits(problem, s)
-        for s in range(2, MAX_CLUSTER_CANDIDATE + 1)
-        if k_tiles(problem) <= s * MAX_CLUSTER_K_TILES
-    }
-    found: dict[Config, None] = {}
-    for variant in variants():
-        if variant.cluster > 1:
-            continue
-        blocks = _columns_and_blocks(problem, variant)[1] * problem.feature_group_count
-        slots = target.cores * variant.ctas_per_sm
-        waves = {whole_splits(problem, s) for s in (least, *(slots * waves // blocks for waves in range(1, 9)))}
-        for wanted, reduction, count in ((waves, "workspace", 4), (clusters, "cluster", 2)):
-            configs = [_with_splits(variant, s, reduction) for s in sorted(wanted) if s >= least]
-            legal = [c for c in configs if _config_limit(problem, c) is None]
-            best = sorted(legal, key=lambda config: estimate(problem, config, target))[:count]
-            found |= dict.fromkeys([c for c in legal if c.splits == 1] + best)
-        if blocks > slots and least == 1:
-            tails = [
-                dataclasses.replace(variant, splits=whole_splits(problem, s), whole_tiles=blocks // slots * slots)
-                for s in range(2, MAX_TAIL_SPLITS + 1)
-            ]
-            legal = [c for c in dict.fromkeys(tails) if _config_limit(problem, c) is None]
-            found |= dict.fromkeys(sorted(legal, key=lambda config: estimate(problem, config, target))[:2])
-    return list(found)
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """The other orientation, reduction and pairing, a shallower ring, and split counts nearby, in between waves, twice
-    and half as many."""
-    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count
-    wave = target.cores * config.ctas_per_sm / blocks
-    blocks_each = -(-k_tiles(problem) // config.splits)
-    wanted = {config.splits // 2, config.splits * 2, round(config.splits + wave / 2), round(config.splits - wave / 2)}
-    # One block of pixels more or less in each split.
-    wanted |= {-(-k_tiles(problem) // each) for each in (blocks_each - 1, blocks_each + 1) if each}
-    splits = {whole_splits(problem, s) for s in wanted if s >= least_splits(problem)}
-    found = [_with_splits(config, s, config.reduction) for s in sorted(splits - {config.splits})]
-    found.append(dataclasses.replace(config, swap=not config.swap))
-    found.append(dataclasses.replace(config, cluster=3 - config.cluster))
-    found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > 2)
-    if config.splits > 1:
-        found += [_with_splits(config, config.splits, other) for other in REDUCTIONS if other != config.reduction]
-    return found
+            yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
 
 
 # Fitted to 430 device times of 21 suite shapes on one H200: over these the config that the model puts first is on
@@ -397,86 +230,10 @@ _SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden
 _SWAP_GAIN = 0.008
 _HBM_BYTES = 4.3e12
 _SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
-_PARTIAL_BYTES = 6.5e12  # partial sums stay in L2 for the most part
-_WAVE_SECONDS = 0.3e-6  # filling the ring and the epilogue
+_PARTIAL_BYTES = 6.5e12
+_WAVE_SECONDS = 0.3e-6  # filling the pipeline and the epilogue
 _LAUNCH_SECONDS = 3.0e-6
 _REDUCE_SECONDS = 0.8e-6
-_CLUSTER_SECONDS = 3.5e-6  # a larger launch, and two barriers
-_CLUSTER_BYTES_PER_SM = 58e9  # distributed shared memory
-_PAIR_STEP = 1.1  # what waiting for each other costs a pair, relative: it won on no suite shape
-# Streaming multiprocessors that share a graphics processing cluster, which a thread-block cluster cannot leave.
-_GPC_CORES = (18, 18, 18, 18, 16, 16, 14, 14)
-
-
-def _resident_blocks(config: Config, target: Target) -> int:
-    """Thread blocks that the GPU holds at a time: clusters leave some multiprocessors empty."""
-    size = config.splits if config.in_cluster else config.cluster
-    if size == 1:
-        return target.cores * config.ctas_per_sm
-    clusters = sum(cores * config.ctas_per_sm // size for cores in _GPC_CORES)
-    return max(size, clusters * size * target.cores // sum(_GPC_CORES))
-
-
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction.
-
-    The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
-    """
-    blocks = _columns_and_blocks(problem, config)[1] * problem.feature_group_count * config.splits
-    mma = 2 * config.tile_m * config.tile_n * BLOCK_K / _MMA_FLOPS_PER_SM
-    if config.consumers == 1:
-        mma /= _ONE_WARPGROUP
-    elif config.tile_n == 64:
-        mma /= _NARROW
-    load_bytes = config.stage_bytes
-    if config.cluster == 2:
-        load_bytes -= max(config.tile_m, config.tile_n) // SLOT * BOX_BYTES // 2
-    load = load_bytes / _L2_BYTES_PER_SM
-    step = max(mma, load) + _SHADOW * min(mma, load)
-    if config.cluster == 2:
-        step *= _PAIR_STEP
-    # Thread blocks that share an SM share its rates, but hide each other's ramp.
-    resident = _resident_blocks(config, target)
-    if config.whole_tiles:
-        blocks = rest_tiles(problem, config) * config.splits
-    steps = -(-blocks * config.ctas_per_sm // resident) * -(-k_tiles(problem) // config.splits)
-    waves = -(-blocks // resident)
-    if config.whole_tiles:
-        steps += -(-config.whole_tiles * config.ctas_per_sm // resident) * k_tiles(problem)
-        waves += -(-config.whole_tiles // resident)
-    seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
-    crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
-    if config.consumers == 1 and config.swap:
-        crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
-    seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
-    if config.in_cluster:
-        seconds += waves * (_CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 / _CLUSTER_BYTES_PER_SM)
-    elif config.splits > 1:
-        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
-    return seconds
-
-
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on dtypes, tile and the way sums meet, hardly on sizes."""
-    return compiler.Source(
-        "wgrad/im2col.cu",
-        (
-            ("ELEMENT_BF16", int(problem.dtype == "bfloat16")),
-            ("OUT", split_k.OUT_CODES[problem.out_dtype]),
-            ("TILE_M", config.tile_m),
-            ("TILE_N", config.tile_n),
-            ("STAGES", config.stages),
-            ("SWAP", int(config.swap)),
-            ("X_TILED", int(is_matrix_product(problem))),
-            ("CTAS_PER_SM", config.ctas_per_sm),
-            ("CLUSTER", config.cluster),
-            ("RANK3", int(folded(problem).rank == 3)),
-            ("TAIL", int(config.whole_tiles > 0)),
-            ("CLUSTER_SUMS", int(config.in_cluster)),
-            ("DISCARD", int(takes_turns(problem, config) and split_k.discards(problem, config.splits))),
-        ),
-        declarations(split_k.ReduceArgs, Args, TailArgs),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,7 +246,7 @@ class Args(Struct):
       slots: blocks of 64 channels of a tap.
       kernel_h, kernel_w: R and S.
       out_d, out_h, out_w: O, P and Q.
-      columns: tiles along N; pairs of them where pairs go along N.
+      columns: tiles along N.
       k_tiles, k_tiles_per_split: blocks of BLOCK_K pixels; under TURNS the fewest of a split.
       step, step_n, step_o, step_p, step_q: pixels from a split's block to its next, and that as a mixed-radix number.
       x_once, dy_once: under TURNS, whether a single tile reads any of the operand.
@@ -573,7 +330,7 @@ def _args(problem: ConvWgradProblem, config: Config) -> Args:
         dilation_d=dilations[0],
         dilation_h=dilations[1],
         dilation_w=dilations[2],
-        columns=Divisor.of(_columns_and_blocks(problem, config)[0]),
+        columns=Divisor.of(tiles_n),
         k_tiles=blocks,
         k_tiles_per_split=blocks // config.splits if turns else -(-blocks // config.splits),
         step=step,
@@ -611,25 +368,6 @@ def _matrix_map(buffer: int, dtype: str, channels: int, pixels: int) -> plan.Til
     return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, 2), box=(SLOT, BLOCK_K))
 
 
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    maps = (_x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size))
-    if config.whole_tiles:
-        launches = _tail_launches(problem, config)
-        return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
-    launches = split_k.launches(
-        problem,
-        1 if config.in_cluster else config.splits,
-        grid=(_columns_and_blocks(problem, config)[1], config.splits, problem.feature_group_count),
-        threads=128 * (config.consumers + 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
-        shared_bytes=config.shared_bytes,
-        cluster=(config.cluster, config.splits if config.in_cluster else 1, 1),
-    )
-    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
-
-
 def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
     rest, args = rest_tiles(problem, config), _args(problem, config).param()
     tail = TailArgs(config.whole_tiles, rest, config.splits).param()
@@ -649,3 +387,151 @@ def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Laun
         programmatic=True,
     )
     return main, reduce
+
+
+class Im2col(SplitFamily[Config]):
+    """Chosen wherever it is legal: no shape is known to lose to XLA by more than tuning recovers."""
+
+    name = "wgrad_im2col"
+    ABI = 2
+    file = "wgrad/im2col.cu"
+    structs = (*SplitFamily.structs, Args, TailArgs)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        return (
+            refusals.dtypes(problem, refusals.HALVES)
+            or refusals.batch_groups(problem)
+            or _group_refusal(problem)
+            or refusals.channels(problem, 8)
+            or refusals.lhs_dilation(problem)
+            or refusals.input_pixels(problem)
+            or refusals.output_pixels(problem, refusals.INT32_MAX - BLOCK_K)
+            or refusals.weights(problem)
+            or _tma_refusal(problem)
+        )
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        if (config.tile_m, config.tile_n) not in TILES:
+            return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
+        most = max_stages(config.tile_m, config.tile_n)
+        if not MIN_STAGES <= config.stages <= most:
+            return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
+        if not isinstance(config.swap, bool):
+            return f"swap {config.swap!r}; accepted: True or False"
+        splits = split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")
+        if splits is not None:
+            return splits
+        if config.whole_tiles:
+            tiles = math.prod(tile_counts(problem, config))
+            if config.splits == 1 or problem.feature_group_count != 1:
+                return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
+            if not 0 < config.whole_tiles < tiles:
+                return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
+            if tiles - config.whole_tiles > split_k.MAX_GRID_Y:
+                least = tiles - split_k.MAX_GRID_Y
+                return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
+        return None
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return k_tiles(problem)
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        return MAX_FLOAT32_CHAIN
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+
+    def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
+        return config.blocks_per_sm
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """Of every variant the single split, if it is accurate enough, and the best few split counts by the model,
+        among those that fill 1 to 8 whole waves of the machine."""
+
+        def seconds(config: Config) -> float:
+            return self.estimate(problem, config, target)
+
+        found: dict[Config, None] = {}
+        for variant in variants():
+            legal = list(self.in_waves(problem, variant, target, 8))
+            found |= dict.fromkeys([c for c in legal if c.splits == 1] + sorted(legal, key=seconds)[:4])
+            blocks, slots = self.thread_blocks(problem, variant), target.cores * variant.blocks_per_sm
+            if blocks > slots and self.least_splits(problem, variant) == 1:
+                tail = dataclasses.replace(variant, whole_tiles=blocks // slots * slots)
+                tails = dict.fromkeys(self.with_splits(problem, tail, s) for s in range(2, MAX_TAIL_SPLITS + 1))
+                legal = [c for c in tails if self.config_refusal(problem, c) is None]
+                found |= dict.fromkeys(sorted(legal, key=seconds)[:2])
+        return list(found)
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""
+        wanted = nearby(config.splits, self.wave(problem, config, target))
+        wanted |= one_block_apart(config.splits, k_tiles(problem))
+        found = self.other_splits(problem, config, wanted)
+        found.append(dataclasses.replace(config, swap=not config.swap))
+        found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > MIN_STAGES)
+        return found
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction.
+
+        The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
+        """
+        mma = 2 * config.tile_m * config.tile_n * BLOCK_K / _MMA_FLOPS_PER_SM
+        if config.consumers == 1:
+            mma /= _ONE_WARPGROUP
+        elif config.tile_n == 64:
+            mma /= _NARROW
+        load = config.stage_bytes / _L2_BYTES_PER_SM
+        step = max(mma, load) + _SHADOW * min(mma, load)
+        # Thread blocks that share an SM share its rates, but hide each other's ramp.
+        blocks = rest_tiles(problem, config) * problem.feature_group_count * config.splits
+        resident = target.cores * config.blocks_per_sm
+        steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
+        steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
+        waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
+        seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
+        crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
+        if config.consumers == 1 and config.swap:
+            crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
+        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
+        return seconds + self.reduce_seconds(problem, config, _REDUCE_SECONDS, _PARTIAL_BYTES)
+
+    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Where only the last tiles are split, theirs."""
+        if config.whole_tiles:
+            return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
+        return super().workspace_bytes(problem, config)
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """Dtypes and tile, hardly sizes."""
+        return {
+            **type_macros(problem),
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "STAGES": config.stages,
+            "SWAP": int(config.swap),
+            "X_TILED": int(is_matrix_product(problem)),
+            "CTAS_PER_SM": config.blocks_per_sm,
+            "RANK3": int(folded(problem).rank == 3),
+            "TAIL": int(config.whole_tiles > 0),
+            "DISCARD": int(discards(problem, config)),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
+        return _x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size)
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        if config.whole_tiles:
+            return _tail_launches(problem, config)
+        return self.split_launches(
+            problem,
+            config,
+            threads=128 * (config.consumers + 1),
+            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+            shared_bytes=config.shared_bytes,
+            groups=problem.feature_group_count,
+        )
+
+
+FAMILY = Im2col(Config)

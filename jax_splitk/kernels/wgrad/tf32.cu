@@ -11,7 +11,7 @@
 // taps of BLOCKS * 64 input channels (M) by TILE_N output channels (N): a consumer warpgroup has one filter
 // column and 64 input channels, and all filter rows.
 //
-// Shared memory, three rings:
+// Shared memory, three pipelines:
 //   x    lines of X, [image][32 channels][column] of 128 bytes under TMA's 128-byte swizzle
 //   raw  rows of dY as TMA brings them, [32 channels][image, column] of 128 bytes, swizzled too
 //   dy   rows of dY transposed to WGMMA's layout without swizzle: [four pixels][channel] of 16 bytes
@@ -25,92 +25,49 @@
 //
 // Both inputs are rounded to tf32 (to nearest): the tensor cores would truncate, an error of one sign.
 //
-// Roles: warp 0 issues TMA, warps 1 to 3 transpose, the other warpgroups are consumers.
-// Barriers: `full` and `empty` of each place of each ring. x and raw: TMA's bytes; emptied by consumer warps
-// (4 * CONSUMERS) and by transposers (3). dy: filled by transposers (3), emptied by consumer warps once the
-// products of the last line that meets the row have retired. Every ring is walked in order, by units (images,
-// strip of output rows, strip of columns), rows and lines; row p of a unit is loaded and needed from line p *
-// STRIDE_H on.
+// Roles: warp 0 is the producer (one thread issues TMA), warps 1 to 3 transpose, the other warpgroups are
+// consumers, then the epilogue.
+// Barriers, per stage: x and raw: filled by TMA's bytes; emptied by consumer warps (4 * CONSUMERS) and by
+// transposers (3). dy: filled by transposers (3), emptied by consumer warps once the products of the last
+// line that meets the row have retired. Every pipeline is walked in order, by units (images, strip of output
+// rows, strip of columns), rows and lines; row p of a unit is loaded and needed from line p * STRIDE_H on.
 //
-// Macros: OUT (split_k.cuh), TAPS_H, TAPS_W, BLOCKS, TILE_N, TILE_IMAGES, TILE_Q (output columns of a strip),
-// STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, X_STAGES, DY_STAGES, RAGGED (strips reach beyond the output's
-// columns).
+// Macros: OUT (output.cuh), TAPS_H, TAPS_W, BLOCKS, TILE_N, TILE_IMAGES, TILE_Q (output columns of a strip),
+// STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, COLUMNS (of a line), REACH (lines beyond a row's first one),
+// PITCH_BYTES (32 channels of an image's line), X_BYTES (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES,
+// DY_STAGES, CONSUMERS, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips reach beyond the output's columns).
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/ptx.cuh"
+#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/tensor_map.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;
 
-// Must match `_args` in wgrad_tf32.py.
-struct Args {
-  int channels, out_channels;        // C, K
-  int filter_h, filter_w, groups_w;  // R, S, blocks of taps along S
-  int slots, k_blocks;               // blocks of BLOCKS * 64 and of TILE_N channels
-  int out_h, out_w;
-  int tile_p, tiles_p, tiles_q;  // strips
-  int pad_h, pad_w;
-  int units, units_per_split;
-  int partial_stride;  // elements from one split's partial sums to the next's
-};
-
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
-using Wgmma = GMMA::PASTE(MMA_64x, TILE_N, x8_F32TF32TF32_RS_TN)<>;
-
-constexpr int CONSUMERS = TAPS_W * BLOCKS;
 constexpr int TRANSPOSERS = 3;  // warps
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int RAW_STAGES = 2;
 constexpr int ACCUMULATORS = TILE_N / 2;  // of a thread and filter row
 constexpr int PIXELS = TILE_IMAGES * TILE_Q;
 constexpr int STEPS = PIXELS / 8;
-constexpr int REACH = (TAPS_H - 1) * DILATION_H;  // lines beyond a row's first one
-constexpr int COLUMNS = (TILE_Q - 1) * STRIDE_W + (TAPS_W - 1) * DILATION_W + 1;
 
 constexpr int PIXEL_BYTES = 128;  // 32 channels
-constexpr int PITCH_BYTES = (COLUMNS + 7) / 8 * 8 * PIXEL_BYTES;
 constexpr int IMAGE_BYTES = 2 * BLOCKS * PITCH_BYTES;
-constexpr int X_BYTES = TILE_IMAGES * IMAGE_BYTES;
 constexpr int X_TMA_BYTES = TILE_IMAGES * 2 * BLOCKS * COLUMNS * PIXEL_BYTES;
 constexpr int DY_BOXES = TILE_N / 32;
 constexpr int DY_BOX_BYTES = PIXELS * PIXEL_BYTES;
-constexpr int RAW_BYTES = PIXELS * TILE_N * 4;
 constexpr int CHUNK_BYTES = TILE_N * 16;  // four pixels of dY transposed
-constexpr int DY_BYTES = RAW_BYTES;
-
-// The register file, shared out by role (setmaxnreg wants multiples of 8).
-constexpr int REGS[4][2] = {{104, 240}, {88, 208}, {56, 152}, {64, 104}};
-constexpr int PRODUCER_REGS = REGS[CONSUMERS - 1][0], CONSUMER_REGS = REGS[CONSUMERS - 1][1];
 
 using Accumulator = float[TAPS_H][ACCUMULATORS];
 
-// A place of a ring, and the parity of its barriers' phase.
-template <int STAGES>
-struct Turn {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+struct Pipelines {
+  Pipeline<X_STAGES> x;
+  Pipeline<RAW_STAGES> raw;
+  Pipeline<DY_STAGES> dy;
 };
 
-struct Barriers {
-  uint64_t full_x[X_STAGES], empty_x[X_STAGES];
-  uint64_t full_raw[RAW_STAGES], empty_raw[RAW_STAGES];
-  uint64_t full_dy[DY_STAGES], empty_dy[DY_STAGES];
+// Their stages' addresses.
+struct Stages {
+  uint32_t x, raw, dy;
 };
 
 struct Unit {
@@ -143,48 +100,44 @@ __device__ constexpr bool spaced(int step) {
   return STRIDE_W % 2 == 1 && (MIXED || step * 8 % TILE_Q + 8 <= TILE_Q);
 }
 
-// ---- producer
-// ------------------------------------------------------------------------------------------------------
+// ---- producer ---------------------------------------------------------------------------------------------
 
-__device__ inline void load(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Tile& tile,
-                            int unit, int end, uint8_t* x, uint8_t* raw, Barriers& barriers) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  Turn<X_STAGES> x_turn;
-  Turn<RAW_STAGES> raw_turn;
+__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
+                               const Tile& tile, int unit, int end, const Stages& stages,
+                               Pipelines& pipelines) {
+  Position x_at, raw_at;
   for (; unit < end; ++unit) {
     const Unit u = unit_of(g, unit);
     const int h = u.p0 * STRIDE_H - g.pad_h + tile.r0 * DILATION_H;
     const int w = u.q0 * STRIDE_W - g.pad_w + tile.s0 * DILATION_W;
-    for (int line = 0; line < u.lines; ++line, x_turn.next()) {
+#pragma unroll 1
+    for (int line = 0; line < u.lines; ++line, x_at.advance(X_STAGES)) {
       if (line % STRIDE_H == 0 && line / STRIDE_H < u.rows) {
-        EmptyBarrier::wait(&barriers.empty_raw[raw_turn.stage], raw_turn.phase ^ 1);
-        uint64_t* full = &barriers.full_raw[raw_turn.stage];
-        FullBarrier::arrive_and_expect_tx(full, RAW_BYTES);
-        uint8_t* to = raw + raw_turn.stage * RAW_BYTES;
+        pipelines.raw.wait_empty(raw_at);
+        uint64_t* full = pipelines.raw.expect(raw_at, DY_BYTES);
+        const uint32_t to = stages.raw + raw_at.stage * DY_BYTES;
 #pragma unroll
         for (int box = 0; box < DY_BOXES; ++box) {
-          cute::SM90_TMA_LOAD_4D::copy(&dy_map, full, hint, to + box * DY_BOX_BYTES, tile.k0 + box * 32, u.q0,
-                                       u.p0 + line / STRIDE_H, u.n);
+          load_box(dy_map, full, to + box * DY_BOX_BYTES, tile.k0 + box * 32, u.q0, u.p0 + line / STRIDE_H,
+                   u.n);
         }
-        raw_turn.next();
+        raw_at.advance(RAW_STAGES);
       }
-      EmptyBarrier::wait(&barriers.empty_x[x_turn.stage], x_turn.phase ^ 1);
-      uint64_t* full = &barriers.full_x[x_turn.stage];
-      FullBarrier::arrive_and_expect_tx(full, X_TMA_BYTES);
-      uint8_t* to = x + x_turn.stage * X_BYTES;
+      pipelines.x.wait_empty(x_at);
+      uint64_t* full = pipelines.x.expect(x_at, X_TMA_BYTES);
+      uint32_t to = stages.x + x_at.stage * X_BYTES;
 #pragma unroll
       for (int image = 0; image < TILE_IMAGES; ++image) {
 #pragma unroll
         for (int box = 0; box < 2 * BLOCKS; ++box, to += PITCH_BYTES) {
-          cute::SM90_TMA_LOAD_4D::copy(&x_map, full, hint, to, tile.c0 + box * 32, w, h + line, u.n + image);
+          load_box(x_map, full, to, tile.c0 + box * 32, w, h + line, u.n + image);
         }
       }
     }
   }
 }
 
-// ---- transposers
-// ---------------------------------------------------------------------------------------------------
+// ---- transposers ------------------------------------------------------------------------------------------
 
 // To nearest, in the upper 19 bits that WGMMA takes. Not cvt.rna, which takes one instruction more and makes
 // the largest floats infinite.
@@ -210,7 +163,7 @@ __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int la
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = first + j * apart;
-      pixel[j] = load_shared<Four>(from + at * PIXEL_BYTES + (a ^ at % 8) * 16);
+      pixel[j] = load_shared<Four>(from + swizzled(at, a));
     }
     const uint32_t to = dy + chunk * CHUNK_BYTES + (box * 8 + a) * 16;
 #pragma unroll
@@ -221,29 +174,27 @@ __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int la
   }
 }
 
-__device__ inline void transpose(const Args& g, int unit, int end, uint32_t raw, uint32_t dy,
-                                 Barriers& barriers, int warp) {
+__device__ inline void transpose(const Args& g, int unit, int end, const Stages& stages, Pipelines& pipelines,
+                                 int warp) {
   const int lane = threadIdx.x % 32;
-  Turn<RAW_STAGES> raw_turn;
-  Turn<DY_STAGES> dy_turn;
+  Position raw_at, dy_at;
   for (; unit < end; ++unit) {
     const int rows = unit_of(g, unit).rows;
-    for (int p = 0; p < rows; ++p, raw_turn.next(), dy_turn.next()) {
-      FullBarrier::wait(&barriers.full_raw[raw_turn.stage], raw_turn.phase);
-      EmptyBarrier::wait(&barriers.empty_dy[dy_turn.stage], dy_turn.phase ^ 1);
-      transpose_row(raw + raw_turn.stage * RAW_BYTES, dy + dy_turn.stage * DY_BYTES, warp, lane);
+    for (int p = 0; p < rows; ++p, raw_at.advance(RAW_STAGES), dy_at.advance(DY_STAGES)) {
+      pipelines.raw.wait_full(raw_at);
+      pipelines.dy.wait_empty(dy_at);
+      transpose_row(stages.raw + raw_at.stage * DY_BYTES, stages.dy + dy_at.stage * DY_BYTES, warp, lane);
       cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
       __syncwarp();
       if (lane == 0) {
-        EmptyBarrier::arrive(&barriers.empty_raw[raw_turn.stage]);
-        EmptyBarrier::arrive(&barriers.full_dy[dy_turn.stage]);
+        pipelines.raw.release(raw_at.stage);
+        EmptyBarrier::arrive(&pipelines.dy.full[dy_at.stage]);
       }
     }
   }
 }
 
-// ---- consumers
-// -----------------------------------------------------------------------------------------------------
+// ---- consumers --------------------------------------------------------------------------------------------
 
 // Where a thread finds its two channels of a step's half (WGMMA's A fragment: four pixels, one for each lane
 // % 4), from the line's start on: a fixed place for each order of the pixels and each parity of the half's
@@ -281,8 +232,7 @@ __device__ inline Places places_of(int warpgroup) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int column = pixel_of(i) * STRIDE_W + s * DILATION_W + 4 * j;
-      places.at[i][j] = (block * 2 + warp / 2) * PITCH_BYTES + column * PIXEL_BYTES +
-                        (chunk ^ column % 8) * 16 + row % 2 * 8;
+      places.at[i][j] = (block * 2 + warp / 2) * PITCH_BYTES + swizzled(column, chunk) + row % 2 * 8;
     }
   }
   places.start = (block * 2 + warp / 2) * PITCH_BYTES + row % 2 * 8;
@@ -305,13 +255,7 @@ __device__ __forceinline__ Place place_of(uint32_t x, const Places& places, int 
   const bool next = may_end && q >= TILE_Q;
   const int own = next ? q - TILE_Q : q, column = own * STRIDE_W + places.column;
   const uint32_t image = first_pixel(step, half) / TILE_Q * IMAGE_BYTES + (next ? IMAGE_BYTES : 0);
-  return {own, x + places.start + image + column * PIXEL_BYTES + (places.chunk ^ column % 8) * 16};
-}
-
-template <int... I>
-__device__ __forceinline__ void wgmma(const uint32_t (&a)[4], uint64_t b, float (&acc)[ACCUMULATORS],
-                                      Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., GMMA::ScaleOut::One);
+  return {own, x + places.start + image + swizzled(column, places.chunk)};
 }
 
 // `inside`: how many of the strip's columns the output has.
@@ -347,14 +291,12 @@ __device__ __forceinline__ void multiply(uint32_t x, const Places& places, const
   for (int r = 0; r < TAPS_H; ++r) {
     if (MASK >> r & 1) fence(acc[r]);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) cute::warpgroup_fence_operand(fragment[i]);
+  fence(fragment);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int r = 0; r < TAPS_H; ++r) {
     if (MASK >> r & 1) {
-      wgmma(fragment, b[r] + (STEP * 2 * CHUNK_BYTES >> 4), acc[r],
-            typename MakeIndices<ACCUMULATORS>::type{});
+      wgmma<Wgmma>(fragment, b[r] + (STEP * 2 * CHUNK_BYTES >> 4), acc[r], GMMA::ScaleOut::One);
     }
   }
   cute::warpgroup_commit_batch();
@@ -398,58 +340,44 @@ __device__ __forceinline__ void multiply_line(int mask, uint32_t x, const Places
   }
 }
 
-// Descriptor of a row of dY: its two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels
-// 128.
-__device__ inline uint64_t dy_operand(uint32_t address) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = address >> 4;
-  desc.bitfield.leading_byte_offset_ = CHUNK_BYTES >> 4;
-  desc.bitfield.stride_byte_offset_ = 128 >> 4;
-  desc.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::INTERLEAVE);
-  return desc.desc_;
-}
-
-__device__ __forceinline__ void consume(const Args& g, int unit, int end, uint32_t x, uint32_t dy,
-                                        Barriers& barriers, int warpgroup, Accumulator& acc) {
+__device__ __forceinline__ void consume(const Args& g, int unit, int end, const Stages& stages,
+                                        Pipelines& pipelines, int warpgroup, Accumulator& acc) {
   const bool leads = threadIdx.x % 32 == 0;
   const Places places = places_of(warpgroup);
-  const uint64_t operand = dy_operand(dy);
-#pragma unroll
-  for (int r = 0; r < TAPS_H; ++r) {
-#pragma unroll
-    for (int i = 0; i < ACCUMULATORS; ++i) acc[r][i] = 0.f;
-  }
-  Turn<X_STAGES> turn;
+  // dY's two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels 128.
+  const uint64_t dy = operand(stages.dy, CHUNK_BYTES, 128, GMMA::LayoutType::INTERLEAVE);
+  Position at;
   uint32_t rows_before = 0;  // of dY, in units before
   for (; unit < end; ++unit) {
     const Unit u = unit_of(g, unit);
-    for (int line = 0; line < u.lines; ++line, turn.next()) {
+    for (int line = 0; line < u.lines; ++line, at.advance(X_STAGES)) {
       int mask = 0;
       uint64_t b[TAPS_H];
 #pragma unroll
       for (int r = 0; r < TAPS_H; ++r) {
         const int from = line - r * DILATION_H, p = max(from, 0) / STRIDE_H;
         if (from >= 0 && from % STRIDE_H == 0 && p < u.rows) mask |= 1 << r;
-        b[r] = operand + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
+        b[r] = dy + (rows_before + p) % DY_STAGES * (DY_BYTES >> 4);
       }
       if (mask & 1) {
         const uint32_t row = rows_before + line / STRIDE_H;
-        FullBarrier::wait(&barriers.full_dy[row % DY_STAGES], row / DY_STAGES & 1);
+        pipelines.dy.wait_full({int(row % DY_STAGES), row / DY_STAGES & 1});
       }
-      FullBarrier::wait(&barriers.full_x[turn.stage], turn.phase);
-      multiply_line<(1 << TAPS_H) - 1>(mask, x + turn.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
+      pipelines.x.wait_full(at);
+      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
       __syncwarp();  // what other lanes have read is released too
       if (leads) {
-        EmptyBarrier::arrive(&barriers.empty_x[turn.stage]);
+        pipelines.x.release(at.stage);
         if (mask >> (TAPS_H - 1) & 1) {
-          EmptyBarrier::arrive(&barriers.empty_dy[(rows_before + (line - REACH) / STRIDE_H) % DY_STAGES]);
+          pipelines.dy.release((rows_before + (line - REACH) / STRIDE_H) % DY_STAGES);
         }
       }
     }
     rows_before += u.rows;
   }
 }
+
+// ---- epilogue ---------------------------------------------------------------------------------------------
 
 // Writes a warpgroup's sums into out[R][S][C][K]. WGMMA's accumulator holds, for lane l, rows l/4 (+8) of the
 // warp's 16 and columns 8*j + 2*(l%4) (+1); gather() makes rows l/4 and l/4 + 8 channels 2*(l/4) and the
@@ -473,10 +401,8 @@ __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgr
         for (int e = 0; e < 2; ++e) {
           const int k = tile.k0 + 4 * (8 * box + 2 * (lane % 4) + e);
           if (k >= g.out_channels) continue;
-          Vec<T, 4> four;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) convert(acc[tap][4 * (i * DY_BOXES + box) + 2 * half + e], four.v[i]);
-          *reinterpret_cast<Vec<T, 4>*>(to + k) = four;
+          const float* v = &acc[tap][4 * box + 2 * half + e];
+          store_values(to + k, {v[0], v[4 * DY_BOXES], v[8 * DY_BOXES], v[12 * DY_BOXES]});
         }
       }
     }
@@ -488,58 +414,39 @@ __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgr
 // empty.
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
-  extern __shared__ uint8_t memory[];
-  __shared__ Barriers barriers;
-  uint8_t* x = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
-  uint8_t* raw = x + X_STAGES * X_BYTES;
-  uint8_t* dy = raw + RAW_STAGES * RAW_BYTES;
+  extern __shared__ uint8_t raw[];
+  __shared__ Pipelines pipelines;
+  const uint32_t x = aligned_address(raw), after_x = x + X_STAGES * X_BYTES;
+  const Stages stages{x, after_x, after_x + RAW_STAGES * DY_BYTES};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < X_STAGES; ++i) {
-      FullBarrier::init(&barriers.full_x[i], 1);
-      EmptyBarrier::init(&barriers.empty_x[i], 4 * CONSUMERS);
-    }
-    for (int i = 0; i < RAW_STAGES; ++i) {
-      FullBarrier::init(&barriers.full_raw[i], 1);
-      EmptyBarrier::init(&barriers.empty_raw[i], TRANSPOSERS);
-    }
-    for (int i = 0; i < DY_STAGES; ++i) {
-      FullBarrier::init(&barriers.full_dy[i], TRANSPOSERS);
-      EmptyBarrier::init(&barriers.empty_dy[i], 4 * CONSUMERS);
-    }
+    pipelines.x.init(1, 4 * CONSUMERS);
+    pipelines.raw.init(1, TRANSPOSERS);
+    pipelines.dy.init(TRANSPOSERS, 4 * CONSUMERS);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
 
   const Tile tile = tile_of(g, blockIdx.x);
   const int unit = blockIdx.y * g.units_per_split, end = min(unit + g.units_per_split, g.units);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = warp_index();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp > 0) {
-      transpose(g, unit, end, cute::cast_smem_ptr_to_uint(raw), cute::cast_smem_ptr_to_uint(dy), barriers,
-                warp - 1);
+      transpose(g, unit, end, stages, pipelines, warp - 1);
     } else if (cute::elect_one_sync()) {
-      load(x_map, dy_map, g, tile, unit, end, x, raw, barriers);
+      produce(x_map, dy_map, g, tile, unit, end, stages, pipelines);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = warp / 4 - 1;
-    Accumulator acc;
-    consume(g, unit, end, cute::cast_smem_ptr_to_uint(x), cute::cast_smem_ptr_to_uint(dy), barriers,
-            warpgroup, acc);
+    Accumulator acc = {};
+    consume(g, unit, end, stages, pipelines, warpgroup, acc);
     launch_dependent_grids();
     store(g, tile, out + size_t(blockIdx.y) * g.partial_stride, warpgroup, acc);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                  const __grid_constant__ Args g, float* partials) {
-  wgrad(x_map, dy_map, g, partials);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g, Output* out) {
-  wgrad(x_map, dy_map, g, out);
-}
+SPLIT_K_KERNELS(1,
+                (const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+                 const __grid_constant__ Args g),
+                (x_map, dy_map, g))

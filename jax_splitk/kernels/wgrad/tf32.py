@@ -10,19 +10,18 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
-from jax_splitk.kernels.device import split_k, split_search
-from jax_splitk.kernels.device.structs import declarations
-from jax_splitk.kernels.wgrad import im2col, limits
-from jax_splitk.kernels.wgrad.limits import INT32_MAX
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.registers import share_macros
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.wgrad import im2col, refusals
+from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, partial_stride
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, plan
-from jax_splitk.runtime.target import Target, hopper_limit
-
-name = "wgrad_tf32"
-implementation = "cutlass"
-platform = "cuda"
-ABI = 1
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 BOX_CHANNELS = 32  # 128 bytes, TMA's swizzle
 BLOCK_CHANNELS = 64  # input channels of a consumer warpgroup
@@ -40,7 +39,11 @@ MAX_BOX = 256  # TMA's
 MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
-MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split: see split_k.least_splits
+MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split
+
+MAX_CANDIDATES = 40
+_VARIANTS = 16  # of which split counts are tried
+_STRIPS = 2  # heights of each that are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +152,14 @@ def dy_stages(v: View, config: Config) -> int:
     return reach(v, config) // v.stride[0] + 1 + AHEAD
 
 
+def _pitch_bytes(v: View, config: Config) -> int:
+    """32 channels of an image's line of X in shared memory."""
+    return -(-columns(v, config) // 8) * 8 * PIXEL_BYTES
+
+
 def _line_bytes(v: View, config: Config) -> int:
     """A line of X in shared memory."""
-    return config.images * config.blocks * 2 * -(-columns(v, config) // 8) * 8 * PIXEL_BYTES
+    return config.images * config.blocks * 2 * _pitch_bytes(v, config)
 
 
 def _row_bytes(config: Config) -> int:
@@ -184,63 +192,11 @@ def _strip_counts(v: View, config: Config) -> tuple[int, int, int]:
     return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
 
-def units(problem: ConvWgradProblem, config: Config) -> int:
-    """Strips in the reduction."""
-    return math.prod(_strip_counts(view(problem), config))
-
-
-def whole_splits(problem: ConvWgradProblem, config: Config, splits: int) -> int:
-    """The nearest split count not above `splits` (and at least 1) that leaves no split empty."""
-    return split_k.whole_splits(units(problem, config), splits)
-
-
-def least_splits(problem: ConvWgradProblem, config: Config) -> int:
-    """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
-    return split_k.least_splits(problem, units(problem, config), MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p))
-
-
-def workspace_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """fp32 partial sums, one set for each split; none when there is a single split."""
-    return split_k.workspace_bytes(problem, config.splits)
-
-
-# ---- what is legal -------------------------------------------------------------------------------------------------
-
-
-def supports(problem: ConvWgradProblem, config: Config | None = None, target: Target | None = None) -> str | None:
-    """None when the family (with that config, on that target) can compute the problem, else the reason."""
-    return hopper_limit(target) or _problem_limit(problem) or (_config_limit(problem, config) if config else None)
-
-
-def preferred(problem: ConvWgradProblem, target: Target) -> str | None:
-    """Always: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
-    del problem, target
-    return None
-
-
-def _problem_limit(p: ConvWgradProblem) -> str | None:
-    types = split_k.type_limit(p, ("float32",))
-    if types is not None:
-        return types
-    if "highest" in p.precision:
-        return f"precision {p.precision}; accepted: default, high"
-    if p.rank > 2:
-        return f"{p.rank} spatial dimensions; accepted: 1, 2"
-    return (
-        limits.groups(p)
-        or limits.channels(p, 4)
-        or limits.lhs_dilation(p)
-        or limits.empty_dimensions(p)
-        or limits.weights(p)
-        or _extent_limit(p)
-    )
-
-
-def _extent_limit(p: ConvWgradProblem) -> str | None:
+def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
-    reason = limits.padded_input(p, MAX_PIXELS)
+    reason = refusals.padded_input(p, MAX_PIXELS)
     if reason is not None:
         return reason
     if not _fits(view(p), 2, 4):
@@ -252,51 +208,6 @@ def _fits(v: View, images: int, tile_q: int) -> bool:
     """Whether such lines fit in shared memory for the smallest tile."""
     smallest = Config(1, 1, 1, TILE_N[0], images, 1, tile_q, 2, 1)
     return columns(v, smallest) <= MAX_BOX and _shared_bytes(v, smallest) <= SHARED_BYTES
-
-
-def _config_limit(p: ConvWgradProblem, config: Config) -> str | None:
-    v = view(p)
-    if not 1 <= config.taps_h <= MAX_TAPS_H:
-        return f"taps_h {config.taps_h}; accepted: 1 to {MAX_TAPS_H}"
-    if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
-        return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
-    if config.tile_n not in TILE_N:
-        return f"tile_n {config.tile_n}; accepted: {', '.join(map(str, TILE_N))}"
-    most = MAX_ACCUMULATORS[config.consumers]
-    if config.accumulators > most:
-        return (
-            f"tile_n {config.tile_n} and {config.taps_h} filter rows make {config.accumulators} sums a thread; "
-            f"accepted with {config.consumers} warpgroups: at most {most}"
-        )
-    if not 2 <= config.stages <= MAX_STAGES:
-        return f"stages {config.stages}; accepted: 2 to {MAX_STAGES}"
-    line = f"images {config.images} and tile_q {config.tile_q}"
-    narrow = config.tile_q < 4 or (config.tile_q % 4 and config.tile_q < MIN_MIXED)
-    if config.images < 1 or narrow or config.pixels % 8 or config.pixels > MAX_PIXELS:
-        columns_limit = f"multiples of 4 columns or at least {MIN_MIXED}"
-        return f"{line}; accepted: {columns_limit}, products that are multiples of 8 up to {MAX_PIXELS}"
-    if not 1 <= config.tile_p <= v.out[0]:
-        return f"tile_p {config.tile_p}; accepted: 1 to {v.out[0]}"
-    if columns(v, config) > MAX_BOX:
-        return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
-    if _shared_bytes(v, config) > SHARED_BYTES:
-        needed = _shared_bytes(v, config)
-        return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-    barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
-    if barriers > BARRIER_BYTES:
-        needed = f"filter rows that reach over {reach(v, config)} input rows take {barriers} bytes of barriers"
-        return f"{needed}; accepted: at most {BARRIER_BYTES}"
-    count = units(p, config)
-    if count > INT32_MAX or math.prod(tile_counts(p, config)) > INT32_MAX:
-        return f"{count} strips of {math.prod(tile_counts(p, config))} tiles; accepted: at most {INT32_MAX} each"
-    return split_k.splits_limit(config.splits, count, "strips")
-
-
-# ---- candidates ----------------------------------------------------------------------------------------------------
-
-MAX_CANDIDATES = 40
-_VARIANTS = 16  # of which split counts are tried
-_STRIPS = 2  # heights of each that are tried
 
 
 def _equal_parts(size: int, most: int) -> list[int]:
@@ -338,63 +249,6 @@ def _widths(out_channels: int) -> list[int]:
     return [n for n in TILE_N if n <= whole]
 
 
-def _variants(p: ConvWgradProblem, target: Target) -> list[Config]:
-    """Legal configs, the most promising first; their splits fill the machine once."""
-    v, found = view(p), {}
-    taps = itertools.product(_equal_parts(v.kernel[0], MAX_TAPS_H), _equal_parts(v.kernel[1], MAX_CONSUMERS))
-    slots = -(-p.in_channels // BLOCK_CHANNELS)
-    blocks = [b for b in range(1, MAX_CONSUMERS + 1) if b <= slots]
-    for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, _widths(p.out_channels), _lines(v)):
-        shape = Config(h, w, b, n, images, 1, tile_q, MAX_STAGES, 1)
-        if shape.consumers > MAX_CONSUMERS or shape.accumulators > MAX_ACCUMULATORS[shape.consumers]:
-            continue
-        stages = range(MAX_STAGES, 1, -1)
-        deepest = next((s for s in stages if _config_limit(p, dataclasses.replace(shape, stages=s)) is None), None)
-        if deepest is None:
-            continue
-        strips: dict[Config, float] = {}
-        for rows in _heights(v):
-            config = dataclasses.replace(shape, stages=deepest, tile_p=rows)
-            if rows * config.pixels > MAX_FLOAT32_CHAIN and rows > 1:
-                continue
-            wanted = max(least_splits(p, config), target.cores // math.prod(tile_counts(p, config)))
-            config = dataclasses.replace(config, splits=whole_splits(p, config, wanted))
-            if _config_limit(p, config) is None:
-                strips[config] = estimate(p, config, target)
-        found |= {config: strips[config] for config in sorted(strips, key=lambda c: strips[c])[:_STRIPS]}
-    return sorted(found, key=lambda c: found[c])
-
-
-@functools.lru_cache(maxsize=256)
-def _candidates(p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
-    found = {}
-    for variant in _variants(p, target)[:_VARIANTS]:
-        tiles, least = math.prod(tile_counts(p, variant)), least_splits(p, variant)
-        for splits in split_search.wave_splits(units(p, variant), tiles, target.cores, least):
-            config = dataclasses.replace(variant, splits=splits)
-            if _config_limit(p, config) is None:
-                found[config] = estimate(p, config, target)
-    return split_search.fastest_and_fewest(found, MAX_CANDIDATES)
-
-
-def candidates(problem: ConvWgradProblem, target: Target) -> list[Config]:
-    """Configs worth considering: the most promising variants with the split counts that fill 1 to 4 whole waves."""
-    return list(_candidates(problem, target))
-
-
-def neighbours(problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-    """Split counts nearby, doubled and halved, a stage more or less, and strips of twice or half the rows."""
-    wave = max(1, target.cores // math.prod(tile_counts(problem, config)))
-    wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
-    found = split_search.with_splits(config, units(problem, config), wanted, least_splits(problem, config))
-    found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
-    for tile_p in (config.tile_p * 2, -(-config.tile_p // 2)):
-        if tile_p not in (config.tile_p, *range(problem.output_spatial[0] + 1, tile_p + 1)):
-            other = dataclasses.replace(config, tile_p=tile_p)
-            found.append(dataclasses.replace(other, splits=whole_splits(problem, other, config.splits)))
-    return found
-
-
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 # Fitted to 17 device times of an H200, the worst of them 4.4% off.
@@ -402,19 +256,17 @@ _CLOCK = 1.84e9
 _SHARED_BYTES_PER_CLOCK = 128
 _L2_BYTES_PER_CLOCK = 40  # one SM's loads
 _HBM_BYTES = 3.94e12
-_PARTIAL_BYTES = 4.8e12  # partial sums stay in L2 for the most part
 _LINE_CLOCKS = 545  # of a line, beside its products
 _STEP_CLOCKS = 37  # of a warpgroup's step, likewise; the other warpgroups fill it
 _STRIP_CLOCKS = 200
-_LOAD_CLOCKS, _LOAD_BYTES_PER_CLOCK = 1500, 30  # until a line is there, while a place of the ring waits for it
-_WAVE_SECONDS = 3e-6  # filling the rings and the epilogue
+_LOAD_CLOCKS, _LOAD_BYTES_PER_CLOCK = 1500, 30  # until a line is there, while a stage of the pipeline waits for it
+_WAVE_SECONDS = 3e-6  # filling the pipelines and the epilogue
 _LAUNCH_SECONDS = 4.5e-6
-_REDUCE_SECONDS = 0.7e-6
 
 
 def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
-    """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `ring`: until
-    lines of X have come, as far as its other places do not hide it."""
+    """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
+    until lines of X have come, as far as its other stages do not hide it."""
     v = view(p)
     steps, rows = config.pixels // 8, v.out[0] / _strip_counts(v, config)[1]
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
@@ -428,90 +280,243 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
         "tensor": products * config.tile_n / 2 + waits + _STRIP_CLOCKS,
         "shared": shared / _SHARED_BYTES_PER_CLOCK,
         "l2": (loaded + dy) / _L2_BYTES_PER_CLOCK,
-        "ring": lines * (_LOAD_CLOCKS + line / _LOAD_BYTES_PER_CLOCK) / (config.stages - 1),
+        "stages": lines * (_LOAD_CLOCKS + line / _LOAD_BYTES_PER_CLOCK) / (config.stages - 1),
     }
 
 
-def estimate(problem: ConvWgradProblem, config: Config, target: Target) -> float:
-    """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The problem's extents, and where its tiles and strips lie.
 
-    What tiles reach beyond the problem counts as work. Device memory bounds the whole from below, and slows it where
-    the two are near each other.
+    Attributes:
+      channels, out_channels: C and K.
+      filter_h, filter_w: R and S.
+      groups_w: blocks of taps along S.
+      slots, k_blocks: blocks of input and of output channels.
+      tile_p: output rows of a strip.
+      tiles_p, tiles_q: strips of rows and of columns.
+      units, units_per_split: strips of all images.
+      partial_stride: elements from one split's partial sums to the next's.
     """
-    blocks = math.prod(tile_counts(problem, config)) * config.splits
-    waves = -(-blocks // target.cores)
-    strips = -(-units(problem, config) // config.splits)
-    busy = waves * (strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS)
-    seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
-    if config.splits > 1:
-        seconds += _REDUCE_SECONDS + 2 * workspace_bytes(problem, config) / _PARTIAL_BYTES
-    return seconds
+
+    channels: int
+    out_channels: int
+    filter_h: int
+    filter_w: int
+    groups_w: int
+    slots: int
+    k_blocks: int
+    out_h: int
+    out_w: int
+    tile_p: int
+    tiles_p: int
+    tiles_q: int
+    pad_h: int
+    pad_w: int
+    units: int
+    units_per_split: int
+    partial_stride: int
 
 
-# ---- the plan ------------------------------------------------------------------------------------------------------
+class Tf32(SplitFamily[Config]):
+    """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
+
+    name = "wgrad_tf32"
+    ABI = 1
+    file = "wgrad/tf32.cu"
+    structs = (*SplitFamily.structs, Args)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        reason = refusals.dtypes(problem, ("float32",))
+        if reason is None and "highest" in problem.precision:
+            reason = f"precision {problem.precision}; accepted: default, high"
+        return (
+            reason
+            or refusals.rank(problem, (1, 2))
+            or refusals.groups(problem)
+            or refusals.channels(problem, 4)
+            or refusals.lhs_dilation(problem)
+            or refusals.empty_dimensions(problem)
+            or refusals.weights(problem)
+            or _extent_refusal(problem)
+        )
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        v = view(problem)
+        fixed = {"taps_h": range(1, MAX_TAPS_H + 1), "tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
+        reason = field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))
+        if reason is not None:
+            return reason
+        if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
+            return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
+        most = MAX_ACCUMULATORS[config.consumers]
+        if config.accumulators > most:
+            return (
+                f"tile_n {config.tile_n} and {config.taps_h} filter rows make {config.accumulators} sums a thread; "
+                f"accepted with {config.consumers} warpgroups: at most {most}"
+            )
+        line = f"images {config.images} and tile_q {config.tile_q}"
+        narrow = config.tile_q < 4 or (config.tile_q % 4 and config.tile_q < MIN_MIXED)
+        if config.images < 1 or narrow or config.pixels % 8 or config.pixels > MAX_PIXELS:
+            accepted = f"multiples of 4 columns or at least {MIN_MIXED}"
+            return f"{line}; accepted: {accepted}, products that are multiples of 8 up to {MAX_PIXELS}"
+        if columns(v, config) > MAX_BOX:
+            return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
+        if _shared_bytes(v, config) > SHARED_BYTES:
+            needed = _shared_bytes(v, config)
+            return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
+        if barriers > BARRIER_BYTES:
+            needed = f"filter rows that reach over {reach(v, config)} input rows take {barriers} bytes of barriers"
+            return f"{needed}; accepted: at most {BARRIER_BYTES}"
+        count, tiles = self.reduction_blocks(problem, config), self.thread_blocks(problem, config)
+        if max(count, tiles) > INT32_MAX:
+            return f"{count} strips of {tiles} tiles; accepted: at most {INT32_MAX} each"
+        return split_k.splits_refusal(config.splits, count, "strips")
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Strips."""
+        return math.prod(_strip_counts(view(problem), config))
+
+    def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
+        return MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p)
+
+    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
+        return math.prod(tile_counts(problem, config))
+
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """Legal configs, the most promising first; their splits fill the machine once."""
+        v, found = view(problem), {}
+        taps = itertools.product(_equal_parts(v.kernel[0], MAX_TAPS_H), _equal_parts(v.kernel[1], MAX_CONSUMERS))
+        slots = -(-problem.in_channels // BLOCK_CHANNELS)
+        blocks = [b for b in range(1, MAX_CONSUMERS + 1) if b <= slots]
+        for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, _widths(problem.out_channels), _lines(v)):
+            shape = Config(h, w, b, n, images, 1, tile_q, MAX_STAGES, 1)
+            if shape.consumers > MAX_CONSUMERS or shape.accumulators > MAX_ACCUMULATORS[shape.consumers]:
+                continue
+            deepest = self._deepest(problem, shape)
+            if deepest is None:
+                continue
+            strips: dict[Config, float] = {}
+            for rows in _heights(v):
+                config = dataclasses.replace(deepest, tile_p=rows)
+                if rows * config.pixels > MAX_FLOAT32_CHAIN and rows > 1:
+                    continue
+                wanted = max(self.least_splits(problem, config), target.cores // self.thread_blocks(problem, config))
+                config = self.with_splits(problem, config, wanted)
+                if self.config_refusal(problem, config) is None:
+                    strips[config] = self.estimate(problem, config, target)
+            found |= {config: strips[config] for config in sorted(strips, key=lambda c: strips[c])[:_STRIPS]}
+        return sorted(found, key=lambda c: found[c])
+
+    def _deepest(self, problem: ConvWgradProblem, shape: Config) -> Config | None:
+        """With as many stages as fit."""
+        depths = (dataclasses.replace(shape, stages=stages) for stages in range(MAX_STAGES, 1, -1))
+        return next((config for config in depths if self.config_refusal(problem, config) is None), None)
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Config]:
+        """The most promising variants with the split counts that fill 1 to 4 whole waves."""
+        return _candidates(self, problem, target)
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        """Split counts nearby, doubled and halved, a stage more or less, and strips of twice or half the rows."""
+        wave = max(1, target.cores // self.thread_blocks(problem, config))
+        wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
+        found = self.other_splits(problem, config, wanted)
+        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        for tile_p in (config.tile_p * 2, -(-config.tile_p // 2)):
+            if tile_p not in (config.tile_p, *range(problem.output_spatial[0] + 1, tile_p + 1)):
+                other = dataclasses.replace(config, tile_p=tile_p)
+                found.append(self.with_splits(problem, other, config.splits))
+        return found
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
+
+        What tiles reach beyond the problem counts as work. Device memory bounds the whole from below, and slows it
+        where the two are near each other.
+        """
+        blocks = self.thread_blocks(problem, config) * config.splits
+        waves = -(-blocks // target.cores)
+        strips = -(-self.reduction_blocks(problem, config) // config.splits)
+        busy = waves * (strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS)
+        seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
+        return seconds + self.reduce_seconds(problem, config)
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """The window's geometry and the tile, not sizes or splits."""
+        v = view(problem)
+        return {
+            "OUT": split_k.OUT_CODES[problem.out_dtype],
+            "TAPS_H": config.taps_h,
+            "TAPS_W": config.taps_w,
+            "BLOCKS": config.blocks,
+            "TILE_N": config.tile_n,
+            "TILE_IMAGES": config.images,
+            "TILE_Q": config.tile_q,
+            "STRIDE_H": v.stride[0],
+            "STRIDE_W": v.stride[1],
+            "DILATION_H": v.dilation[0],
+            "DILATION_W": v.dilation[1],
+            "CONSUMERS": config.consumers,
+            **share_macros(1, config.consumers),
+            "COLUMNS": columns(v, config),
+            "REACH": reach(v, config),
+            "PITCH_BYTES": _pitch_bytes(v, config),
+            "X_BYTES": _line_bytes(v, config),
+            "DY_BYTES": _row_bytes(config),
+            "X_STAGES": config.stages,
+            "RAW_STAGES": RAW_STAGES,
+            "DY_STAGES": dy_stages(v, config),
+            "RAGGED": int(v.out[1] % config.tile_q > 0),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        v = view(problem)
+        x_dims = (problem.in_channels, v.size[1], v.size[0], v.batch)
+        dy_dims = (problem.out_channels, v.out[1], v.out[0], v.batch)
+        x_strides, dy_strides = tuple(4 * elements for elements in v.lhs_strides), plan.tensor_map_strides(dy_dims, 4)
+        dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
+        return (
+            plan.TiledMap(0, problem.dtype, x_dims, x_strides, (BOX_CHANNELS, columns(v, config), 1, 1)),
+            plan.TiledMap(1, problem.dtype, dy_dims, dy_strides, dy_box),
+        )
+
+    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
+        v, count = view(p), self.reduction_blocks(p, config)
+        _, slots, k_blocks = tile_counts(p, config)
+        _, tiles_p, tiles_q = _strip_counts(v, config)
+        return Args(
+            *(p.in_channels, p.out_channels, *v.kernel),
+            groups_w=-(-v.kernel[1] // config.taps_w),
+            slots=slots,
+            k_blocks=k_blocks,
+            out_h=v.out[0],
+            out_w=v.out[1],
+            tile_p=config.tile_p,
+            tiles_p=tiles_p,
+            tiles_q=tiles_q,
+            pad_h=v.pad[0],
+            pad_w=v.pad[1],
+            units=count,
+            units_per_split=-(-count // config.splits),
+            partial_stride=partial_stride(p),
+        )
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
+        return self.split_launches(
+            problem,
+            config,
+            threads=128 * (config.consumers + 1),
+            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
+            shared_bytes=shared_bytes(problem, config),
+        )
 
 
-def source(problem: ConvWgradProblem, config: Config) -> compiler.Source:
-    """The device code's specialisation: it depends on the window's geometry and the tile, not on sizes or splits."""
-    v = view(problem)
-    macros = {
-        "OUT": split_k.OUT_CODES[problem.out_dtype],
-        "TAPS_H": config.taps_h,
-        "TAPS_W": config.taps_w,
-        "BLOCKS": config.blocks,
-        "TILE_N": config.tile_n,
-        "TILE_IMAGES": config.images,
-        "TILE_Q": config.tile_q,
-        "STRIDE_H": v.stride[0],
-        "STRIDE_W": v.stride[1],
-        "DILATION_H": v.dilation[0],
-        "DILATION_W": v.dilation[1],
-        "X_STAGES": config.stages,
-        "DY_STAGES": dy_stages(v, config),
-        "RAGGED": int(v.out[1] % config.tile_q > 0),
-    }
-    return compiler.Source("wgrad/tf32.cu", tuple(macros.items()), declarations(split_k.ReduceArgs))
+@functools.lru_cache(maxsize=256)
+def _candidates(family: Tf32, p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
+    configs = [c for variant in family.variants(p, target)[:_VARIANTS] for c in family.in_waves(p, variant, target)]
+    return fastest_and_fewest({c: family.estimate(p, c, target) for c in configs}, MAX_CANDIDATES)
 
 
-def _args(p: ConvWgradProblem, config: Config) -> plan.Int32Struct:
-    """`struct Args` of the device code, in its order."""
-    v, count = view(p), units(p, config)
-    values = (
-        *(p.in_channels, p.out_channels),
-        *(*v.kernel, -(-v.kernel[1] // config.taps_w)),
-        *tile_counts(p, config)[1:],
-        *v.out,
-        *(config.tile_p, *_strip_counts(v, config)[1:]),
-        *v.pad,
-        *(count, -(-count // config.splits)),
-        split_k.stride(p),
-    )
-    return plan.Int32Struct(values)
-
-
-def make_plan(problem: ConvWgradProblem, config: Config) -> plan.DevicePlan:
-    """Exact launches. Buffers: lhs, g, dW, workspace."""
-    v = view(problem)
-    x_dims = (problem.in_channels, v.size[1], v.size[0], v.batch)
-    dy_dims = (problem.out_channels, v.out[1], v.out[0], v.batch)
-    x_strides = tuple(4 * elements for elements in v.lhs_strides)
-    maps = (
-        plan.TiledMap(0, problem.dtype, x_dims, x_strides, (BOX_CHANNELS, columns(v, config), 1, 1)),
-        plan.TiledMap(
-            1,
-            problem.dtype,
-            dy_dims,
-            plan.tensor_map_strides(dy_dims, 4),
-            (BOX_CHANNELS, config.tile_q, 1, config.images),
-        ),
-    )
-    launches = split_k.launches(
-        problem,
-        config.splits,
-        grid=(math.prod(tile_counts(problem, config)), config.splits, 1),
-        threads=128 * (config.consumers + 1),
-        params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config)),
-        shared_bytes=shared_bytes(problem, config),
-    )
-    buffers = split_k.buffers(problem, workspace_bytes(problem, config))
-    return plan.DevicePlan(source(problem, config), buffers, maps, launches, label=f"{name} {config}")
+FAMILY = Tf32(Config)

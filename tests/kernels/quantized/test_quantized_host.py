@@ -11,8 +11,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk  # noqa: F401 (registers the handler)
-from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.kernels.quantized.host import Config
+from jax_splitk.kernels.quantized.host import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized import prepack
 from jax_splitk.quantized.formats import FORMATS
@@ -116,7 +115,7 @@ def as_dtype(values: Any, dtype: str) -> np.ndarray:
 
 def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **changes: Any) -> np.ndarray:
     """The custom call with its result and workspace full of NaN beforehand: donated arguments become its results."""
-    plan = quantized_host.make_plan(problem, config).custom_call()
+    plan = FAMILY.plan(problem, config).custom_call()
     out = changes.pop("out", jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
     workspace = jax.ShapeDtypeStruct((changes.pop("size", plan.workspace_bytes),), np.uint8)
     call = jax.ffi.ffi_call(plan.target, (out, workspace))
@@ -189,7 +188,7 @@ def exact(weight: Weight, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(36))
 def test_integers_are_exact(seed: int) -> None:
     weight, x, problem, config = random_case(seed)
-    assert quantized_host.supports(problem, config) is None
+    assert FAMILY.refusal(problem, config) is None
     out = run(problem, config, x, *weight.operands)
     expected = as_dtype(exact(weight, x).astype(np.float32), problem.out_dtype)
     np.testing.assert_array_equal(out, expected, err_msg=f"{problem} {config}")
@@ -275,7 +274,7 @@ def test_results_repeat_bitwise_whatever_the_row_block(splits: int) -> None:
 def test_concurrent_calls() -> None:
     weight, x, problem = larger(8)
     expected = run(problem, Config(3, 24), x, *weight.operands)
-    call = quantized_host.make_plan(problem, Config(3, 24)).custom_call()
+    call = FAMILY.plan(problem, Config(3, 24)).custom_call()
     results = (jax.ShapeDtypeStruct(expected.shape, "float32"), jax.ShapeDtypeStruct((call.workspace_bytes,), "uint8"))
     function = jax.jit(lambda *operands: jax.ffi.ffi_call(call.target, results)(*operands, **call.attributes)[0])
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -296,7 +295,7 @@ def test_no_rows() -> None:
     weight, x, problem = small()
     empty = dataclasses.replace(problem, rows=0)
     assert run(empty, Config(2, 24), x[:0], *weight.operands).shape == (0, 70)
-    assert all(quantized_host.estimate(empty, config) > 0 for config in quantized_host.candidates(empty))
+    assert all(FAMILY.estimate(empty, config, FOUR_CORES) > 0 for config in FAMILY.candidates(empty, FOUR_CORES))
 
 
 @pytest.mark.parametrize(
@@ -343,47 +342,45 @@ def test_other_operands_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(36, 42))
 def test_workspace_formulas_agree(seed: int) -> None:
     weight, x, problem, config = random_case(seed)
-    size = quantized_host.workspace_bytes(problem, config)
-    assert size == quantized_host.make_plan(problem, config).workspace_bytes
+    size = FAMILY.workspace_bytes(problem, config)
+    assert size == FAMILY.plan(problem, config).workspace_bytes
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"workspace has {size - 1} bytes, expected {size}"):
         run(problem, config, x, *weight.operands, size=size - 1)
 
 
 def test_supports_names_value_and_range() -> None:
     problem = QuantizedMatmulProblem(8, 192, 70, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
-    assert quantized_host.supports(problem, Config(3, 1024)) is None
-    assert (
-        quantized_host.supports(problem, Config(4, 24)) == "splits=4 is outside 1..3 (k / 64 rounded up, at most 256)."
-    )
-    assert "splits=0" in str(quantized_host.supports(problem, Config(0, 24)))
-    assert quantized_host.supports(problem, Config(1, 1025)) == "row_block=1025 is outside 1..1024."
-    assert "row_block=0" in str(quantized_host.supports(problem, Config(1, 0)))
+    assert FAMILY.refusal(problem, Config(3, 1024)) is None
+    assert FAMILY.refusal(problem, Config(4, 24)) == "splits=4 is outside 1..3 (k / 64 rounded up, at most 256)."
+    assert "splits=0" in str(FAMILY.refusal(problem, Config(0, 24)))
+    assert FAMILY.refusal(problem, Config(1, 1025)) == "row_block=1025 is outside 1..1024."
+    assert "row_block=0" in str(FAMILY.refusal(problem, Config(1, 0)))
     for argument in ("rows", "k", "features"):
         changed = dataclasses.replace(problem, **{argument: 2**31})
-        assert quantized_host.supports(changed) == f"{argument}={2**31}; at most {2**31 - 1} is supported."
+        assert FAMILY.refusal(changed) == f"{argument}={2**31}; at most {2**31 - 1} is supported."
     long = dataclasses.replace(problem, k=64 * 300)
-    assert quantized_host.supports(long, Config(256, 24)) is None
-    assert "outside 1..256" in str(quantized_host.supports(long, Config(257, 24)))
+    assert FAMILY.refusal(long, Config(256, 24)) is None
+    assert "outside 1..256" in str(FAMILY.refusal(long, Config(257, 24)))
 
 
 @pytest.mark.parametrize(("rows", "k", "features"), [(1, 1, 1), (16, 8192, 3584), (600, 192, 70), (0, 64, 64)])
 def test_candidates_and_neighbours(rows: int, k: int, features: int) -> None:
     problem = QuantizedMatmulProblem(rows, k, features, "bfloat16", "bfloat16", "int4", k, "bfloat16")
-    configs = quantized_host.candidates(problem, FOUR_CORES)
+    configs = FAMILY.candidates(problem, FOUR_CORES)
     assert configs
     assert len(set(configs)) == len(configs) <= 24
     for config in configs:
-        assert quantized_host.supports(problem, config) is None
-        assert quantized_host.estimate(problem, config, FOUR_CORES) > 0
-        for neighbour in quantized_host.neighbours(problem, config, FOUR_CORES):
+        assert FAMILY.refusal(problem, config) is None
+        assert FAMILY.estimate(problem, config, FOUR_CORES) > 0
+        for neighbour in FAMILY.neighbours(problem, config, FOUR_CORES):
             assert neighbour != config
-            assert quantized_host.supports(problem, neighbour) is None
+            assert FAMILY.refusal(problem, neighbour) is None
 
 
 def test_estimates_order_what_was_measured() -> None:
     def estimate(rows: int, config: Config, features: int = 1024) -> float:
         problem = QuantizedMatmulProblem(rows, 4096, features, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
-        return quantized_host.estimate(problem, config, FOUR_CORES)
+        return FAMILY.estimate(problem, config, FOUR_CORES)
 
     assert estimate(256, Config(1, 264)) < estimate(256, Config(1, 24))  # decoded once, not eleven times
     assert estimate(8, Config(4, 24), features=64) < estimate(8, Config(1, 24), features=64)  # else three idle
@@ -392,8 +389,8 @@ def test_estimates_order_what_was_measured() -> None:
 
 def test_preferred() -> None:
     problem = QuantizedMatmulProblem(8, 1024, 1024, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
-    assert quantized_host.preferred(problem) is None
-    assert "rows=129" in str(quantized_host.preferred(dataclasses.replace(problem, rows=129)))
+    assert FAMILY.unmeasured_refusal(problem) is None
+    assert "rows=129" in str(FAMILY.unmeasured_refusal(dataclasses.replace(problem, rows=129)))
     tiny = dataclasses.replace(problem, rows=1, k=2, features=2, group_size=2)
-    assert "so small" in str(quantized_host.preferred(tiny))
-    assert quantized_host.preferred(dataclasses.replace(problem, rows=128), FOUR_CORES) is None
+    assert "so small" in str(FAMILY.unmeasured_refusal(tiny))
+    assert FAMILY.unmeasured_refusal(dataclasses.replace(problem, rows=128)) is None

@@ -1,4 +1,4 @@
-"""The family of quantized products with few rows: what is legal, which configs, plans, machine code. Needs no GPU."""
+"""The family of quantized products with few rows: what is legal, which configs, plans. Needs no GPU."""
 
 import dataclasses
 from typing import Any
@@ -7,16 +7,12 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import stream
-from jax_splitk.kernels.quantized.stream import Config, supports
-from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
-from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.kernels.quantized.stream import FAMILY, Config
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import cubin, products
+from tests import products
 
-HGMMA, QGMMA = 0xDF0, 0xDF3  # a warpgroup's matrix product with A in registers, of 16-bit types or of e4m3
-UBLKCP = 0x3BA  # a bulk copy into shared memory
-REGISTERS_PER_SM = 65536
 SHARED_BYTES = 227 * 1024  # that a thread block may have
 LARGEST = 2**31 - 1
 
@@ -26,7 +22,7 @@ def product(rows: int = 8, k: int = 4096, features: int = 4096, **changes: Any) 
 
 
 def best(p: QuantizedMatmulProblem, **changes: Any) -> Config:
-    first = min(stream.candidates(p, DEFAULT_CUDA), key=lambda c: stream.estimate(p, c, DEFAULT_CUDA))
+    first = min(FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: FAMILY.estimate(p, c, DEFAULT_CUDA))
     return dataclasses.replace(first, **changes)
 
 
@@ -75,9 +71,9 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert stream.candidates(good, DEFAULT_CUDA)
-    assert supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.candidates(good, DEFAULT_CUDA)
+    assert FAMILY.refusal(bad) == reason
 
 
 @pytest.mark.parametrize(
@@ -87,12 +83,12 @@ def test_x_has_to_fit_in_a_clusters_shared_memory(changes: dict[str, Any]) -> No
     good, bad = 64, 2**20
     while bad - good > 64:
         middle = (good + bad) // 128 * 64
-        good, bad = (middle, bad) if supports(product(k=middle, **changes)) is None else (good, middle)
+        good, bad = (middle, bad) if FAMILY.refusal(product(k=middle, **changes)) is None else (good, middle)
     rows = changes["rows"]
     assert 8192 <= good < 8 * SHARED_BYTES // (2 * rows)
-    assert stream.candidates(product(k=good, **changes), DEFAULT_CUDA)
+    assert FAMILY.candidates(product(k=good, **changes), DEFAULT_CUDA)
     expected = f"k {bad}: {rows} rows of x of a cluster's thread block do not fit in {SHARED_BYTES} bytes"
-    assert supports(product(k=bad, **changes)) == expected
+    assert FAMILY.refusal(product(k=bad, **changes)) == expected
 
 
 PLAIN = Config(8, 2, 2, 4, 2, 64)
@@ -147,20 +143,20 @@ CONFIG_EDGES = [
 @pytest.mark.parametrize(("problem", "good", "bad", "reason"), CONFIG_EDGES, ids=str)
 def test_limits_of_configs(problem: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
     p = product(**problem)
-    assert supports(p, dataclasses.replace(PLAIN, **good)) is None
-    assert supports(p, dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, **bad)) == reason
 
 
 def test_shared_memory_is_a_limit() -> None:
     p = product(32, qtype="int8", group_size=32, scale_dtype="float32", zero_dtype="float32")
     config = Config(32, 2, 2, 2, 8, 1)
-    while supports(p, config) is None:
+    while FAMILY.refusal(p, config) is None:
         assert stream.shared_bytes(p, config) <= SHARED_BYTES
         config = dataclasses.replace(config, stages=config.stages + 1)
     assert 2 < config.stages <= 14
     size = stream.shared_bytes(p, config)
     assert size > SHARED_BYTES
-    assert supports(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+    assert FAMILY.refusal(p, config) == f"{size} bytes of shared memory; accepted: at most {SHARED_BYTES}"
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -173,7 +169,7 @@ def test_shared_memory_is_a_limit() -> None:
 def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) -> None:
     p = product(8, **changes)
     assert stream.products(p) == expected
-    macros = dict(stream.source(p, PLAIN).defines)
+    macros = dict(FAMILY.source(p, PLAIN).defines)
     assert macros["E4M3_PRODUCTS"] == (expected == "float8_e4m3fn")
     assert macros["X_E4M3"] == (p.x_dtype == "float8_e4m3fn")
     # Activations of e4m3 take half the room.
@@ -181,7 +177,7 @@ def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) 
 
 
 def test_only_hopper() -> None:
-    products.check_only_hopper(stream, product())
+    products.check_only_hopper(FAMILY, product())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -189,28 +185,28 @@ def test_only_hopper() -> None:
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_candidates_are_legal_and_fit(p: QuantizedMatmulProblem) -> None:
-    if supports(p) is not None:
-        assert stream.candidates(p, DEFAULT_CUDA) == []
+    if FAMILY.refusal(p) is not None:
+        assert FAMILY.candidates(p, DEFAULT_CUDA) == []
         return
-    found = stream.candidates(p, DEFAULT_CUDA)
+    found = FAMILY.candidates(p, DEFAULT_CUDA)
     assert found
     assert len(set(found)) == len(found) <= 60
     seconds = []
     for config in found:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        (launch,) = stream.make_plan(p, config).launches
+        assert FAMILY.refusal(p, config, DEFAULT_CUDA) is None, config
+        (launch,) = FAMILY.plan(p, config).launches
         assert launch.shared_bytes == stream.shared_bytes(p, config) <= SHARED_BYTES, config
-        seconds.append(stream.estimate(p, config, DEFAULT_CUDA))
+        seconds.append(FAMILY.estimate(p, config, DEFAULT_CUDA))
     # No faster than the memory allows, and not absurd.
     assert p.bytes_moved / 4.8e12 < min(seconds) < 20 * p.bytes_moved / 4e12 + 20e-6
     config = found[seconds.index(min(seconds))]
-    near = stream.neighbours(p, config, DEFAULT_CUDA)
+    near = FAMILY.neighbours(p, config, DEFAULT_CUDA)
     assert config not in near
     assert len(set(near)) == len(near)
 
 
 def test_most_problems_are_served() -> None:
-    served = [supports(p) is None for p in PROBLEMS]
+    served = [FAMILY.refusal(p) is None for p in PROBLEMS]
     assert sum(served) > len(served) * 0.8
 
 
@@ -240,26 +236,26 @@ def test_the_model_is_close_to_measured_times(
     rows: int, features: int, types: dict[str, Any], config: Config, us: float
 ) -> None:
     p = product(rows, 8192, features, **types)
-    assert stream.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
+    assert FAMILY.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=0.08)
 
 
 @pytest.mark.parametrize(("rows", "features", "clusters"), [(16, 3584, 56), (16, 8192, 64), (16, 28672, 64)])
 def test_pairs_that_hold_half_of_x_are_among_the_first(rows: int, features: int, clusters: int) -> None:
     """The slice of x is loaded while the first words are."""
     p = product(rows, 8192, features)
-    found = sorted(stream.candidates(p, DEFAULT_CUDA), key=lambda c: stream.estimate(p, c, DEFAULT_CUDA))
+    found = sorted(FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: FAMILY.estimate(p, c, DEFAULT_CUDA))
     assert Config(16, 2, 4, 4, 2, clusters) in found[:4]
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if supports(p) is None], ids=str)
+@pytest.mark.parametrize("p", [p for p in PROBLEMS[::3] if FAMILY.refusal(p) is None], ids=str)
 def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
-    for config in stream.candidates(p, DEFAULT_CUDA):
-        made = stream.make_plan(p, config)
+    for config in FAMILY.candidates(p, DEFAULT_CUDA):
+        made = FAMILY.plan(p, config)
         products.check_buffers(p, made)
-        assert made.buffers[-1].bytes == stream.workspace_bytes(p, config) == 0
+        assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config) == 0
         (launch,) = made.launches
         assert launch.grid == (config.clusters * config.cluster, 1, 1)
         assert launch.cluster == (config.cluster, 1, 1)
@@ -280,7 +276,7 @@ def test_plans_geometry(p: QuantizedMatmulProblem) -> None:
 def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, by_tma: bool) -> None:
     p = product(5, k, 640, group_size=k, x_dtype=x_dtype)
     config = best(p)
-    made = stream.make_plan(p, config)
+    made = FAMILY.plan(p, config)
     (launch,) = made.launches
     assert isinstance(launch.params[0], plan.MapParam) == by_tma
     if not by_tma:
@@ -306,7 +302,7 @@ def test_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dtype: str, 
 ])  # fmt: skip
 def test_code_without_what_sizes_do_not_need(k: int, features: int, whole: int, fours: int) -> None:
     p = product(5, k, features, group_size=64 if k % 64 == 0 else k)
-    macros = dict(stream.source(p, PLAIN).defines)
+    macros = dict(FAMILY.source(p, PLAIN).defines)
     assert (macros["WHOLE"], macros["FOURS"]) == (whole, fours)
 
 
@@ -315,7 +311,7 @@ def test_code_depends_on_types_config_and_divisors_alone() -> None:
     config = best(p)
     other = dataclasses.replace(p, rows=3, k=8192, features=500)
     fewer = dataclasses.replace(config, clusters=1)
-    assert stream.source(other, fewer) == stream.source(p, config) == stream.make_plan(p, config).source
+    assert FAMILY.source(other, fewer) == FAMILY.source(p, config) == FAMILY.plan(p, config).source
     types = [
         *({"x_dtype": "float16"}, {"x_dtype": "float8_e4m3fn"}, {"out_dtype": "float32"}, {"scale_dtype": "float32"}),
         *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}),
@@ -323,89 +319,4 @@ def test_code_depends_on_types_config_and_divisors_alone() -> None:
     ]
     changed = [dataclasses.replace(p, **change) for change in types]
     changed[-1] = dataclasses.replace(changed[-1], group_size=1004)
-    assert len({stream.source(q, config) for q in (p, *changed)}) == 1 + len(changed)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-COMPILED = [
-    (product(8), Config(8, 4, 4, 3, 2, 64)),
-    (product(64, qtype="nf4", **{**HALF, "group_size": 128}), Config(64, 2, 2, 4, 8, 1)),
-    (
-        product(32, qtype="uint4", zero_dtype="bfloat16", group_size=32, scale_dtype="float32"),
-        Config(32, 2, 4, 3, 4, 1),
-    ),
-    (product(64, 1024, qtype="int8", zero_dtype="float32", out_dtype="float32"), Config(64, 2, 1, 3, 1, 1)),
-    (product(16, qtype="float8_e4m3fn", x_dtype="float8_e4m3fn", group_size=4096), Config(16, 4, 2, 3, 8, 1)),
-    (product(8, 1004, qtype="float4_e2m1fn", **{**HALF, "group_size": 1004}), Config(8, 1, 1, 8, 1, 1)),
-    (product(8, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 4096}), Config(8, 4, 4, 3, 2, 1)),
-    (product(16, **E4M3), Config(16, 2, 4, 6, 2, 64)),
-    (product(32, **E4M3), Config(32, 4, 4, 3, 4, 1)),
-    (product(64, **E4M3), Config(64, 2, 4, 3, 8, 1)),
-    (product(64, 1088, **E4M3), Config(64, 2, 4, 2, 2, 1)),
-    (product(16, 8192, 3584), Config(16, 4, 4, 3, 4, 28)),
-    (product(10, 8256, 3583), Config(16, 4, 4, 2, 4, 14)),
-    (product(32, qtype="uint4", group_size=32, **E4M3), Config(32, 4, 4, 2, 4, 1)),
-    (product(40, 1000, qtype="float4_e2m1fn", group_size=1000, **E4M3), Config(64, 2, 2, 2, 2, 1)),
-    (product(8, qtype="nf4", **E4M3), Config(8, 2, 4, 3, 2, 1)),
-]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [stream.source(p, config) for p, config in COMPILED]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("p", "config"), COMPILED, ids=str)
-def test_variant_is_good_machine_code(
-    p: QuantizedMatmulProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    assert supports(p, config) is None
-    made = stream.make_plan(p, config)
-    compiled = machine_code[made.source]
-    assert not cubin.warnings(compiled.log, made.source.file)
-    assert not compiled.serialized_wgmma, compiled.log
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    (launch,) = made.launches
-    kernel, report = found[launch.kernel], reports[launch.kernel]
-    assert report.stack_bytes == 0
-    # Registers are allocated by the eight.
-    assert -(-report.registers // 8) * 8 * launch.block[0] <= REGISTERS_PER_SM
-    # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
-    e4m3 = stream.products(p) == "float8_e4m3fn"
-    assert kernel.opcodes[QGMMA] == config.tiles * (2 if e4m3 else 0)
-    assert kernel.opcodes[HGMMA] == config.tiles * (0 if e4m3 else 4 if p.zero_dtype == "none" else 8)
-    # The way to the first copy is short: instructions come from the L2 when they first run.
-    opcodes = [int.from_bytes(i[:2], "little") & 0xFFF for i in kernel.instructions]
-    assert opcodes.index(UBLKCP) < 200
-    # Without the KiB that the system takes.
-    assert launch.shared_bytes + kernel.shared_bytes - 1024 <= SHARED_BYTES
-
-
-def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
-    problems = [p for p, _ in COMPILED]
-    assert {p.qtype for p in problems} == set(FORMATS)
-    assert {p.x_dtype for p in problems} == set(X_DTYPES)
-    assert {p.out_dtype for p in problems} == set(OUT_DTYPES)
-    assert {p.scale_dtype for p in problems} == {"bfloat16", "float16", "float32"}
-    assert {p.zero_dtype for p in problems} == {"none", "bfloat16", "float16", "float32"}
-    assert {0 if p.group_size == p.k else p.group_size for p in problems} == {0, 32, 64, 128}
-    assert {p.group_size == p.k for p in problems if p.zero_dtype != "none"} == {False, True}
-    configs = [config for _, config in COMPILED]
-    assert {config.tile_n for config in configs} == {8, 16, 32, 64}
-    assert {config.warpgroups for config in configs} == {1, 2, 4}
-    assert {config.tiles for config in configs} == {1, 2, 4}
-    assert {config.cluster for config in configs} == {1, 2, 4, 8}
-    # The code takes its types and the group from the problem, whose k decides how x comes.
-    macros = [dict(stream.source(p, config).defines) for p, config in COMPILED]
-    assert {(m["X_TMA"], m["WHOLE"]) for m in macros} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {(m["E4M3_PRODUCTS"], m["WHOLE"]) for m in macros if m["X_TMA"]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {(m["FOURS"], m["CLUSTER"] != 1) for m in macros} >= {(0, True), (1, True), (1, False)}
-    assert {p.k % 8 == 0 for p in problems if p.x_dtype == "float16"} == {False, True}
-    assert {p.k % 16 == 0 for p in problems if stream.products(p) == "float8_e4m3fn"} == {False, True}
-    assert {p.qtype for p in problems if stream.products(p) == "float8_e4m3fn"} == {*stream.E4M3_FORMATS}
+    assert len({FAMILY.source(q, config) for q in (p, *changed)}) == 1 + len(changed)

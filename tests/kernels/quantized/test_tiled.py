@@ -1,4 +1,4 @@
-"""The WGMMA family of quantized products: what is legal, which configs, plans, machine code. Needs no GPU."""
+"""The WGMMA family of quantized products: what is legal, which configs, plans. Needs no GPU."""
 
 import dataclasses
 import functools
@@ -14,13 +14,10 @@ from jax_splitk.kernels.quantized import tiled, tiles
 from jax_splitk.kernels.quantized.schedule import Schedule
 from jax_splitk.kernels.quantized.tiled import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.quantized.formats import FORMATS
-from jax_splitk.runtime import compiler, plan
+from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import cubin, products
+from tests import products
 
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
-REGISTERS_PER_SM = 65536
 SHARED_PER_SM = 228 * 1024
 RESERVED_SHARED = 1024  # of each block, by CUDA
 
@@ -87,8 +84,8 @@ EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_problems(good: QuantizedMatmulProblem, bad: QuantizedMatmulProblem, reason: str) -> None:
-    assert FAMILY.supports(good) is None
-    assert FAMILY.supports(bad) == reason
+    assert FAMILY.refusal(good) is None
+    assert FAMILY.refusal(bad) == reason
 
 
 WEIGHT_DTYPES = "accepted: bfloat16 for x, result and scale"
@@ -183,8 +180,8 @@ CONFIG_EDGES = [
 
 @pytest.mark.parametrize(("good", "bad", "reason"), CONFIG_EDGES, ids=lambda v: v if isinstance(v, str) else "")
 def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: str) -> None:
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **good)) is None
-    assert FAMILY.supports(product(), dataclasses.replace(PLAIN, **bad)) == reason
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **good)) is None
+    assert FAMILY.refusal(product(), dataclasses.replace(PLAIN, **bad)) == reason
 
 
 @pytest.mark.parametrize(
@@ -215,15 +212,15 @@ def test_limits_of_configs(good: dict[str, Any], bad: dict[str, Any], reason: st
 )
 def test_where_scales_may_go(changes: dict[str, Any], scaling: str, reason: str | None) -> None:
     expected = None if reason is None else f"scaling {scaling!r} {reason}"
-    assert FAMILY.supports(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
+    assert FAMILY.refusal(product(**changes), dataclasses.replace(PLAIN, scaling=scaling)) == expected
 
 
 def test_a_float32_result_and_zero_points_leave_room_for_two_sets_of_sums() -> None:
     p = product(qtype="int8", group_size=32, zero_dtype="float32", scale_dtype="float32")
-    assert FAMILY.supports(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
+    assert FAMILY.refusal(p, dataclasses.replace(PLAIN, scaling="sum", tile_n=64)) is None
     wide = dataclasses.replace(PLAIN, scaling="sum", tile_n=128)
-    assert FAMILY.supports(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
-    assert FAMILY.supports(dataclasses.replace(p, group_size=64), wide) is None
+    assert FAMILY.refusal(p, wide) == "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"
+    assert FAMILY.refusal(dataclasses.replace(p, group_size=64), wide) is None
 
 
 def test_only_hopper() -> None:
@@ -243,7 +240,7 @@ def test_every_scaling_that_is_legal_has_a_config(p: QuantizedMatmulProblem) -> 
     assert "sum" in tiled.scalings(p)
     for scaling in tiled.scalings(p):
         config = Config(128, 32, 2, 0, scaling=scaling)
-        assert FAMILY.supports(p, tiles.whole_tiles(p, config)) is None
+        assert FAMILY.refusal(p, tiles.whole_tiles(p, config)) is None
 
 
 def test_the_model_prefers_full_machines() -> None:
@@ -280,7 +277,7 @@ def test_two_k_warpgroups_are_tried_beside_one(
     assert config in found
     assert any((c.tile_m, c.tile_n, c.k_warpgroups) == (*tile, 1) and c.splits > 1 for c in found)
     threads = 128 * (2 * tile[0] // 64 + 1)
-    assert FAMILY.make_plan(p, config).launches[0].block == (threads, 1, 1)
+    assert FAMILY.plan(p, config).launches[0].block == (threads, 1, 1)
 
 
 def test_the_model_ranks_what_was_measured() -> None:
@@ -305,7 +302,7 @@ def test_the_model_ranks_what_was_measured() -> None:
 def test_every_legal_config_fits_into_shared_memory(p: QuantizedMatmulProblem) -> None:
     for tile, stages, k_warpgroups in itertools.product(((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)):
         config = in_splits(p, tile, stages, 2, k_warpgroups)
-        if FAMILY.supports(p, config) is None:
+        if FAMILY.refusal(p, config) is None:
             together = FAMILY.blocks_per_sm(p, config)
             assert together * (FAMILY.shared_bytes(p, config) + RESERVED_SHARED) <= SHARED_PER_SM
 
@@ -353,7 +350,7 @@ def schedules(p: QuantizedMatmulProblem) -> list[Config]:
     found = [dataclasses.replace(tile, blocks=blocks, whole_tiles=whole) for blocks, whole in sorted(wanted)]
     found = [products.without_idle(p, config) for config in found]
     found += [tiles.split_tiles(p, tile, splits) for splits in (2, 3, 4, 8)]
-    return [config for config in found if FAMILY.supports(p, config) is None]
+    return [config for config in found if FAMILY.refusal(p, config) is None]
 
 
 def pieces(splits: int, args: plan.Int32Struct, block: int, blocks: int) -> list[products.Piece]:
@@ -383,7 +380,7 @@ def test_every_k_block_of_every_tile_is_computed_once(p: QuantizedMatmulProblem)
 
 def test_plan_of_a_plain_problem() -> None:
     p = product()
-    made = FAMILY.make_plan(p, PLAIN)
+    made = FAMILY.plan(p, PLAIN)
     assert [buffer.bytes for buffer in made.buffers] == [64 * 1024 * 2, 1024 * 512, 16 * 1024 * 2, 64 * 1024 * 2, 0]
     assert made.maps[0].dims == (1024, 64)
     assert made.maps[0].strides == (2048,)
@@ -396,7 +393,7 @@ def test_plan_of_a_plain_problem() -> None:
 def test_what_a_cluster_sends_to_a_block_fits_into_the_ring(p: QuantizedMatmulProblem) -> None:
     for tile, stages, splits in itertools.product(((64, 16), (128, 32), (128, 64), (256, 16)), (2, 3, 4), (2, 3, 5, 8)):
         config = in_splits(p, tile, stages, splits)
-        if FAMILY.supports(p, config) is None:
+        if FAMILY.refusal(p, config) is None:
             chunks = config.tile_m // 64 * config.tile_n // 16
             slots = max(len(range(rank, chunks, splits)) for rank in range(splits))
             assert slots * splits * 4096 <= stages * (config.tile_n * 256 + config.tile_m * 16 * p.bits)
@@ -490,8 +487,8 @@ def test_plan_with_everything() -> None:
     """x in rows that TMA cannot load, zero points, and tiles that are cut."""
     p = product(70, 333, 200, qtype="uint4", group_size=333, zero_dtype="float32", scale_dtype="float32")
     config = Config(128, 32, 2, 4, 1)
-    assert FAMILY.supports(p, config) is None
-    made = FAMILY.make_plan(p, config)
+    assert FAMILY.refusal(p, config) is None
+    made = FAMILY.plan(p, config)
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled", "reduce_ranges"]
     assert [launch.programmatic for launch in made.launches] == [False, True, True]
     x_map, workspace = made.maps[0], len(made.buffers) - 1
@@ -508,7 +505,7 @@ def test_plan_with_everything() -> None:
 def test_plan_of_an_activation_of_8_bits() -> None:
     """It is copied to fp16."""
     p = product(x_dtype="float8_e4m3fn")
-    made = FAMILY.make_plan(p, dataclasses.replace(PLAIN, scaling="sum"))
+    made = FAMILY.plan(p, dataclasses.replace(PLAIN, scaling="sum"))
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled"]
     assert [buffer.bytes for buffer in made.buffers[:1]] == [64 * 1024]
     assert made.workspace_bytes == 64 * 1024 * 2
@@ -520,7 +517,7 @@ def test_plan_of_an_activation_of_8_bits() -> None:
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_buffers_are_those_of_the_custom_call(p: QuantizedMatmulProblem) -> None:
     config = FAMILY.candidates(p, DEFAULT_CUDA)[0]
-    made = FAMILY.make_plan(p, config)
+    made = FAMILY.plan(p, config)
     products.check_buffers(p, made)
     assert made.buffers[-1].bytes == FAMILY.workspace_bytes(p, config)
     # TMA's limits: strides of 16 bytes, boxes within 256.
@@ -560,112 +557,3 @@ def test_folded_scales_round_once(qtype: str) -> None:
         for code in range(2 * bias):
             fused = rounded((code << shift) * 2.0**-133 * factor + minus)
             np.testing.assert_array_equal(fused, rounded((code - bias) / 64 * scale))
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16", "scale_dtype": "float16"}
-COMPILED = [
-    (product(256), (128, 256), "weight", 3),
-    (product(64), (256, 64), "weight", 6),
-    (product(64, qtype="int8", group_size=32), (128, 64), "weight", 3),
-    (product(32, qtype="nf4", group_size=128), (128, 32), "weight", 6),
-    (product(128, qtype="uint4", zero_dtype="bfloat16", group_size=128, out_dtype="float32"), (128, 128), "sum", 5),
-    (product(64, qtype="int8", zero_dtype="float32", group_size=32, **HALF), (128, 64), "sum", 5),
-    (product(32, qtype="float4_e2m1fn", **HALF), (128, 32), "sum", 6),
-    (product(64, qtype="int4", x_dtype="float8_e4m3fn"), (128, 64), "sum", 5),
-    (product(256, qtype="float8_e4m3fn", group_size=1024), (128, 192), "channel", 2),
-    (product(128, qtype="uint4", zero_dtype="float16", **{**HALF, "group_size": 1024}), (64, 128), "sum", 4),
-]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [FAMILY.source(p, Config(*tile, stages, 1, scaling=scaling)) for p, tile, scaling, stages in COMPILED]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("p", "tile", "scaling", "stages"), COMPILED, ids=str)
-def test_variant_is_good_machine_code(
-    p: QuantizedMatmulProblem,
-    tile: tuple[int, int],
-    scaling: str,
-    stages: int,
-    machine_code: dict[compiler.Source, compiler.Compiled],
-) -> None:
-    config = products.without_idle(p, Config(*tile, stages, 5, scaling=scaling))
-    assert FAMILY.supports(p, config) is None
-    made = FAMILY.make_plan(p, config)
-    compiled = machine_code[made.source]
-    assert not cubin.warnings(compiled.log, made.source.file)
-    assert not compiled.serialized_wgmma, compiled.log
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    for launch in made.launches:
-        kernel, report = found[launch.kernel], reports[launch.kernel]
-        assert report.stack_bytes == 0
-        if launch.kernel != "quantized_tiled":
-            assert kernel.opcodes[HGMMA] == 0
-            continue
-        together, threads = FAMILY.blocks_per_sm(p, config), launch.block[0]
-        assert report.registers * threads * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + RESERVED_SHARED) * together <= SHARED_PER_SM
-        assert launch.shared_bytes + kernel.shared_bytes - 1024 <= tiles.SHARED_BYTES
-        # Two tiles of 64 k, each of four products.
-        assert kernel.opcodes[HGMMA] == 8
-        roles = sorted(set(kernel.immediates(cubin.USETMAXREG)))
-        assert len(roles) == 2, roles
-        assert 128 * (roles[0] + config.m_warpgroups * roles[1]) <= report.registers * threads
-        assert roles[1] > config.tile_n // 2 * (2 if scaling == "sum" else 1) + 32
-
-
-SUITE = (product(64, 8192, 3584), product(32, 8192, 3584), product(256, 8192, 3584))
-ZEROS = product(64, 8192, 3584, qtype="uint4", zero_dtype="bfloat16")
-CLUSTERED = [
-    (SUITE[0], in_splits(SUITE[0], (64, 64), 10, 2, 2)),
-    (SUITE[0], in_splits(SUITE[0], (64, 64), 5, 4)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 8, 4)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 4, 2)),
-    (SUITE[0], in_splits(SUITE[0], (128, 64), 7, 2, 2)),  # as for 8192 features
-    (SUITE[1], in_splits(SUITE[1], (64, 32), 7, 4, 2)),
-    (SUITE[2], in_splits(SUITE[2], (128, 128), 5, 2)),
-    (SUITE[2], in_splits(SUITE[2], (128, 256), 3, 2)),  # as for 8192 features
-    (ZEROS, in_splits(ZEROS, (64, 64), 8, 2, 2)),
-]
-CLUSTERED += [
-    (p, in_splits(p, (128, 64), FAMILY.max_stages(p, Config(128, 64, 0, 0, k_warpgroups=2)), 3, 2))
-    for qtype, group_size in (("int8", 32), ("int8", 8192), ("nf4", 64), ("float8_e4m3fn", 64))
-    for p in (product(64, 8192, 3584, qtype=qtype, group_size=group_size),)
-]
-
-
-@pytest.mark.slow
-def test_clusters_are_good_machine_code() -> None:
-    made = [FAMILY.make_plan(p, config) for p, config in CLUSTERED]
-    sources = [plan_.source for plan_ in made]
-    for (p, config), plan_, compiled in zip(CLUSTERED, made, compiler.compile_sources(sources), strict=True):
-        assert FAMILY.supports(p, config) is None
-        assert not cubin.warnings(compiled.log, plan_.source.file)
-        assert not compiled.serialized_wgmma, compiled.log
-        assert compiled.spill_bytes == 0, compiled.log
-        launch, together = plan_.launches[-1], FAMILY.blocks_per_sm(p, config)
-        kernel, report = cubin.kernels(compiled.image)[launch.kernel], cubin.reports(compiled.log)[launch.kernel]
-        assert report.stack_bytes == 0
-        assert report.registers * launch.block[0] * together <= REGISTERS_PER_SM
-        assert (launch.shared_bytes + kernel.shared_bytes) * together <= SHARED_PER_SM
-        assert kernel.opcodes[HGMMA] == 8
-        # What runs once counts at these sizes.
-        assert len(kernel.instructions) <= 1800, (config, len(kernel.instructions))
-
-
-def test_choice_of_compilations_covers_what_the_code_depends_on() -> None:
-    assert {p.qtype for p, *_ in COMPILED} == set(FORMATS)
-    assert {p.x_dtype for p, *_ in COMPILED} == set(tiled.X_DTYPES)
-    assert {p.out_dtype for p, *_ in COMPILED} == {"bfloat16", "float16", "float32"}
-    assert {tiled.period(p) for p, *_ in COMPILED} == {32, 64, 128}
-    assert {scaling for _, _, scaling, _ in COMPILED} == set(tiled.SCALINGS)
-    assert {tile[0] for _, tile, _, _ in COMPILED} == set(tiled.TILES_M)
-    assert {p.zero_dtype for p, *_ in COMPILED} == {"none", "bfloat16", "float16", "float32"}

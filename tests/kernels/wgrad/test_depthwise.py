@@ -1,152 +1,33 @@
-"""The depthwise family's decisions and geometry: what is legal, how the work is cut, what is compiled. No GPU."""
+"""How the depthwise family cuts its work, its addresses and its sums. No GPU."""
 
 import dataclasses
 import itertools
 import math
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import cases
 from benchmarks.cases import Case
-from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import depthwise
-from jax_splitk.kernels.wgrad.depthwise import Axis, Config, supports
+from jax_splitk.kernels.wgrad.depthwise import FAMILY, Axis, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.plan import Int32Struct
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin, float64
-from tests.depthwise import ODD, SEQUENCES, SUITE
-from tests.problems import seeded
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import float64
+from tests.exhaustive import thinned
+from tests.grouped import DEPTHWISE, NETWORKS, SEQUENCES
+from tests.problems import conv, seeded
+from tests.structs import arguments
 
-PLAIN = ODD[0]
-PROBLEMS = [*(case.problem() for case in (*SUITE, *ODD)), *SEQUENCES]
-ARGS = ("batch", "blocks", "blocks_per_split", "stages")
+PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES]
 GEOMETRY = (
     *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
     *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "TAPS"),
 )
-MAX = depthwise.MAX_EXTENT
 
 
-def problem(**changes: Any) -> ConvWgradProblem:
-    return dataclasses.replace(PLAIN, **changes).problem()
-
-
-def channels(count: int) -> dict[str, int]:
-    return {"in_channels": count, "out_channels": count, "groups": count}
-
-
-# ---- what is legal -------------------------------------------------------------------------------------------------
-
-EDGES = [
-    (problem(), problem(dtype="float32"), "dtype float32; accepted: bfloat16, float16"),
-    (
-        dataclasses.replace(problem(), out_dtype="float32"),
-        dataclasses.replace(problem(), out_dtype="float64"),
-        "preferred_element_type float64; accepted: float32, bfloat16, float16",
-    ),
-    (
-        problem(out_channels=48),
-        problem(groups=8),
-        "feature_group_count 8, batch_group_count 1; accepted: 16 (the input channels), 1",
-    ),
-    (
-        problem(),
-        dataclasses.replace(problem(), batch_group_count=3),
-        "feature_group_count 16, batch_group_count 3; accepted: 16 (the input channels), 1",
-    ),
-    (problem(**channels(8)), problem(**channels(12)), "12 channels; accepted: multiples of 8"),
-    (problem(), dataclasses.replace(problem(), lhs_dilation=(1, 2)), "lhs_dilation (1, 2); accepted: 1"),
-    (problem(height=1), problem(height=0), "input of (0, 12) pixels; accepted: at least 1 in each dimension"),
-    (problem(batch=1), problem(batch=0), "0 output pixels; accepted: at least 1"),
-    (
-        problem(height=80, stride=(8, 1)),
-        problem(height=80, stride=(9, 1)),
-        "window stride 9 in spatial dimension 0; accepted: at most 8",
-    ),
-    (
-        problem(width=80, stride=(1, 8)),
-        problem(width=80, stride=(1, 9)),
-        "window stride 9 in spatial dimension 1; accepted: at most 8",
-    ),
-    (
-        problem(batch=1, kernel=(1, 1), height=1, width=MAX),
-        problem(batch=1, kernel=(1, 1), height=1, width=MAX + 1),
-        f"{MAX + 1} input columns; accepted: at most {MAX}",
-    ),
-    (
-        problem(batch=MAX, kernel=(1, 1), height=1, width=8),
-        problem(batch=MAX, kernel=(1, 1), height=1, width=9),
-        f"{2 * MAX} rows of 8 columns of all images; accepted: at most {MAX}",
-    ),
-]
-
-
-@pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
-def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert supports(illegal) == reason
-    assert supports(illegal, Config(8, 1, 1, 1), DEFAULT_CUDA) == reason
-
-
-def test_far_padding_and_dilation() -> None:
-    far = problem(height=4, padding=((MAX, 3 - MAX), (1, 1)), kernel=(1, 3))
-    assert supports(far) is None
-    assert "padding" in str(supports(problem(height=4, padding=((MAX + 1, 2 - MAX), (1, 1)), kernel=(1, 3))))
-    wide = problem(kernel=(1, 2), dilation=(1, MAX), padding=((0, 0), (0, MAX)))
-    assert supports(wide) is None
-    wider = problem(kernel=(1, 2), dilation=(1, MAX + 1), padding=((0, 0), (0, MAX + 1)))
-    assert f"dilated window's reach {MAX + 1}" in str(supports(wider))
-
-
-def test_ranks() -> None:
-    assert all(supports(p) is None for p in SEQUENCES)
-    ones = (1, 1, 1)
-    three = ConvWgradProblem(
-        2, (8,) * 3, (8,) * 3, ones, 8, 8, ones, ((0, 0),) * 3, ones, ones, 8, "bfloat16", "float32"
-    )
-    assert supports(three) == "3 spatial dimensions; accepted: 1 or 2"
-
-
-def test_only_hopper() -> None:
-    assert "needs a GPU of compute capability 9.0" in str(
-        supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108))
-    )
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert depthwise.preferred(problem(), DEFAULT_CUDA) is None
-
-
-def test_config_limits() -> None:
-    p = problem()  # 12x12, 3 images: one group of 4 images in one segment, 12 rows, 2 blocks
-    good = Config(16, 1, 2, 2)
-    assert supports(p, good) is None
-    for change, reason in [
-        ({"channels": 24}, "channels 24; accepted: 8, 16, 32"),
-        ({"segments": 3}, "segments 3; accepted: 1, 2, 4"),
-        ({"stages": 0}, "stages 0; accepted with these channels and segments: 1 to "),
-        ({"stages": 7}, "stages 7; accepted with these channels and segments: 1 to "),
-        ({"splits": 0}, "splits 0; accepted for 2 blocks of rows: 1 to 2"),
-        ({"splits": 3}, "splits 3; accepted for 2 blocks of rows: 1 to 2"),
-    ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
-    for change in ({"stages": 1}, {"splits": 1}, {"channels": 8}, {"channels": 32, "stages": 1}):
-        assert supports(p, dataclasses.replace(good, **change)) is None, change
-    assert "leaves some of" in str(supports(problem(batch=20), Config(16, 1, 2, 6)))
-    wide = Config(32, 4, 1, 1)
-    for out, most in (("bfloat16", 5), ("float32", 3)):
-        assert supports(dataclasses.replace(PLAIN, kernel=(3, most)).problem(out), wide) is None
-        more = dataclasses.replace(PLAIN, kernel=(3, most + 1)).problem(out)
-        assert str(supports(more, wide)) == f"channels 32 with {most + 1} taps in a row; accepted: at most {most}"
-    assert supports(problem(kernel=(3, 3), dilation=(1, 3)), wide) is None
-    far = problem(kernel=(3, 3), dilation=(1, 4))
-    assert str(supports(far, wide)) == "channels 32 with taps 8 columns apart; accepted: at most 6"
-    assert "channels 32 with 2 output channels" in str(supports(problem(out_channels=32), wide))
-    strided = problem(width=500, stride=(1, 8), kernel=(3, 3))
-    assert supports(strided, Config(16, 4, 1, 1)) is None
+def problem(size: tuple[int, int], kernel: tuple[int, int], **changes: Any) -> ConvWgradProblem:
+    return conv(size, kernel, **{"channels": (16, 16), "groups": 16, "batch": 3, "padding": None, **changes})
 
 
 # ---- how the work is cut -------------------------------------------------------------------------------------------
@@ -183,13 +64,8 @@ def test_no_tap_reaches_from_one_image_into_the_next() -> None:
             out = (size + low + high - (kernel - 1) * dilation - 1) // stride + 1
             if out < 1 or size + low + high < (kernel - 1) * dilation + 1:
                 continue
-            p = problem(
-                height=size,
-                kernel=(kernel, 1),
-                stride=(stride, 1),
-                dilation=(dilation, 1),
-                padding=((low, high), (0, 0)),
-            )
+            p = problem((size, 12), (kernel, 1), stride=(stride, 1), rhs_dilation=(dilation, 1),
+                        padding=((low, high), (0, 0)))  # fmt: skip
             axis, pitch = depthwise.geometry(p).height, depthwise.geometry(p).pitch
             assert pitch == axis.size_out + axis.gap <= axis.size_out + axis.reach
             for taps in taps_of_blocks(axis):
@@ -213,30 +89,19 @@ def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
                 assert (t.tiles - 1) * t.columns < g.width.size_out <= t.tiles * t.columns
                 last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.size_out - 1
                 assert last // 8 == t.blocks - 1
-                splits = depthwise.whole_splits(p, config, int(rng.integers(1, 50)))
+                splits = FAMILY.with_splits(p, config, int(rng.integers(1, 50))).splits
                 each = math.ceil(t.blocks / splits)
                 assert (splits - 1) * each < t.blocks <= splits * each
 
 
-def test_args_are_the_device_codes_struct_in_its_order() -> None:
-    p = problem(
-        batch=5, height=40, width=90, kernel=(5, 3), stride=(2, 3), dilation=(4, 2), padding=((7, 1), (2, 4)),
-        **channels(24) | {"out_channels": 48},
-    )  # fmt: skip
-    config = Config(8, 2, 1, 1)
-    config = dataclasses.replace(config, splits=depthwise.whole_splits(p, config, 3))
-    device_plan = depthwise.make_plan(p, config)
-    text = re.sub(r"//.*", "", device_plan.source.text())
-    declared = re.search(r"struct Args \{(.*?)\};", text, re.DOTALL)
-    assert declared is not None
-    assert tuple(re.findall(r"\w+(?=[,;])", declared[1])) == ARGS
-    struct = device_plan.launches[0].params[0]
-    assert isinstance(struct, Int32Struct)
-    t = depthwise.tiling(p, config)
-    assert dict(zip(ARGS, struct.values, strict=True)) == {
-        "batch": 5, "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1,
-    }  # fmt: skip
-    defines = dict(device_plan.source.defines)
+def test_arguments_and_macros() -> None:
+    p = problem((40, 90), (5, 3), batch=5, channels=(24, 48), groups=24, stride=(2, 3), rhs_dilation=(4, 2),
+                padding=((7, 1), (2, 4)))  # fmt: skip
+    config = FAMILY.with_splits(p, Config(8, 2, 1, 1), 3)
+    made, t = FAMILY.plan(p, config), depthwise.tiling(p, config)
+    expected = {"batch": 5, "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1}
+    assert arguments(made) == expected
+    defines = dict(made.source.defines)
     assert {name: defines[name] for name in GEOMETRY} == {
         "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
         "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "TAPS": 1,
@@ -244,10 +109,10 @@ def test_args_are_the_device_codes_struct_in_its_order() -> None:
 
 
 def test_plan() -> None:
-    p = problem(batch=4, height=40, width=90, kernel=(5, 3), stride=(2, 2))
+    p = problem((40, 90), (5, 3), batch=4, stride=2)
     for splits in (1, 3):
         config = Config(16, 2, 2, splits)
-        device_plan = depthwise.make_plan(p, config)
+        device_plan = FAMILY.plan(p, config)
         t, g = depthwise.tiling(p, config), depthwise.geometry(p)
         main, *rest = device_plan.launches
         assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
@@ -279,7 +144,7 @@ def test_plan() -> None:
 def test_columns_that_are_kept_of_a_row(
     width: int, kernel: int, padding: tuple[int, int], dilation: int, kept: tuple[int, int]
 ) -> None:
-    p = problem(width=width, kernel=(3, kernel), padding=((1, 1), padding), dilation=(1, dilation))
+    p = problem((12, width), (3, kernel), padding=((1, 1), padding), rhs_dilation=(1, dilation))
     t = depthwise.tiling(p, Config(16, 1, 1, 1))
     assert (t.x_pad, t.x_columns) == kept
     wide = depthwise.tiling(p, Config(16, 4, 1, 1))
@@ -287,14 +152,14 @@ def test_columns_that_are_kept_of_a_row(
 
 
 def test_zeros_beside_an_image_are_not_read_as_pixels() -> None:
-    for case, x_stores in zip(SUITE[2:4], (4, 2), strict=True):  # instead of 6 and 4
+    for case, x_stores in zip(NETWORKS[2:4], (4, 2), strict=True):  # instead of 6 and 4
         t = depthwise.tiling(case.problem(), Config(16, 1, 2, 1))
         assert (t.x.stores, t.y.stores) == (x_stores, x_stores)
 
 
 def test_shared_memory_fits() -> None:
     for p in PROBLEMS:
-        for config in depthwise.candidates(p, DEFAULT_CUDA):
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
             t = depthwise.tiling(p, config)
             assert t.shared_bytes(config.stages) <= depthwise.SHARED_BYTES
             assert t.x.plane_bytes % 16 == t.y.plane_bytes % 16 == 0
@@ -421,50 +286,39 @@ def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) 
     return out.reshape(p.out_shape)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*ODD, *(dataclasses.replace(case, batch=1, in_channels=8, out_channels=8, groups=8) for case in SUITE[:4])],
-    ids=lambda case: case.name,
-)
+FEW_CHANNELS = {"batch": 1, "in_channels": 8, "out_channels": 8, "groups": 8}
+
+
+@pytest.mark.parametrize("case", thinned(
+    [*DEPTHWISE, *(dataclasses.replace(case, **FEW_CHANNELS) for case in NETWORKS[:4])], 8, lambda case: case.name
+))  # fmt: skip
 def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
     p = case.problem()
     with seeded(3) as rng:
         x = rng.integers(-2, 3, p.lhs_shape).astype(np.float64)
         y = rng.integers(-2, 3, p.g_shape).astype(np.float64)
-        exact = float64.conv_wgrad(p, x, y)
+        exact = float64.conv_wgrad_on_host(p, x, y)
         for channels, segments in ((8, 4), (8, 1), (16, 2), (16, 1), (32, 1), (32, 4)):
             config = Config(channels, segments, 1, 1)
-            config = dataclasses.replace(config, splits=depthwise.whole_splits(p, config, 2))
-            if supports(p, config) is None and (channels < 32 or p.out_channels > 16):
+            config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 2).splits)
+            if FAMILY.refusal(p, config) is None and (channels < 32 or p.out_channels > 16):
                 np.testing.assert_array_equal(simulate(p, config, x, y), exact, err_msg=str(config))
 
 
 # ---- candidates and the cost model ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", PROBLEMS, ids=str)
-def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
-    configs = depthwise.candidates(p, DEFAULT_CUDA)
-    assert 1 <= len(configs) == len(set(configs)) <= depthwise.MAX_CANDIDATES
-    for config in configs:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        seconds = depthwise.estimate(p, config, DEFAULT_CUDA)
-        assert p.bytes_moved / 4.8e12 < seconds < 1
-    near = depthwise.neighbours(p, configs[0], DEFAULT_CUDA)
-    assert configs[0] not in near
-
-
 def test_float32_results_are_summed_in_short_chains() -> None:
-    case = dataclasses.replace(SUITE[0], batch=2048)
+    case = dataclasses.replace(NETWORKS[0], batch=2048)
     for out, chained in (("float32", True), ("bfloat16", False)):
         p = case.problem(out)
         each = [
             math.ceil(depthwise.tiling(p, config).blocks / config.splits)
-            for config in depthwise.candidates(p, DEFAULT_CUDA)
+            for config in FAMILY.candidates(p, DEFAULT_CUDA)
         ]
         assert (max(each) <= depthwise.MAX_FLOAT32_CHAIN) is chained
         config = Config(16, 4, 2, 22)
-        chain = dict(depthwise.source(p, config).defines)["CHAIN"]
+        chain = dict(FAMILY.source(p, config).defines)["CHAIN"]
         assert chain == (depthwise.CHAIN if chained else 0)
         assert depthwise.CHAIN.bit_count() == 1, "a power of two"
         t = depthwise.tiling(p, config)
@@ -472,85 +326,8 @@ def test_float32_results_are_summed_in_short_chains() -> None:
         assert t.shared_bytes(t.max_stages) <= depthwise.SHARED_BYTES
 
 
-def test_estimates_of_the_suite_are_below_cudnns_times() -> None:
-    for case in cases.find(["depthwise"]):
-        p = case.problem()
-        best = min(depthwise.estimate(p, c, DEFAULT_CUDA) for c in depthwise.candidates(p, DEFAULT_CUDA))
-        assert case.floor_us is not None
-        assert case.xla_us is not None
-        assert case.floor_us < best * 1e6 < 0.5 * case.xla_us
-
-
-def test_depthwise_is_this_familys_before_any_other() -> None:
-    first = next(f for f in kernels.families("conv_wgrad", "cuda") if f.supports(problem()) is None)
-    assert first is depthwise
-
-
-# ---- device code ---------------------------------------------------------------------------------------------------
-
-
-def compilations() -> list[tuple[ConvWgradProblem, Config]]:
-    """The most taps and the fewest at each distance, every tile, both dtypes."""
-    found = []
-    spread = ((7, 2), (5, 3), (3, 3), (3, 2), (4, 4), (3, 6), (2, 12))
-    for width in (7, 14, 28, 56):
-        for taps, dilation in ((3, 1), (7, 1), (9, 1), *(spread if width > 14 else spread[:2]), (1, 1)):
-            case = Case("", 4, width, width, 32, 32, (3, taps), groups=32, dilation=(1, dilation))
-            for count in depthwise.CHANNELS:
-                segments = {7: 1, 14: 1, 28: 2, 56: 4}[width]
-                dtype = ("bfloat16", "float16")[(taps + count) // 8 % 2]
-                out = ("float32", "bfloat16", "float16")[(taps + width) % 3]
-                found.append((dataclasses.replace(case, dtype=dtype).problem(out), Config(count, segments, 1, 1)))
-    for i, case in enumerate(ODD):
-        p = case.problem(("bfloat16", "float32")[i % 2])
-        t = depthwise.tiling(p, Config(8, 1, 1, 1))
-        if t.x_columns < t.used + depthwise.geometry(p).width.reach:  # zeros beside it are left out
-            found += [(p, Config(count, 1, 1, 1)) for count in (16, 32)]
-    return [(p, config) for p, config in found if supports(p, config) is None]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = list(dict.fromkeys(depthwise.source(p, config) for p, config in compilations()))
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("p", "config"), compilations(), ids=[f"{p} {config.channels}x{config.segments}" for p, config in compilations()]
-)
-def test_variant_is_good_machine_code(
-    p: ConvWgradProblem, config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    source = depthwise.source(p, config)
-    compiled = machine_code[source]
-    assert not cubin.warnings(compiled.log, source.file)
-    assert compiled.spill_bytes == 0, compiled.log
-    found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-    assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
-    t, taps = depthwise.tiling(p, config), depthwise.geometry(p).width.size
-    passes = config.channels // config.warps
-    for name in ("wgrad_partial", "wgrad_direct"):
-        threads = 32 * (config.warps + depthwise.LOADERS)
-        assert reports[name].registers <= 65536 // threads // 8 * 8
-        shared_out = found[name].immediates(cubin.USETMAXREG)
-        assert len(shared_out) in ((2,) if passes > 1 else (0, 2))
-        if shared_out:
-            least, most = sorted(shared_out)
-            assert 32 * (config.warps * most + depthwise.LOADERS * least) <= 65536
-        assert reports[name].stack_bytes == 0
-        opcodes = found[name].opcodes
-        assert opcodes[HMMA] == taps * t.segment // 4 * passes
-        assert opcodes[STMATRIX] == (t.x.stores + t.y.stores) * 8 // depthwise.LOADERS
-        assert opcodes[GENERIC_LOAD] == opcodes[GENERIC_STORE] == 0, "shared memory is addressed as such"
-
-
-HMMA, STMATRIX, GENERIC_LOAD, GENERIC_STORE = 0x23C, 0x844, 0x980, 0x985
-
-
 def test_planes_have_no_bank_conflicts() -> None:
-    """Of `Layout` in the device code: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
+    """Of an operand: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
     quarters of a warp."""
     lane = np.arange(32)
     for p in PROBLEMS:

@@ -1,262 +1,38 @@
-"""The gathering family: what is legal, its index arithmetic step by step, its machine code. Needs no GPU."""
+"""The gathering family: its index arithmetic step by step, and the accuracy of its sums. Needs no GPU."""
 
-import dataclasses
 import itertools
-import math
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import cases
 from jax_splitk.kernels.wgrad import gather
-from jax_splitk.kernels.wgrad.gather import Config, supports
-from jax_splitk.kernels.wgrad.gather_stage import CHAINS
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin, float64
-from tests.problems import seeded
-
-REGISTERS_PER_SM = 65536
-SHARED_PER_SM = 228 * 1024
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
-INT32_MAX = 2**31 - 1
-SUITE = [case for case in cases.WGRAD_CASES if {"stem", "float32"} & set(case.tags)]
-
-
-def conv(
-    spatial: tuple[int, ...] = (12, 12),
-    kernel: tuple[int, ...] = (3, 3),
-    channels: tuple[int, int] = (3, 64),
-    *,
-    batch: int = 2,
-    strides: tuple[int, ...] | None = None,
-    padding: tuple[tuple[int, int], ...] | None = None,
-    lhs_dilation: tuple[int, ...] | None = None,
-    rhs_dilation: tuple[int, ...] | None = None,
-    **fields: Any,
-) -> ConvWgradProblem:
-    ones = (1,) * len(spatial)
-    geometry = (
-        spatial, kernel, strides or ones, padding or tuple((k // 2, k // 2) for k in kernel), lhs_dilation or ones,
-        rhs_dilation or ones,
-    )  # fmt: skip
-    problem = ConvWgradProblem(
-        batch=batch,
-        input_spatial=spatial,
-        output_spatial=conv_output_spatial(*geometry),
-        kernel_spatial=kernel,
-        in_channels=channels[0],
-        out_channels=channels[1],
-        window_strides=geometry[2],
-        padding=geometry[3],
-        lhs_dilation=geometry[4],
-        rhs_dilation=geometry[5],
-        feature_group_count=1,
-        dtype="bfloat16",
-        out_dtype="float32",
-    )
-    return dataclasses.replace(problem, **fields)
-
-
-STEM = conv((224, 224), (7, 7), (3, 64), batch=256, strides=(2, 2), padding=((2, 3), (2, 3)))
-CONFIG = Config(1, 1, 64, 1, 8, 8, 3, 2, 1)
-
-
-# ---- what is legal -------------------------------------------------------------------------------------------------
-
-
-def line(pixels: int, channels: int = 1, out_channels: int = 8, **more: Any) -> ConvWgradProblem:
-    return conv((pixels,), (1,), (channels, out_channels), batch=1, **more)
-
-
-MOST_PIXELS = INT32_MAX - 256**2
-
-EDGES = [
-    (conv(dtype="float32"), conv(dtype="float64"), "dtype float64; accepted: float32, bfloat16, float16"),
-    *(
-        (
-            conv(out_dtype=good),
-            conv(out_dtype="float64"),
-            "preferred_element_type float64; accepted: float32, bfloat16, float16",
-        )
-        for good in ("float32", "bfloat16", "float16")
-    ),
-    (
-        conv(),
-        conv(channels=(6, 64), feature_group_count=2),
-        "feature_group_count 2, batch_group_count 1; accepted: 1",
-    ),
-    (conv(), conv(batch_group_count=2), "feature_group_count 1, batch_group_count 2; accepted: 1"),
-    (
-        conv((1, 12)),
-        conv((0, 12), padding=((2, 2), (1, 1))),
-        "input of (0, 12) pixels; accepted: at least 1 in each dimension",
-    ),
-    (conv(batch=1), conv(batch=0), f"0 output pixels; accepted: 1 to {MOST_PIXELS}"),
-    (
-        conv((2**16, 2**15 - 1), (1, 1), strides=(99, 99), batch=1),
-        conv((2**16, 2**15), (1, 1), strides=(99, 99), batch=1),
-        f"{2**31} input pixels; accepted: at most {INT32_MAX}",
-    ),
-    (
-        line(64, 2**14, 2**16 - 8),
-        line(64, 2**15, 2**16),
-        f"{2**31} weights; accepted: 1 to {INT32_MAX - 1024}",
-    ),
-    (
-        line(1000, 2**20, 1, strides=(1,)),
-        line(1000, 2**21, 1, strides=(1,)),
-        f"padded input of up to {(1000 + 256 + 1) * 2**21} elements in spatial dimension 0; accepted: at most",
-    ),
-    (
-        conv((330, 330), (12, 12), (8, 8)),
-        conv((330, 330), (300, 300), (8, 8)),
-        "the window's input takes ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("legal", "illegal", "reason"), EDGES)
-def test_limit_is_where_it_is_said_to_be(legal: ConvWgradProblem, illegal: ConvWgradProblem, reason: str) -> None:
-    assert supports(legal) is None
-    assert str(supports(illegal)).startswith(reason)
-    assert str(supports(illegal, CONFIG, DEFAULT_CUDA)).startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("target", "legal"),
-    [
-        (DEFAULT_CUDA, True),
-        (Target("cuda", "NVIDIA B200", "10.0", 148), False),
-        (Target("cpu", "cpu", "9.0", 2), False),
-    ],
-)
-def test_only_hopper(target: Target, legal: bool) -> None:
-    reason = supports(conv(), None, target)
-    assert reason is None if legal else "needs a GPU of compute capability 9.0 (Hopper)" in str(reason)
-
-
-def test_config_limits() -> None:
-    p = conv(channels=(72, 64))  # 288 pixels, 2 x 2 x 2 tiles of 64
-    good = Config(2, 1, 64, 1, 8, 8, 72, 3, 4)
-    assert supports(p, good) is None
-    for change, reason in [
-        ({"consumers": 0}, "consumers 0; accepted: 1 to 4"),
-        ({"consumers": 5}, "consumers 5; accepted: 1 to 4"),
-        ({"blocks": 0}, "blocks 0; accepted: 1 to 4"),
-        ({"blocks": 5}, "blocks 5; accepted: 1 to 4"),
-        ({"tile_n": 80}, "tile_n 80; accepted: 8, 16, 32, 64, 96, 128, 192, 256"),
-        ({"stages": 1}, "stages 1; accepted: 2 to 4"),
-        ({"stages": 5}, "stages 5; accepted: 2 to 4"),
-        ({"images": 0}, "images 0, tile_p 8 and tile_q 8; accepted: products of 32 to 256"),
-        ({"tile_p": 3}, "images 1, tile_p 3 and tile_q 8; accepted: products of 32 to 256"),
-        ({"tile_p": 2}, "images 1, tile_p 2 and tile_q 8; accepted: products of 32 to 256"),
-        ({"tile_q": 64}, "images 1, tile_p 8 and tile_q 64; accepted: products of 32 to 256"),
-        ({"tile_q": 12}, "images 1, tile_p 8 and tile_q 12; accepted: eights of pixels"),
-        ({"images": 16, "tile_p": 3, "tile_q": 4}, "images 16, tile_p 3 and tile_q 4; accepted: eights of pixels"),
-        ({"blocks": 4, "tile_n": 128}, "4 blocks by tile_n 128 take about"),
-        ({"slice": 20}, "slice 20; accepted for 72 channels: 72, 40, 24, 16, 8"),
-        ({"tile_q": 32, "stages": 4}, "stages 4 take"),
-        ({"splits": 0}, "splits 0; accepted for 8 tiles of pixels: 1 to 8"),
-        ({"splits": 9}, "splits 9; accepted for 8 tiles of pixels: 1 to 8"),
-        ({"splits": 5}, "splits 5 leaves some of 8 tiles of pixels' splits empty; use 4"),
-    ]:
-        assert str(supports(p, dataclasses.replace(good, **change))).startswith(reason), change
+from jax_splitk.kernels.wgrad.gather import CHAINS, FAMILY, Config
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import float64, random_problems
+from tests.problems import conv, seeded
+from tests.structs import arguments
 
 
 def test_precision_decides_the_parts() -> None:
-    parts = lambda **fields: gather.volume(conv(**fields)).parts  # noqa: E731
+    parts = lambda **fields: gather.volume(conv((12, 12), (3, 3), (3, 64), padding=1, **fields)).parts  # noqa: E731
     assert parts(dtype="bfloat16", precision="highest") == 1
     assert parts(dtype="float32") == parts(dtype="float32", precision="high") == 2
     assert parts(dtype="float32", precision="highest") == parts(dtype="float32", precision="default,highest") == 3
 
 
-# ---- candidates and the cost model ---------------------------------------------------------------------------------
-
-
-PROBLEMS = [
-    *(case.problem() for case in SUITE),
-    *(case.problem() for case in cases.SMALL_CASES),
-    *(dataclasses.replace(case, dtype="float32").problem() for case in cases.SMALL_CASES[::4]),
-    STEM,
-    conv((28, 28), (5, 5), (1, 32), batch=256),
-    conv((55, 55), (3, 3), (65, 100)),
-    conv((6, 7, 8), (3, 3, 3), (5, 12), dtype="float32", precision="highest"),
-    conv((500,), (9,), (2, 33), lhs_dilation=(2,)),
-    conv((30000,), (2,), (64, 8), rhs_dilation=(9999,), dtype="float32"),
-    conv((330, 330), (12, 12), (8, 8)),
-    conv((2, 2), (2, 2), (40, 40), batch=64, padding=((0, 0), (0, 0))),
-]
-
-
-@pytest.mark.parametrize("p", PROBLEMS, ids=str)
-def test_candidates_are_legal_unique_and_few(p: ConvWgradProblem) -> None:
-    assert supports(p, None, DEFAULT_CUDA) is None
-    configs = gather.candidates(p, DEFAULT_CUDA)
-    assert 0 < len(set(configs)) == len(configs) <= 60
-    for config in configs:
-        assert supports(p, config, DEFAULT_CUDA) is None, config
-        assert config.splits >= gather.least_splits(p, config)
-        seconds = gather.estimate(p, config, DEFAULT_CUDA)
-        products = gather.volume(p).products
-        assert max(p.flops * products / 990e12, p.bytes_moved / 4.8e12) < seconds < 1, config
-    for config in gather.neighbours(p, configs[0], DEFAULT_CUDA):
-        assert config != configs[0]
-
-
-def test_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
-    assert gather.preferred(STEM, DEFAULT_CUDA) is None
-    assert gather.preferred(conv((56, 56), channels=(64, 64), batch=8, dtype="float32"), DEFAULT_CUDA) is None
-    assert gather.preferred(conv((112, 112), (7, 7), (8, 64), batch=64), DEFAULT_CUDA) is None
-    assert "64 input channels" in str(gather.preferred(conv(channels=(64, 64)), DEFAULT_CUDA))
-    strided = conv((56, 56), channels=(64, 64), batch=8, dtype="float32", strides=(2, 2))
-    assert "not known to be faster" in str(gather.preferred(strided, DEFAULT_CUDA))
-
-
-def test_long_float32_chains_are_cut() -> None:
-    for p in (STEM, conv((56, 56), channels=(64, 64), batch=256, dtype="float32")):
-        for config in gather.candidates(p, DEFAULT_CUDA):
-            tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
-            additions = tiles * (config.pixels // 16) * gather.volume(p).products
-            assert additions <= gather.MAX_FLOAT32_CHAIN
-
-
-def test_long_sums_of_chains_are_cut() -> None:
-    p = conv((56, 56), channels=(64, 64), batch=256, dtype="float32", precision="highest")
-    v = gather.volume(p)
-    for config in gather.candidates(p, DEFAULT_CUDA):
-        tiles = math.ceil(gather.k_tiles(p, config) / config.splits)
-        assert config.pixels % (16 * gather.chain(v, config)) == 0
-        assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
-
-
 # ---- index arithmetic: the device code's, step by step -------------------------------------------------------------
-
-ARGS = [
-    *("batch", "in_d", "in_h", "in_w", "channels", "out_channels", "out_d", "out_h", "out_w"),
-    *("stride_d", "stride_h", "stride_w", "pad_d", "pad_h", "pad_w"),
-    *("m_tiles", "n_tiles", "tiles_h", "tiles_w", "k_tiles", "k_tiles_per_split", "partial_stride"),
-]
-
-
-def test_args_are_the_device_codes_struct_in_its_order() -> None:
-    struct = re.search(r"struct Args \{(.*?)\};", compiler.Source("wgrad/gather.cu", ()).text(), re.DOTALL)
-    assert struct is not None
-    assert re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", struct[1])) == ARGS
 
 
 class Device:
     """wgrad/gather.cu's way from a plan and arrays to the result, with unwritten shared memory full of NaN."""
 
     def __init__(self, p: ConvWgradProblem, config: Config) -> None:
-        plan = gather.make_plan(p, config)
+        plan = FAMILY.plan(p, config)
         self.p, self.config = p, config
         self.m = {name: int(value) for name, value in plan.source.defines}
-        values = plan.launches[0].params[1].values  # type: ignore[union-attr]
-        self.g = dict(zip(ARGS, values, strict=True))
+        self.g = arguments(plan)
         self.grid = plan.launches[0].grid
         m = self.m
         self.items = m["GRANULE"] // gather.volume(p).item
@@ -370,36 +146,12 @@ class Device:
         return out.sum(0)
 
 
-def random_problem(rng: np.random.Generator) -> ConvWgradProblem:
-    while True:
-        rank = int(rng.choice([1, 2, 2, 2, 3]))
-        draw = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
-        ones = (1,) * rank
-        matrix = rng.random() < 0.15
-        p = conv(
-            draw(1, 13),
-            ones if matrix else draw(1, 5),
-            (
-                int(rng.choice([1, 2, 3, 4, 5, 7, 8, 10, 12, 24, 33, 65, 72])),
-                int(rng.choice([1, 3, 8, 10, 24, 65, 72])),
-            ),
-            batch=int(rng.integers(1, 5)),
-            strides=ones if matrix else draw(1, 4),
-            padding=((0, 0),) * rank if matrix else tuple(zip(draw(-2, 5), draw(-2, 5), strict=True)),
-            lhs_dilation=draw(1, 3) if rng.random() < 0.25 else ones,
-            rhs_dilation=draw(1, 4) if rng.random() < 0.4 else ones,
-            dtype=str(rng.choice(["bfloat16", "float32"])),
-        )
-        if supports(p) is None and p.flops < 1e7:
-            return p
-
-
 def test_index_arithmetic_of_random_problems() -> None:
     with seeded(31) as rng:
-        for _ in range(25):
-            p = random_problem(rng)
+        drawn = random_problems.draws(rng, "any_channels", "float32")
+        for p in itertools.islice((p for p in drawn if p.flops < 1e7), 25):
             x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
-            configs = gather.candidates(p, DEFAULT_CUDA)
+            configs = FAMILY.candidates(p, DEFAULT_CUDA)
             for i in rng.choice(len(configs), min(2, len(configs)), replace=False):
                 np.testing.assert_array_equal(
                     Device(p, configs[i])(x, dy), float64.conv_wgrad_on_host(p, x, dy), err_msg=f"{p} {configs[i]}"
@@ -409,10 +161,10 @@ def test_index_arithmetic_of_random_problems() -> None:
 @pytest.mark.parametrize("pad", [2, 3])
 def test_index_arithmetic_of_the_stem(pad: int) -> None:
     """Rows of the 7x7x3 window are runs of 21 elements, which begin at even or odd places."""
-    p = conv((32, 32), (7, 7), (3, 64), batch=1, strides=(2, 2), padding=((pad, 3), (pad, 3)))
+    p = conv((32, 32), (7, 7), (3, 64), batch=1, stride=2, padding=((pad, 3), (pad, 3)))
     with seeded(32) as rng:
         x, dy = (rng.integers(-2, 3, shape).astype(float) for shape in (p.lhs_shape, p.g_shape))
-        for config in gather.candidates(p, DEFAULT_CUDA)[::6]:
+        for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
             layout = gather.layout(gather.volume(p), config)
             assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
             np.testing.assert_array_equal(Device(p, config)(x, dy), float64.conv_wgrad_on_host(p, x, dy))
@@ -492,7 +244,7 @@ def test_chains_keep_float32s_accuracy(steps: int) -> None:
 
 
 # Warpgroups of several blocks, whose chains end one after the other, by (blocks, steps of a chain).
-CHAINED = conv((33, 31), (3, 3), (64, 72), batch=2, dtype="float32", precision="highest")
+CHAINED = conv((33, 31), (3, 3), (64, 72), padding=1, dtype="float32", precision="highest")
 BLOCKS = {
     (2, 4): Config(2, 2, 32, 1, 8, 8, 16, 2, 3),
     (3, 4): Config(2, 3, 32, 1, 8, 8, 16, 2, 2),
@@ -504,57 +256,11 @@ BLOCKS = {
 def test_chains_of_several_blocks() -> None:
     v = gather.volume(CHAINED)
     for (blocks, steps), config in BLOCKS.items():
-        assert supports(CHAINED, config) is None
+        assert FAMILY.refusal(CHAINED, config) is None
         assert (config.blocks, gather.chain(v, config)) == (blocks, steps)
-    assert gather.chain(gather.volume(STEM), BLOCKS[2, 4]) == 1
+    stem = conv((224, 224), (7, 7), (3, 64), batch=256, stride=2, padding=3)
+    assert gather.chain(gather.volume(stem), BLOCKS[2, 4]) == 1
 
 
 def test_sums_of_the_longest_split_keep_float32s_accuracy() -> None:
     assert chain_error(order_of(CHAINS[0]), 1, gather.MAX_ROUNDED_CHAIN) < 4e-7
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-
-def compilations() -> list[tuple[ConvWgradProblem, Config]]:
-    """The likeliest choices of problems that differ in what the macros switch."""
-    problems = [
-        STEM,
-        *(case.problem() for case in SUITE[1:]),
-        conv((28, 28), (5, 5), (1, 32), batch=256, out_dtype="bfloat16"),
-        conv((55, 55), (3, 3), (65, 100), dtype="float16"),
-        conv((33, 31), (3, 3), (12, 10), dtype="float32", precision="highest"),
-        conv((6, 7, 8), (3, 3, 3), (5, 12), lhs_dilation=(2, 1, 2)),
-    ]
-    found = {}
-    for p in problems:
-        seen = set()
-        for config in gather.candidates(p, DEFAULT_CUDA):
-            shape = (config.consumers, config.blocks, config.tile_n)
-            if shape not in seen and len(seen) < 3:
-                seen.add(shape)
-                found[gather.source(p, config)] = (p, config)
-    return list(found.values())
-
-
-@pytest.mark.slow
-def test_variants_are_good_machine_code() -> None:
-    wanted = compilations()
-    sources = [gather.source(p, config) for p, config in wanted]
-    for (p, config), source, compiled in zip(wanted, sources, compiler.compile_sources(sources), strict=True):
-        what = f"{p} {config}\n{compiled.log}"
-        assert not cubin.warnings(compiled.log, source.file), what
-        assert not compiled.serialized_wgmma, what
-        assert compiled.spill_bytes == 0, what
-        found, reports = cubin.kernels(compiled.image), cubin.reports(compiled.log)
-        assert set(found) == {"wgrad_partial", "wgrad_direct", "reduce_splits"}
-        v, threads = gather.volume(p), 128 * (1 + config.consumers)
-        for name in ("wgrad_partial", "wgrad_direct"):
-            kernel, report, together = found[name], reports[name], gather.ctas_per_sm(v, config)
-            assert (report.stack_bytes, report.spill_bytes) == (0, 0), what
-            registers = -(-report.registers // 8) * 8
-            assert registers * threads * together <= REGISTERS_PER_SM, what
-            assert (gather.shared_bytes(v, config) + kernel.shared_bytes) * together <= SHARED_PER_SM, what
-            products = config.pixels // 16 * config.blocks * v.products
-            assert kernel.opcodes[HGMMA] >= products, what
-            cubin.check_roles(kernel, report, config.consumers)

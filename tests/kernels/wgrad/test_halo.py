@@ -1,223 +1,41 @@
-"""The halo family's decisions and geometry: what is legal, how the work is cut, what is compiled. No GPU."""
+"""How the halo family cuts its work. No GPU."""
 
-import dataclasses
+import itertools
 import math
-from typing import Any
 
-import pytest
-
-from benchmarks import cases
-from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import halo
-from jax_splitk.kernels.wgrad.halo import Config, supports
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
-from jax_splitk.runtime.plan import DevicePlan, Int32Struct
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin
+from jax_splitk.kernels.wgrad.halo import FAMILY
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import random_problems
 from tests.problems import seeded
-
-PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3))
-LEGAL = [case for case in (*cases.WGRAD_CASES, *cases.SMALL_CASES) if supports(case.problem()) is None]
+from tests.structs import arguments
 
 
-def divisor(name: str) -> tuple[str, str, str]:
-    return name, f"{name}: multiplier", f"{name}: shift"
-
-
-ARGS = (
-    *("channels", "out_channels", "filter_h", "filter_w"),
-    *(*divisor("groups_w"), *divisor("slots"), *divisor("k_blocks"), "out_h", "tile_p"),
-    *(*divisor("in_image"), *divisor("tiles_q"), "pitch", "pad_h", "pad_w", "dilation_h", "dilation_w"),
-    *(*divisor("units_per_tile"), "buffers", "splits", "whole_tiles"),
-    *(*divisor("units_per_part"), *divisor("units_per_longer_part"), "longer_parts"),
-)
-
-
-def problem(**changes: Any) -> ConvWgradProblem:
-    return dataclasses.replace(PLAIN, **changes).problem()
-
-
-VALID = ((0, 0), (0, 0))
-EDGES = [
-    (problem(), dataclasses.replace(problem(), window_strides=(2, 1)), "window_strides (2, 1); accepted: 1"),
-    (problem(), dataclasses.replace(problem(), lhs_dilation=(1, 2)), "lhs_dilation (1, 2); accepted: 1"),
-    (problem(in_channels=72), problem(in_channels=68), "68 input and 64 output channels; accepted: multiples of 8"),
-    (problem(out_channels=8), problem(out_channels=12), "64 input and 12 output channels; accepted: multiples of 8"),
-    (problem(kernel=(3, 2)), problem(kernel=(3, 1)), "a filter 1 wide; accepted: at least 2"),
-    (problem(dtype="float16"), problem(dtype="float32"), "dtype float32; accepted: bfloat16, float16"),
-    (problem(width=24), problem(width=28), "output of 16x28; accepted: a width of whole 16 pixels"),
-    (problem(width=24), problem(width=24, height=15), "output of 15x24; accepted: a width of whole 16 pixels"),
-    (problem(height=15), problem(height=15, width=30), "output of 15x30; accepted: a width of whole 16 pixels"),
-    (problem(groups=1), problem(groups=2), "feature_group_count 2, batch_group_count 1; accepted: 1"),
-    (problem(batch=1), problem(batch=0), "accepted: no empty dimension"),
-    (
-        problem(width=16 + 2 * 124, kernel=(3, 3), dilation=(1, 124), padding=VALID),
-        problem(width=16 + 2 * 125, kernel=(3, 3), dilation=(1, 125), padding=VALID),
-        "no strip of it and its halo fits in shared memory",
-    ),
-    (  # 16 rows of output, 64 more that a strip may reach, 3 of the filter
-        problem(padding=((2**31 - 1 - 83, 2 - (2**31 - 1 - 83)), (1, 1))),
-        problem(padding=((2**31 - 83, 2 - (2**31 - 83)), (1, 1))),
-        "padded input of up to 2147483648 pixels in spatial dimension 0; accepted: at most 2147483647",
-    ),
-]
-
-
-@pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
-def test_both_sides_of_each_limit(good: ConvWgradProblem, bad: ConvWgradProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert reason in (supports(bad) or "")
-
-
-def test_needs_hopper() -> None:
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert "8.0" in (supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
-
-
-CONFIG = Config(tile_p=8, tile_q=32, taps_h=3, taps_w=3, splits=2)
-ILLEGAL = [
-    ({"tile_q": 12}, "tile_q 12; accepted: divisors of 32 in multiples of 8"),
-    ({"tile_q": 24}, "tile_q 24; accepted: divisors of 32"),
-    ({"tile_p": 0}, "tile_p 0 of 16 rows"),
-    ({"tile_q": 8, "tile_p": 3}, "tile_p 3 of 16 rows; accepted with tile_q 8: even numbers"),
-    ({"taps_h": 4}, "taps 4x3; accepted: at most 3x3"),
-    ({"taps_w": 0}, "taps 3x0; accepted: at most 3x3"),
-    ({"tile_p": 63}, "65 rows; accepted: at most 64"),
-    ({"tile_p": 40}, "bytes of shared memory; accepted: at most 231424"),
-    ({"splits": 9}, "splits 9; accepted for 8 strips: 0 to 8"),
-    ({"splits": -1}, "splits -1; accepted for 8 strips: 0 to 8"),
-    ({"splits": 5}, "splits 5 leaves some of 8 strips' splits empty; use 4"),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason"), ILLEGAL, ids=[reason for _, reason in ILLEGAL])
-def test_illegal_configs(changes: dict[str, int], reason: str) -> None:
-    assert supports(problem(), CONFIG) is None
-    assert reason in (supports(problem(), dataclasses.replace(CONFIG, **changes)) or "")
-
-
-@pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
-def test_candidates_and_neighbours(case: Case) -> None:
-    for out_dtype in ("bfloat16", "float32"):
-        p = case.problem(out_dtype)
-        found = halo.candidates(p, DEFAULT_CUDA)
-        assert 1 <= len(found) <= 60
-        assert len(set(found)) == len(found)
-        for config in found:
-            assert supports(p, config, DEFAULT_CUDA) is None
-            assert 1e-6 < halo.estimate(p, config, DEFAULT_CUDA) < 1
-            assert config not in halo.neighbours(p, config, DEFAULT_CUDA)
-        if out_dtype == "float32":
-            near = [n for config in found for n in halo.neighbours(p, config, DEFAULT_CUDA)]
-            for config in (*found, *(n for n in near if supports(p, n, DEFAULT_CUDA) is None)):
-                pixels = halo.longest_part(p, config) * config.tile_p * config.tile_q
-                assert min(pixels, p.reduction_size) <= halo.MAX_FLOAT32_PIXELS
-
-
-# ---- how the work is cut -------------------------------------------------------------------------------------------
-
-
-def arguments(plan: DevicePlan) -> dict[str, int]:
-    struct = plan.launches[0].params[2]
-    assert isinstance(struct, Int32Struct)
-    return dict(zip(ARGS, struct.values, strict=True))
-
-
-def stream_begin(g: dict[str, int], part: int) -> int:
-    return part * g["units_per_part"] + min(part, g["longer_parts"])
-
-
-def work_of_block(g: dict[str, int], x: int, y: int, blocks: int) -> list[tuple[int, int, int]]:
-    """(tile, begin, end) one after the other: the device code's `Work`."""
-    units = g["units_per_tile"]
-    if g["splits"]:
-        begin = y * g["units_per_part"]
-        return [(x, begin, min(begin + g["units_per_part"], units))]
-    work = [(i * blocks + x, 0, units) for i in range(g["whole_tiles"])]
-    at, end = stream_begin(g, x), stream_begin(g, x + 1)
-    while at < end:
-        rest = at // units
-        stop = min(end, (rest + 1) * units)
-        work.append((g["whole_tiles"] * blocks + rest, at - rest * units, stop - rest * units))
-        at = stop
-    return work
-
-
-def partial_slot(g: dict[str, int], part: int, rest: int) -> int:
-    return rest * g["splits"] + part if g["splits"] else part + rest
-
-
-def stream_part_of(g: dict[str, int], unit: int) -> int:
-    longer = g["longer_parts"] * (g["units_per_part"] + 1)
-    if unit < longer:
-        return unit // (g["units_per_part"] + 1)
-    return g["longer_parts"] + (unit - longer) // g["units_per_part"]
-
-
-def random_problem(rng: Any) -> ConvWgradProblem:
-    while True:
-        kernel = tuple(int(k) for k in rng.integers(1, 8, 2))
-        case = Case(
-            "random", int(rng.integers(1, 9)), int(rng.integers(1, 40)), int(rng.integers(1, 60)),
-            8 * int(rng.integers(1, 30)), 8 * int(rng.integers(1, 30)), kernel, dilation=(1, int(rng.integers(1, 3))),
-        )  # fmt: skip
-        if supports(case.problem()) is None:
-            return case.problem()
-
-
-def test_every_unit_is_done_once_and_every_part_is_added() -> None:
+def test_every_unit_is_one_splits_and_every_split_is_added() -> None:
     with seeded(61) as rng:
-        for _ in range(40):
-            p = random_problem(rng)
-            configs = halo.candidates(p, DEFAULT_CUDA)
+        for p in itertools.islice(random_problems.draws(rng, "unit_stride"), 40):
+            configs = FAMILY.candidates(p, DEFAULT_CUDA)
             for config in (configs[int(i)] for i in rng.integers(0, len(configs), 4)):
-                plan = halo.make_plan(p, config)
-                g, main = arguments(plan), plan.launches[0]
-                count, units = halo.tiles(p, config), g["units_per_tile"]
-                seen: list[tuple[int, int]] = []
-                written: dict[int, set[int]] = {}  # the slots of a tile's parts
-                first_rest = g["whole_tiles"] * main.grid[0] if config.splits == 0 else 0
-                for y in range(main.grid[1]):
-                    for x in range(main.grid[0]):
-                        work = work_of_block(g, x, y, main.grid[0])
-                        assert work
-                        for tile, begin, end in work:
-                            assert begin < end
-                            seen += [(tile, unit) for unit in range(begin, end)]
-                            if end - begin < units:
-                                slot = partial_slot(g, y if config.splits else x, tile - first_rest)
-                                assert slot not in written.setdefault(tile, set())
-                                written[tile].add(slot)
-                assert sorted(seen) == [(tile, unit) for tile in range(count) for unit in range(units)]
-                slots = [slot for of_tile in written.values() for slot in of_tile]
-                assert len(set(slots)) == len(slots)
-                assert (max(slots, default=-1) + 1) * config.tile_bytes <= plan.workspace_bytes
-                assert (len(plan.launches) == 2) == (plan.workspace_bytes > 0) == bool(slots)
-                for tile in range(first_rest, count):
-                    first, parts, rest = 0, config.splits, tile - first_rest
-                    if config.splits == 0:
-                        first = stream_part_of(g, rest * units)
-                        parts = stream_part_of(g, (rest + 1) * units - 1) - first + 1
-                    added = {partial_slot(g, first + i, rest) for i in range(parts)} if parts > 1 else set()
-                    assert added == written.get(tile, set())
-                if len(plan.launches) == 2:
-                    reduce = plan.launches[1]
-                    struct = reduce.params[3]
-                    assert isinstance(struct, Int32Struct)
-                    lanes, first_tile = struct.values
-                    assert first_tile == first_rest
-                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * lanes
-                    assert reduce.grid[1] == count - first_rest
+                plan = FAMILY.plan(p, config)
+                g, (main, *reductions) = arguments(plan), plan.launches
+                count, units, each = halo.tiles(p, config), g["units_per_tile"], g["units_per_split"]
+                assert main.grid == (count, config.splits, 1)
+                splits = [range(i * each, min((i + 1) * each, units)) for i in range(config.splits)]
+                assert [unit for split in splits for unit in split] == list(range(units))
+                assert all(splits)
+                assert plan.workspace_bytes == (config.splits > 1) * count * config.splits * config.tile_bytes
+                assert len(reductions) == (config.splits > 1)
+                for reduce in reductions:
+                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * g["lanes"]
+                    assert reduce.grid[1] == count
                     assert reduce.programmatic
 
 
 def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
     with seeded(62) as rng:
-        for _ in range(200):
-            p = random_problem(rng)
-            for config in halo.candidates(p, DEFAULT_CUDA)[:5]:
-                plan = halo.make_plan(p, config)
+        for p in itertools.islice(random_problems.draws(rng, "unit_stride"), 60):
+            for config in FAMILY.candidates(p, DEFAULT_CUDA)[:5]:
+                plan = FAMILY.plan(p, config)
                 g = arguments(plan)
                 rows = g["in_image"] // g["tiles_q"]
                 groups = halo.tiles(p, config) // (g["slots"] * g["k_blocks"])
@@ -230,47 +48,3 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
                 assert all(math.prod(m.box) * 2 % 128 == 0 and max(m.box) <= 256 for m in plan.maps)
                 # A block of 16 pixels lies in one row, or in two rows of a pair.
                 assert config.tile_q % 16 == 0 or (config.tile_p % 2 == 0 and p.output_spatial[0] % 2 == 0)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-VARIANTS = [
-    *((h, w, 32, "bfloat16", "float32") for h in (1, 2, 3) for w in (1, 2, 3)),
-    *((3, 3, q, "bfloat16", "bfloat16") for q in (8, 56, 128)),
-    (3, 3, 56, "float16", "float16"),
-    (3, 3, 64, "float16", "float32"),
-]
-
-
-def variant_of(taps_h: int, taps_w: int, tile_q: int, dtype: str, out_dtype: str) -> tuple[ConvWgradProblem, Config]:
-    p = dataclasses.replace(PLAIN, width=tile_q, dtype=dtype).problem(out_dtype)
-    return p, Config(4, tile_q, taps_h, taps_w, 1)
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [halo.source(*variant_of(*variant)) for variant in VARIANTS]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_variant_is_good_machine_code(
-    variant: tuple[int, int, int, str, str], machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    taps_h, taps_w, tile_q, _, _ = variant
-    p, config = variant_of(*variant)
-    source = halo.source(p, config)
-    compiled = machine_code[source]
-    assert not cubin.warnings(compiled.log, source.file)
-    assert not compiled.serialized_wgmma
-    assert compiled.spill_bytes == 0
-    kernel, report = cubin.kernels(compiled.image)["wgrad_halo"], cubin.reports(compiled.log)["wgrad_halo"]
-    rows = 1 if tile_q % 16 == 0 else 2
-    steps = halo.batch_rows(p, config) // rows * (tile_q * rows // 16)
-    assert kernel.opcodes[cubin.HGMMA] % steps == 0
-    assert kernel.opcodes[cubin.HGMMA] >= steps
-    _, consumer = cubin.check_roles(kernel, report, taps_h)
-    assert consumer > 32 * taps_w

@@ -1,155 +1,29 @@
-"""The tf32 family's decisions, its device code's arithmetic in NumPy, and its machine code. No GPU."""
+"""The tf32 family's device code, its arithmetic in NumPy. No GPU."""
 
 import dataclasses
-import math
-from typing import Any
+import functools
+import itertools
 
 import numpy as np
 import pytest
 
 from benchmarks import cases
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import tf32
-from jax_splitk.kernels.wgrad.tf32 import Config, supports, view
+from jax_splitk.kernels.wgrad.tf32 import FAMILY, Config, view
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import TiledMap
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import cubin, float64, tf32_model
-from tests.problems import seeded
-
-HGMMA = 0xDF0  # a warpgroup's matrix product with A in registers
-PLAIN = Case("plain", 4, 16, 32, 64, 64, (3, 3), dtype="float32")
-SUITE = [case for case in cases.WGRAD_CASES if case.dtype == "float32"]
-LEGAL = [*SUITE, *(dataclasses.replace(case, dtype="float32") for case in cases.WGRAD_CASES)]
-LEGAL = [case for case in LEGAL if supports(case.problem()) is None]
-
-
-def problem(**changes: Any) -> ConvWgradProblem:
-    return dataclasses.replace(PLAIN, **changes).problem()
-
-
-EDGES = [
-    (problem(), dataclasses.replace(problem(), lhs_dilation=(1, 2)), "lhs_dilation (1, 2); accepted: 1"),
-    (problem(in_channels=68), problem(in_channels=66), "66 input and 64 output channels; accepted: multiples of 4"),
-    (problem(out_channels=4), problem(out_channels=6), "64 input and 6 output channels; accepted: multiples of 4"),
-    (problem(), problem(dtype="bfloat16"), "dtype bfloat16; accepted: float32"),
-    (
-        dataclasses.replace(problem(), precision="high"),
-        dataclasses.replace(problem(), precision="default,highest"),
-        "precision default,highest; accepted: default, high",
-    ),
-    (problem(groups=1), problem(groups=2), "feature_group_count 2, batch_group_count 1; accepted: 1"),
-    (problem(batch=1), problem(batch=0), "accepted: no empty dimension"),
-    (problem(width=400, stride=(1, 71)), problem(width=400, stride=(1, 73)), "window_strides (1, 73); 4 columns"),
-]
-
-
-@pytest.mark.parametrize(("good", "bad", "reason"), EDGES, ids=[reason for _, _, reason in EDGES])
-def test_both_sides_of_each_limit(good: ConvWgradProblem, bad: ConvWgradProblem, reason: str) -> None:
-    assert supports(good) is None
-    assert reason in (supports(bad) or "")
-
-
-def test_needs_hopper_and_at_most_two_spatial_dimensions() -> None:
-    assert supports(problem(), None, DEFAULT_CUDA) is None
-    assert "8.0" in (supports(problem(), None, Target("cuda", "NVIDIA A100", "8.0", 108)) or "")
-    line = ConvWgradProblem(2, (30,), (30,), (3,), 8, 8, (1,), ((1, 1),), (1,), (1,), 1, "float32", "float32")
-    assert supports(line) is None
-    ones = {f: (*getattr(line, f), 1, 1) for f in ("input_spatial", "output_spatial", "kernel_spatial")}
-    ones |= {f: (1, 1, 1) for f in ("window_strides", "lhs_dilation", "rhs_dilation")}
-    volume = dataclasses.replace(line, **ones, padding=((1, 1), (0, 0), (0, 0)))
-    assert "3 spatial dimensions; accepted: 1, 2" in (supports(volume) or "")
-
-
-CONFIG = Config(taps_h=3, taps_w=3, blocks=1, tile_n=64, images=1, tile_p=8, tile_q=32, stages=4, splits=4)
-ILLEGAL = [
-    ({"taps_h": 4}, "taps_h 4; accepted: 1 to 3"),
-    ({"taps_w": 3, "blocks": 2}, "taps_w 3 and blocks 2; accepted: products of 1 to 4"),
-    ({"tile_n": 48}, "tile_n 48; accepted: 32, 64"),
-    ({"tile_n": 96}, "tile_n 96 and 3 filter rows make 144 sums a thread; accepted with 3 warpgroups: at most 96"),
-    ({"stages": 1}, "stages 1; accepted: 2 to 8"),
-    ({"stages": 8, "tile_q": 64}, "bytes of shared memory; accepted: at most 231424"),
-    ({"tile_q": 28}, "images 1 and tile_q 28; accepted: multiples of 4 columns or at least 7, products that are"),
-    ({"tile_q": 6, "images": 4}, "images 4 and tile_q 6; accepted: multiples of 4 columns or at least 7, products"),
-    ({"tile_q": 68, "images": 2}, "images 2 and tile_q 68; accepted"),
-    ({"tile_p": 0}, "tile_p 0; accepted: 1 to "),
-    ({"tile_p": 2**31}, "tile_p 2147483648; accepted: 1 to "),
-    ({"splits": 9}, "splits 9; accepted for 8 strips: 1 to 8"),
-    ({"splits": 5}, "splits 5 leaves some of 8 strips' splits empty; use 4"),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason"), ILLEGAL, ids=[reason for _, reason in ILLEGAL])
-def test_illegal_configs(changes: dict[str, int], reason: str) -> None:
-    assert supports(problem(), CONFIG) is None
-    assert reason in (supports(problem(), dataclasses.replace(CONFIG, **changes)) or "")
-
-
-def test_barriers_of_very_dilated_filters_must_fit() -> None:
-    """Beside the most of dynamic shared memory there is little more than a KiB for them."""
-    config = Config(taps_h=2, taps_w=2, blocks=1, tile_n=32, images=1, tile_p=6, tile_q=24, stages=6, splits=1)
-    reasons = {}
-    for dilation in (40, 54):
-        case = Case("x", 2, 3 * dilation, 24, 32, 32, (3, 3), dilation=(dilation, 1), padding=((0, 0), (1, 1)))
-        reasons[dilation] = supports(dataclasses.replace(case, dtype="float32").problem(), config)
-    assert "bytes of barriers" not in (reasons[40] or "")
-    assert (
-        reasons[54] == "filter rows that reach over 54 input rows take 1040 bytes of barriers; accepted: at most 1024"
-    )
-
-
-@pytest.mark.parametrize("shape", [(400, 224, 224), (512, 224, 224)])
-def test_images_of_any_number_have_candidates(shape: tuple[int, int, int]) -> None:
-    """A 1x1 convolution sees them as one tall image, whose sums must still be cut into short chains."""
-    p = Case("tall", *shape, 64, 64, (1, 1), dtype="float32").problem()
-    assert supports(p) is None
-    assert tf32.candidates(p, DEFAULT_CUDA)
-
-
-@pytest.mark.parametrize("case", LEGAL, ids=lambda case: case.name)
-def test_candidates_and_neighbours(case: Case) -> None:
-    for out_dtype in ("bfloat16", "float32"):
-        p = case.problem(out_dtype)
-        found = tf32.candidates(p, DEFAULT_CUDA)
-        assert 1 <= len(found) <= tf32.MAX_CANDIDATES
-        assert len(set(found)) == len(found)
-        for config in found:
-            assert supports(p, config, DEFAULT_CUDA) is None
-            assert 1e-6 < tf32.estimate(p, config, DEFAULT_CUDA) < 1
-            assert config not in tf32.neighbours(p, config, DEFAULT_CUDA)
-            if out_dtype == "float32":
-                strips = -(-tf32.units(p, config) // config.splits)
-                assert strips == 1 or strips * config.tile_p * config.pixels <= tf32.MAX_FLOAT32_CHAIN
-        legal = [c for c in tf32.neighbours(p, found[0], DEFAULT_CUDA) if supports(p, c) is None]
-        assert legal
-
-
-@pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
-def test_suite_fills_the_machine_and_is_predicted_faster_than_xla(case: Case) -> None:
-    p = case.problem()
-    best = tf32.candidates(p, DEFAULT_CUDA)[0]
-    blocks = math.prod(tf32.tile_counts(p, best)) * best.splits
-    assert 0.95 * DEFAULT_CUDA.cores <= blocks <= DEFAULT_CUDA.cores
-    assert case.xla_us is not None
-    assert tf32.estimate(p, best, DEFAULT_CUDA) * 1e6 < case.xla_us
-
-
-def test_wide_strides_have_candidates() -> None:
-    for stride in (9, 20, 33, 71):
-        p = problem(width=400, stride=(1, stride), batch=1)
-        assert tf32.candidates(p, DEFAULT_CUDA)
-
-
-# ---- the device code's arithmetic ----------------------------------------------------------------------------------
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import float64, random_problems, tf32_model
+from tests.problems import conv, seeded
 
 
 def test_a_strided_1x1_filter_reads_only_the_pixels_that_count() -> None:
-    v = view(problem(kernel=(1, 1), stride=(2, 4)))
+    problem = functools.partial(conv, (16, 32), batch=4, dtype="float32")
+    v = view(problem((1, 1), stride=(2, 4)))
     assert (v.stride, v.size, v.lhs_strides) == ((1, 1), (8, 8), (4 * 64, 2 * 32 * 64, 16 * 32 * 64))
-    v = view(problem(kernel=(3, 3), stride=(2, 2), padding=((1, 1), (1, 1))))
+    v = view(problem((3, 3), stride=2, padding=1))
     assert (v.stride, v.size) == ((2, 2), (16, 32))
-    v = view(problem(kernel=(3, 1), stride=(2, 2), dilation=(4, 1), padding=((2, 2), (-2, 0))))
+    v = view(problem((3, 1), stride=2, rhs_dilation=(4, 1), padding=((2, 2), (-2, 0))))
     assert (v.stride, v.dilation, v.pad, v.size) == ((1, 1), (2, 1), (1, -1), (8, 16))
 
 
@@ -172,7 +46,7 @@ MODELLED = [
 
 
 def check_model(p: ConvWgradProblem, config: Config, rng: np.random.Generator) -> None:
-    assert supports(p, config) is None
+    assert FAMILY.refusal(p, config) is None
     x, dy = (rng.integers(-3, 4, shape).astype(np.float64) for shape in (p.lhs_shape, p.g_shape))
     sums = tf32_model.sums(p, config, x, dy)
     assert not np.isnan(sums).any()
@@ -187,78 +61,17 @@ def test_every_product_is_added_once_where_it_belongs(case: Case, config: Config
 
 def test_candidates_of_random_problems_are_exact_in_the_model() -> None:
     with seeded(72) as rng:
-        done = 0
-        while done < 12:
-            (r, s), (sh, sw), (dh, dw) = (rng.integers(1, most, 2).tolist() for most in (6, 4, 3))
-            (top, bottom), (left, right) = rng.integers(-2, 4, (2, 2)).tolist()
-            case = Case(
-                "random", int(rng.integers(1, 6)), int(rng.integers(1, 14)), int(rng.integers(1, 30)),
-                4 * int(rng.integers(1, 20)), 4 * int(rng.integers(1, 12)), (r, s), stride=(sh, sw), dilation=(dh, dw),
-                padding=((top, bottom), (left, right)), dtype="float32",
-            )  # fmt: skip
-            p = case.problem()
-            if supports(p) is not None:
-                continue
-            found = tf32.candidates(p, DEFAULT_CUDA)
+        for p in itertools.islice((p for p in random_problems.draws(rng, "tf32") if p.flops < 2e6), 12):
+            found = FAMILY.candidates(p, DEFAULT_CUDA)
             check_model(p, found[int(rng.integers(len(found)))], rng)
-            done += 1
 
 
 def test_boxes_are_within_tmas_limits() -> None:
-    for case in LEGAL:
-        p = case.problem()
-        for config in tf32.candidates(p, DEFAULT_CUDA):
-            for tensor_map in tf32.make_plan(p, config).maps:
+    cases_ = (dataclasses.replace(case, dtype="float32") for case in cases.WGRAD_CASES)
+    for p in (p for p in (case.problem() for case in cases_) if FAMILY.refusal(p) is None):
+        for config in FAMILY.candidates(p, DEFAULT_CUDA):
+            for tensor_map in FAMILY.plan(p, config).maps:
                 assert isinstance(tensor_map, TiledMap)
                 assert tensor_map.box[0] * 4 == 128
                 assert max(tensor_map.box) <= 256
                 assert all(stride % 16 == 0 for stride in tensor_map.strides)
-
-
-# ---- machine code --------------------------------------------------------------------------------------------------
-
-STRIDED = {"stride": (2, 2), "height": 32, "width": 56}
-VARIANTS: list[tuple[dict[str, Any], Config]] = [
-    ({"width": 56}, Config(3, 3, 1, 64, 1, 16, 56, 4, 1)),
-    (STRIDED, Config(3, 3, 1, 64, 2, 16, 28, 3, 1)),
-    ({"width": 28}, Config(3, 3, 1, 64, 2, 16, 28, 4, 1)),
-    ({"width": 27}, Config(3, 3, 1, 64, 2, 16, 28, 4, 1)),
-    ({"width": 128}, Config(3, 3, 1, 32, 1, 16, 128, 2, 1)),
-    ({"width": 14}, Config(3, 3, 1, 64, 4, 14, 14, 4, 1)),
-    ({"width": 13}, Config(3, 3, 1, 64, 8, 7, 7, 3, 1)),
-    (STRIDED | {"width": 28}, Config(3, 3, 1, 64, 4, 14, 14, 2, 1)),
-    ({"width": 31}, Config(3, 1, 1, 128, 1, 16, 32, 3, 1)),
-    ({"width": 23, "kernel": (3, 4)}, Config(3, 2, 1, 96, 1, 16, 24, 3, 1)),
-    ({"width": 23, "kernel": (3, 4)}, Config(2, 4, 1, 64, 1, 16, 24, 3, 1)),
-    ({"kernel": (1, 1)}, Config(1, 1, 4, 128, 1, 16, 32, 2, 1)),
-    ({"kernel": (1, 1), "width": 31, "padding": ((0, 0), (0, 1))}, Config(1, 1, 2, 256, 1, 16, 32, 2, 1)),
-    ({"kernel": (1, 3), "width": 24}, Config(1, 3, 1, 192, 1, 16, 24, 2, 1)),
-]
-
-
-@pytest.fixture(scope="module")
-def machine_code() -> dict[compiler.Source, compiler.Compiled]:
-    """All of them, compiled in parallel."""
-    assert compiler.unavailable() is None, compiler.unavailable()
-    sources = [tf32.source(problem(**changes), config) for changes, config in VARIANTS]
-    return dict(zip(sources, compiler.compile_sources(sources), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("changes", "config"), VARIANTS, ids=[str(config) for _, config in VARIANTS])
-def test_variant_is_good_machine_code(
-    changes: dict[str, Any], config: Config, machine_code: dict[compiler.Source, compiler.Compiled]
-) -> None:
-    p = problem(**changes)
-    assert supports(p, config) is None
-    source = tf32.source(p, config)
-    compiled = machine_code[source]
-    assert not cubin.warnings(compiled.log, source.file)
-    assert not compiled.serialized_wgmma
-    assert compiled.spill_bytes == 0
-    kernel, report = cubin.kernels(compiled.image)["wgrad_partial"], cubin.reports(compiled.log)["wgrad_partial"]
-    cubin.check_roles(kernel, report, config.consumers)
-    assert kernel.shared_bytes + tf32.shared_bytes(p, config) <= 228 * 1024
-    # Every step of a line multiplies once for each filter row that meets it; lines differ in which do.
-    assert kernel.opcodes[HGMMA] % (config.pixels // 8) == 0
-    assert kernel.opcodes[HGMMA] >= config.taps_h * config.pixels // 8

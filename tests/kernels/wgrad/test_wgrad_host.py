@@ -13,13 +13,14 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk  # noqa: F401 (registers the handler)
-from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.kernels.wgrad.host import Config
+from jax_splitk.kernels.wgrad.host import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
+from jax_splitk.runtime.target import Target
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handler runs on the CPU")
 
+FOUR_CORES = Target("cpu", "cpu", "", 4)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -135,8 +136,8 @@ def call_raw(
 
 
 def call_host(problem: ConvWgradProblem, config: Config, lhs: Any, g: Any) -> jax.Array:
-    assert wgrad_host.supports(problem, config) is None
-    call = wgrad_host.make_plan(problem, config).custom_call()
+    assert FAMILY.refusal(problem, config) is None
+    call = FAMILY.plan(problem, config).custom_call()
     return call_raw(problem, call.workspace_bytes, dict(call.attributes), lhs, g)
 
 
@@ -258,7 +259,7 @@ SMALL = make_problem((5, 5), (3, 3))
 
 
 def small_call(**changes: Any) -> jax.Array:
-    call = wgrad_host.make_plan(SMALL, Config(2, 8)).custom_call()
+    call = FAMILY.plan(SMALL, Config(2, 8)).custom_call()
     lhs, g = np.ones(SMALL.lhs_shape, np.float32), np.ones(SMALL.g_shape, np.float32)
     size = changes.pop("size", call.workspace_bytes)
     lhs, g, out = changes.pop("lhs", lhs), changes.pop("g", g), changes.pop("out", None)
@@ -309,9 +310,9 @@ def workspace_cases() -> Iterator[tuple[ConvWgradProblem, Config]]:
 
 @pytest.mark.parametrize(("problem", "config"), list(workspace_cases()), ids=str)
 def test_workspace_formulas_agree(problem: ConvWgradProblem, config: Config) -> None:
-    call = wgrad_host.make_plan(problem, config).custom_call()
+    call = FAMILY.plan(problem, config).custom_call()
     lhs, g = (as_dtype(np.zeros(shape), problem.dtype) for shape in (problem.lhs_shape, problem.g_shape))
-    size = wgrad_host.workspace_bytes(problem, config)
+    size = FAMILY.workspace_bytes(problem, config)
     assert size == call.workspace_bytes
     call_raw(problem, size, dict(call.attributes), lhs, g).block_until_ready()
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"workspace has {size - 1} bytes, expected {size}"):
@@ -349,25 +350,25 @@ def test_concurrent_calls() -> None:
 
 
 def test_supports_names_value_and_range() -> None:
-    assert wgrad_host.supports(SMALL) is None
-    assert "dtype=int8" in str(wgrad_host.supports(dataclasses.replace(SMALL, dtype="int8")))
-    assert "splits=19 is outside 1..18" in str(wgrad_host.supports(SMALL, Config(19, 8)))
-    assert "splits=0" in str(wgrad_host.supports(SMALL, Config(0, 8)))
-    assert "block=4104" in str(wgrad_host.supports(SMALL, Config(1, 4104)))
+    assert FAMILY.refusal(SMALL) is None
+    assert "dtype=int8" in str(FAMILY.refusal(dataclasses.replace(SMALL, dtype="int8")))
+    assert "splits=19 is outside 1..18" in str(FAMILY.refusal(SMALL, Config(19, 8)))
+    assert "splits=0" in str(FAMILY.refusal(SMALL, Config(0, 8)))
+    assert "block=4104" in str(FAMILY.refusal(SMALL, Config(1, 4104)))
     rank4 = make_problem((3, 3, 3, 3), (1, 1, 1, 1))
-    assert "4 spatial dimensions" in str(wgrad_host.supports(rank4))
+    assert "4 spatial dimensions" in str(FAMILY.refusal(rank4))
     wide = make_problem((3,), (1,), strides=(2**31,))
-    assert str(2**31) in str(wgrad_host.supports(wide))
+    assert str(2**31) in str(FAMILY.refusal(wide))
 
 
 @pytest.mark.parametrize("problem", LARGER, ids=str)
 def test_candidates_are_legal_and_estimated(problem: ConvWgradProblem) -> None:
-    configs = wgrad_host.candidates(problem)
+    configs = FAMILY.candidates(problem, FOUR_CORES)
     assert configs
     assert len(set(configs)) == len(configs)
     for config in configs:
-        assert wgrad_host.supports(problem, config) is None
-        assert 0 < wgrad_host.estimate(problem, config) < 1
+        assert FAMILY.refusal(problem, config) is None
+        assert 0 < FAMILY.estimate(problem, config, FOUR_CORES) < 1
 
 
 def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> ConvWgradProblem:
@@ -388,10 +389,10 @@ def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> 
     ids=str,
 )
 def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: int) -> None:
-    reason = str(wgrad_host.preferred(problem))
+    reason = str(FAMILY.unmeasured_refusal(problem))
     assert f" = {problem.in_channels * problem.out_channels} of a dense {problem.dtype} " in reason
     assert reason.endswith(f"preferred below {most}")
-    assert wgrad_host.supports(problem) is None
+    assert FAMILY.refusal(problem) is None
 
 
 @pytest.mark.parametrize(
@@ -410,8 +411,8 @@ def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: in
     ids=str,
 )
 def test_what_xla_is_slower_at_is_preferred(problem: ConvWgradProblem) -> None:
-    assert wgrad_host.preferred(problem) is None
+    assert FAMILY.unmeasured_refusal(problem) is None
 
 
 def test_calls_that_take_longer_than_their_work_are_xlas() -> None:
-    assert "so small" in str(wgrad_host.preferred(make_problem((2,), (1,), channels=(4, 4))))
+    assert "so small" in str(FAMILY.unmeasured_refusal(make_problem((2,), (1,), channels=(4, 4))))

@@ -1,0 +1,124 @@
+"""What the benchmarks' reports share: the environment, limits of an H200, Markdown tables and JSON files."""
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jax_splitk
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import plan, toolchain
+from jax_splitk.runtime.target import local_platform, target_for
+from jax_splitk.tuning import store
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import key_for
+
+try:
+    from tqdm import tqdm
+except ImportError:  # pragma: no cover
+    tqdm = None
+
+# One NVIDIA H200, measured: bf16 matrix product on random data, and device-to-device copy.
+H200_FLOPS = 790e12
+H200_BYTES = 4.3e12
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def floor_us(problem: Problem, flops: float = H200_FLOPS) -> float | None:
+    """What a problem takes on an H200 at the rates that large products and copies reach there, microseconds; None on
+    other devices."""
+    if "H200" not in jax.devices()[0].device_kind:
+        return None
+    return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
+
+
+def tuning_entry(problem: Problem) -> Entry | None:
+    """What the caches have for the problem."""
+    found = store.lookup(key_for(problem, target_for(local_platform())))
+    return None if found is None else found[0]
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table of the rows, the first of which is its header, with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in lines)
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar, if there is one."""
+    with contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode():
+        print(text, flush=True)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write(path: pathlib.Path, report: Mapping[str, Any]) -> None:
+    """Writes a report as JSON, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    device = jax.devices()[0]
+    wanted = ("jax", "jaxlib", "nvidia-", "numpy", "scipy")
+    packages = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
+    kernels = pathlib.Path(jax_splitk.__file__).parent / "kernels"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "driver": _driver(),
+        "jax": jax.__version__,
+        "jaxlib": packages.get("jaxlib"),
+        "jax_splitk": packages.get("jax_splitk") or packages.get("jax-splitk") or _version_in_tree(),
+        "packages": {name: packages[name] for name in sorted(packages) if name.startswith(wanted)},
+        "nvrtc": None if toolchain.unavailable() else ".".join(map(str, toolchain.find_nvrtc().version)),
+        "plan_version": plan.PLAN_VERSION,
+        "kernel_sources": {
+            path.relative_to(kernels).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(kernels.rglob("*.cu*"))
+        },
+    }
+
+
+def _version_in_tree() -> str:
+    """The package's version in pyproject.toml beside it, for a tree that is used without being installed."""
+    pyproject = pathlib.Path(jax_splitk.__file__).parents[1] / "pyproject.toml"
+    return tomllib.loads(pyproject.read_text())["project"]["version"]
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.splitlines() or [""])[0].strip() or None

@@ -1,0 +1,179 @@
+"""What the families of weight gradients on Hopper share: buffers, and splits of the reduction.
+
+The kernel of several splits writes fp32 partial sums of each into the workspace, and a second kernel adds them in a
+fixed order; see device/split_k.py.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
+from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.plan import Buffer, Launch, Param, Pointer
+from jax_splitk.runtime.target import Target
+
+_Any = TypeVar("_Any")
+
+
+class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
+    """A kernel that loads lhs and g and writes dW."""
+
+    def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
+        """lhs, g, dW, workspace."""
+        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
+        shapes = ((problem.lhs_shape, item), (problem.g_shape, item), (problem.out_shape, out_item))
+        sizes = (*(math.prod(shape) * size for shape, size in shapes), self.workspace_bytes(problem, config))
+        return tuple(Buffer(size, 16) for size in sizes)
+
+
+def type_macros(problem: ConvWgradProblem) -> dict[str, int]:
+    """Of inputs of 16 bits and of the result."""
+    return {"ELEMENT_BF16": int(problem.dtype == "bfloat16"), "OUT": OUT_CODES[problem.out_dtype]}
+
+
+class _Split(Protocol):
+    """A frozen dataclass with a split count."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def splits(self) -> int: ...
+
+
+_Config = TypeVar("_Config", bound=_Split)
+
+
+class SplitFamily(WgradFamily[_Config]):
+    """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction."""
+
+    structs = (ReduceArgs,)
+
+    @abc.abstractmethod
+    def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Blocks of the reduction, of which each split has as many or one less."""
+
+    @abc.abstractmethod
+    def longest_chain(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Blocks of a float32 result's split, at most.
+
+        The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
+        result keeps it; in a 16-bit one rounding hides it.
+        """
+
+    @abc.abstractmethod
+    def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Of one split."""
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+        if problem.out_dtype != "float32":
+            return 1
+        return -(-self.reduction_blocks(problem, config) // max(1, self.longest_chain(problem, config)))
+
+    def with_splits(self, problem: ConvWgradProblem, config: _Config, splits: int) -> _Config:
+        """The config with the nearest split count not above `splits` (and at least 1) that leaves no split empty."""
+        return dataclasses.replace(config, splits=whole_splits(self.reduction_blocks(problem, config), splits))
+
+    def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
+        """Splits that fill the machine once."""
+        return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
+
+    def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
+        """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
+        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
+        least = self.least_splits(problem, config)
+        wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
+        found = {self.with_splits(problem, config, splits) for splits in wanted}
+        return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
+
+    def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
+        """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
+        least = self.least_splits(problem, config)
+        found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
+        return sorted(found, key=_splits_of)
+
+    def reduce_seconds(
+        self, problem: ConvWgradProblem, config: _Config, least: float = 0.7e-6, bytes_per_second: float = 4.8e12
+    ) -> float:
+        """Of the second kernel. Partial sums stay in L2 for the most part."""
+        moved = 2 * self.workspace_bytes(problem, config)
+        return 0.0 if config.splits == 1 else least + moved / bytes_per_second
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """fp32 partial sums, one set for each split; none when there is a single split, which writes dW itself."""
+        return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
+
+    def split_launches(
+        self,
+        problem: ConvWgradProblem,
+        config: _Config,
+        *,
+        threads: int,
+        params: tuple[Param, ...],
+        shared_bytes: int,
+        groups: int = 1,
+    ) -> tuple[Launch, ...]:
+        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`.
+
+        Where they are written is the kernel's last parameter, after `params`. Feature groups are the grid's last
+        dimension.
+        """
+        split = config.splits > 1
+        main = Launch(
+            kernel="wgrad_partial" if split else "wgrad_direct",
+            grid=(self.thread_blocks(problem, config) // groups, config.splits, groups),
+            block=(threads, 1, 1),
+            params=(*params, Pointer(3 if split else 2)),
+            shared_bytes=shared_bytes,
+        )
+        if not split:
+            return (main,)
+        size = math.prod(problem.out_shape)
+        lanes = reduce_lanes(size // 4, config.splits)
+        args = ReduceArgs(size, partial_stride(problem), config.splits, lanes).param()
+        reduce = Launch(
+            kernel="reduce_splits",
+            grid=(-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1),
+            block=(REDUCE_THREADS, 1, 1),
+            params=(Pointer(3), Pointer(2), args),
+            programmatic=True,
+        )
+        return main, reduce
+
+
+def partial_stride(problem: ConvWgradProblem) -> int:
+    """Elements from one split's partial sums to the next's: the output's, in whole float4."""
+    return -(-math.prod(problem.out_shape) // 4) * 4
+
+
+def _splits_of(config: _Split) -> int:
+    return config.splits
+
+
+def nearby(splits: int, wave: float) -> set[int]:
+    """Twice and half as many splits, and those that fill half a wave more or less."""
+    return {splits // 2, splits * 2, round(splits + wave / 2), round(splits - wave / 2)}
+
+
+def one_block_apart(splits: int, blocks: int) -> set[int]:
+    """Split counts with one block of the reduction more or less in each split."""
+    each = -(-blocks // splits)
+    return {-(-blocks // other) for other in (each - 1, each + 1) if other > 0}
+
+
+def fastest_and_fewest(seconds: Mapping[_Config, float], most: int) -> tuple[_Config, ...]:
+    """At most so many configs, the fastest first. The four of fewest splits stay, however slow: a small workspace may
+    allow no others."""
+    ranked = sorted(seconds, key=lambda c: seconds[c])
+    fewest = sorted(ranked, key=_splits_of)[:4]
+    return tuple(dict.fromkeys([*ranked[: most - len(fewest)], *fewest]))

@@ -1,0 +1,83 @@
+"""What several families of weight gradients cannot serve.
+
+Each function returns the reason, or None where there is none, so that `or` between them reports the first.
+"""
+
+import math
+from collections.abc import Sequence
+
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+
+INT32_MAX = 2**31 - 1
+MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyond them
+
+
+HALVES = ("bfloat16", "float16")
+
+
+def rank(p: ConvWgradProblem, accepted: Sequence[int]) -> str | None:
+    if p.rank in accepted:
+        return None
+    return f"{p.rank} spatial dimensions; accepted: {', '.join(map(str, accepted))}"
+
+
+def dtypes(p: ConvWgradProblem, accepted: Sequence[str]) -> str | None:
+    """Of the inputs, and of the result."""
+    if p.dtype not in accepted:
+        return f"dtype {p.dtype}; accepted: {', '.join(accepted)}"
+    if p.out_dtype not in OUT_CODES:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+    return None
+
+
+def groups(p: ConvWgradProblem) -> str | None:
+    if p.feature_group_count == p.batch_group_count == 1:
+        return None
+    return f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}; accepted: 1"
+
+
+def batch_groups(p: ConvWgradProblem) -> str | None:
+    return None if p.batch_group_count == 1 else f"batch_group_count {p.batch_group_count}; accepted: 1"
+
+
+def channels(p: ConvWgradProblem, multiple: int) -> str | None:
+    if p.in_channels % multiple == p.out_channels % multiple == 0:
+        return None
+    return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of {multiple}"
+
+
+def lhs_dilation(p: ConvWgradProblem) -> str | None:
+    return f"lhs_dilation {p.lhs_dilation}; accepted: 1" if any(d != 1 for d in p.lhs_dilation) else None
+
+
+def input_pixels(p: ConvWgradProblem) -> str | None:
+    if 0 not in p.input_spatial:
+        return None
+    return f"input of {p.input_spatial} pixels; accepted: at least 1 in each dimension"
+
+
+def output_pixels(p: ConvWgradProblem, most: int = INT32_MAX) -> str | None:
+    return None if 0 < p.reduction_size <= most else f"{p.reduction_size} output pixels; accepted: 1 to {most}"
+
+
+def empty_dimensions(p: ConvWgradProblem) -> str | None:
+    if 0 not in (p.batch, *p.output_spatial, *p.input_spatial):
+        return None
+    return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"
+
+
+def padded_input(p: ConvWgradProblem, beyond: int) -> str | None:
+    """Of coordinates that are 32-bit integers, up to `beyond` pixels of the output past its end."""
+    for axis in range(p.rank):
+        span = abs(p.padding[axis][0]) + (p.output_spatial[axis] + beyond) * p.window_strides[axis]
+        span += p.kernel_spatial[axis] * p.rhs_dilation[axis]
+        if span > INT32_MAX:
+            where = f"in spatial dimension {axis}"
+            return f"padded input of up to {span} pixels {where}; accepted: at most {INT32_MAX}"
+    return None
+
+
+def weights(p: ConvWgradProblem) -> str | None:
+    count = math.prod(p.out_shape)
+    return None if 0 < count <= MAX_WEIGHTS else f"{count} weights; accepted: 1 to {MAX_WEIGHTS}"

@@ -1,0 +1,165 @@
+"""The forward convolution that an operation belongs to: its parameters as values, and the checks of them."""
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from jax_splitk.problems.conv_reference import lax_precision, precision_name
+from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
+from jax_splitk.runtime import _compat
+from jax_splitk.runtime.arguments import integer
+
+Padding = str | Sequence[tuple[int, int]]
+_WORDS = ("SAME", "SAME_LOWER", "VALID")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """The parameters of `lax.conv_general_dilated`, hashable. `padding` is one of lax's words, or pairs."""
+
+    window_strides: tuple[int, ...]
+    padding: str | Pairs
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+    precision: str
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arguments["precision"] = lax_precision(self.precision)
+        return lax.conv_general_dilated(lhs, rhs, **arguments, preferred_element_type=out_dtype)
+
+
+def convolution(
+    lhs_shape: tuple[Any, ...],
+    rhs_shape: tuple[int, ...],
+    window_strides: Sequence[int],
+    padding: Padding,
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: lax.PrecisionLike,
+) -> Convolution:
+    """The convolution of a caller's arguments, in lax's order; ValueError for one outside its range."""
+    rank = len(lhs_shape) - 2
+    feature_groups, batch_groups = _groups(feature_group_count, batch_group_count)
+    return Convolution(
+        window_strides=integers("window_strides", window_strides, rank),
+        padding=_padding(padding, rank),
+        lhs_dilation=_dilation("lhs_dilation", lhs_dilation, rank),
+        rhs_dilation=_dilation("rhs_dilation", rhs_dilation, rank),
+        dimension_numbers=lax.conv_dimension_numbers(lhs_shape, rhs_shape, dimension_numbers),
+        feature_group_count=feature_groups,
+        batch_group_count=batch_groups,
+        precision=precision_name(precision),
+    )
+
+
+def with_output(
+    conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...]
+) -> tuple[Convolution, tuple[Any, ...]]:
+    """The convolution with its padding as pairs, and the shape of its output; ValueError where it has none."""
+    specs = conv.dimension_numbers
+    batch, in_channels, *input_spatial = (lhs_shape[i] for i in specs.lhs_spec)
+    out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)
+    if min(kernel_spatial, default=1) < 1:
+        raise ValueError(f"rhs_shape={rhs_shape} with a kernel of {kernel_spatial}; accepted: sizes of at least 1")
+    feature_groups = conv.feature_group_count
+    if group_channels * feature_groups != in_channels:
+        whole = in_channels % feature_groups == 0
+        accepted = in_channels // feature_groups if whole else f"groups that divide the {in_channels}"
+        raise ValueError(
+            f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs_shape} has {in_channels} "
+            f"in feature_group_count={feature_groups} groups; accepted: {accepted}"
+        )
+    groups = feature_groups * conv.batch_group_count
+    if out_channels % groups or batch % conv.batch_group_count:
+        raise ValueError(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
+    conv = dataclasses.replace(conv, padding=_pairs(conv, tuple(input_spatial), tuple(kernel_spatial)))
+    spatial = _output_spatial(conv, tuple(input_spatial), tuple(kernel_spatial))
+    # By dictionary, not by array: a batch may be symbolic (jax.export).
+    sizes = dict(zip(specs.out_spec, (batch // conv.batch_group_count, out_channels, *spatial), strict=True))
+    return conv, tuple(sizes[axis] for axis in range(len(lhs_shape)))
+
+
+def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1) -> tuple[int, ...]:
+    """`count` integers; None is refused."""
+    values = ()
+    with contextlib.suppress(TypeError):
+        values = tuple(operator.index(v) for v in (() if value is None else value))
+    if len(values) != count or any(v < least for v in values):
+        raise ValueError(f"{name}={value!r}; accepted: {count} integers of at least {least}")
+    return values
+
+
+def _dilation(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """An integer for each dimension; None for ones."""
+    return (1,) * rank if value is None else integers(name, value, rank)
+
+
+def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]:
+    """Both counts, of which only one may be above 1."""
+    given = {"feature_group_count": feature_group_count, "batch_group_count": batch_group_count}
+    counts = {name: integer(value) or 0 for name, value in given.items()}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={given[name]!r}; accepted: an integer of at least 1")
+    if min(counts.values()) > 1:
+        both = ", ".join(f"{name}={count}" for name, count in counts.items())
+        raise ValueError(f"{both}; accepted: only one of them above 1")
+    return counts["feature_group_count"], counts["batch_group_count"]
+
+
+def _padding(padding: Padding, rank: int) -> str | Pairs:
+    """A known word, or pairs of integers."""
+    if isinstance(padding, str):
+        if padding.upper() in _WORDS:
+            return padding.upper()
+    else:
+        with contextlib.suppress(TypeError, ValueError):
+            pairs = tuple((operator.index(low), operator.index(high)) for low, high in padding)
+            if len(pairs) == rank:
+                return pairs
+    raise ValueError(f"padding={padding!r}; accepted: {', '.join(map(repr, _WORDS))} or {rank} pairs (low, high)")
+
+
+def _pairs(conv: Convolution, input_spatial: tuple[Any, ...], kernel_spatial: tuple[int, ...]) -> Pairs:
+    """The padding that a word means."""
+    word = conv.padding
+    if not isinstance(word, str):
+        return word
+    if any(d != 1 for d in conv.lhs_dilation):
+        raise ValueError(f"padding={word!r} with lhs_dilation={conv.lhs_dilation}; accepted: explicit pairs")
+    window = dilated(kernel_spatial, conv.rhs_dilation)
+    pairs = lax.padtype_to_pads(input_spatial, window, conv.window_strides, word)
+    if not _compat.is_known(*(side for pair in pairs for side in pair)):
+        raise ValueError(
+            f"padding={word!r} of an input of symbolic sizes {input_spatial} at strides {conv.window_strides} is not "
+            "known; accepted: explicit pairs, or sizes that are multiples of the strides, as 2*h is of 2"
+        )
+    return tuple((int(low), int(high)) for low, high in pairs)
+
+
+def _output_spatial(conv: Convolution, input_spatial: tuple[Any, ...], kernel_spatial: tuple[int, ...]) -> Any:
+    """`conv_output_spatial`, where the input's sizes may be symbolic."""
+    geometry: dict[str, Any] = {
+        "window_strides": conv.window_strides,
+        "padding": conv.padding,
+        "lhs_dilation": conv.lhs_dilation,
+        "rhs_dilation": conv.rhs_dilation,
+    }
+    if _compat.is_known(*input_spatial):
+        return conv_output_spatial(input_spatial, kernel_spatial, **geometry)
+    lhs, rhs = (jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32) for sizes in (input_spatial, kernel_spatial))
+    return jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, **geometry), lhs, rhs).shape[2:]

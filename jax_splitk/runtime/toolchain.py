@@ -1,0 +1,77 @@
+"""NVRTC and the headers that device code includes, from their wheels: no CUDA toolkit, no nvcc and no GPU is needed."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import pathlib
+from collections.abc import Iterable
+
+from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
+
+_HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
+_INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
+
+
+class CompilerUnavailable(RuntimeError):
+    """NVRTC or the headers it needs are not installed; the message names what is missing."""
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc:
+    """The compiler; raises `CompilerUnavailable` where its wheel is not installed."""
+    folder = _first((f / "lib" for f in _nvidia_folders()), "libnvrtc.so.13")
+    if folder is None:
+        raise CompilerUnavailable(f"nvidia-cuda-nvrtc 13 is not installed: {_INSTALL_HINT}")
+    try:
+        return Nvrtc(folder / "libnvrtc.so.13")
+    except (NvrtcError, OSError) as error:
+        raise CompilerUnavailable(f"{folder / 'libnvrtc.so.13'} cannot be used: {error}") from error
+
+
+@functools.cache
+def include_folders() -> tuple[pathlib.Path, ...]:
+    """Header folders of CUTLASS, the CUDA runtime and CCCL; raises `CompilerUnavailable` naming what is missing."""
+    spec = importlib.util.find_spec("cutlass_library")
+    locations = spec.submodule_search_locations if spec else None
+    cutlass = _first((pathlib.Path(p) / "source/include" for p in locations or ()), "cute/config.hpp")
+    includes = [f / "include" for f in _nvidia_folders()]
+    runtime = _first(includes, "cuda_fp16.h")
+    cccl = _first((f / "cccl" for f in includes), "cuda/std/cstdint")
+    if cutlass is None or runtime is None or cccl is None:
+        found = {"nvidia-cutlass": cutlass, "nvidia-cuda-runtime": runtime, "nvidia-cuda-cccl": cccl}
+        missing = [package for package, folder in found.items() if folder is None]
+        raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {_INSTALL_HINT}")
+    # CUTLASS includes "cccl/...", too; the wheels of CCCL and of the runtime may lie in different site folders.
+    return tuple(dict.fromkeys((cutlass, runtime, cccl, cccl.parent)))
+
+
+def unavailable() -> str | None:
+    """None where device code can be compiled here, else the reason."""
+    try:
+        find_nvrtc()
+        include_folders()
+    except CompilerUnavailable as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def header_versions() -> dict[str, str]:
+    """Versions of the packages whose headers the kernels include ('?' where a folder is there without metadata)."""
+    versions = {}
+    for package in _HEADER_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "?"
+    return versions
+
+
+def _nvidia_folders() -> list[pathlib.Path]:
+    spec = importlib.util.find_spec("nvidia")
+    locations = spec.submodule_search_locations if spec else None
+    return [pathlib.Path(p) / "cu13" for p in locations or ()]
+
+
+def _first(paths: Iterable[pathlib.Path], probe: str) -> pathlib.Path | None:
+    return next((path for path in paths if (path / probe).exists()), None)

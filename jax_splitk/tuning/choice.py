@@ -1,0 +1,96 @@
+"""What may compute a problem (a candidate), and what selection returns for it (a choice)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jax_splitk.kernels import Family
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.plan import CustomCall, DevicePlan
+from jax_splitk.runtime.target import Target
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Candidate:
+    """A family with a config for its problems; or `XLA`, which has neither."""
+
+    family: Family | None = None
+    config: Any = None
+
+    @property
+    def name(self) -> str:
+        """What files and messages call the family."""
+        return "xla" if self.family is None else self.family.name
+
+    @property
+    def implementation(self) -> str:
+        return "xla" if self.family is None else self.family.implementation
+
+    def refusal(self, problem: Problem, target: Target) -> str | None:
+        """Why it cannot compute the problem on the target, None where it can."""
+        if self.family is None:
+            return None
+        if self.family.platform != target.platform:
+            return f"runs on {self.family.platform}, not {target.platform}"
+        return self.family.refusal(problem, self.config, target)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Scratch memory asked of XLA, beyond what XLA takes for its own operation."""
+        return 0 if self.family is None else self.family.workspace_bytes(problem, self.config)
+
+    def plan(self, problem: Problem) -> DevicePlan | CustomCall:
+        """The launches of a legal candidate that is not XLA."""
+        if self.family is None:
+            raise TypeError("XLA's operation has no plan")
+        return self.family.plan(problem, self.config)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as in files."""
+        config = None if self.config is None else dataclasses.asdict(self.config)
+        return {"family": self.name, "config": config}
+
+    def __repr__(self) -> str:
+        return f"Candidate({self})"
+
+    def __str__(self) -> str:
+        return self.name if self.config is None else f"{self.name} {self.config}"
+
+
+XLA = Candidate()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The candidate that computes a problem.
+
+    Attributes:
+      because: what decided.
+      times: what was measured, in words; nobody may want to read them.
+    """
+
+    problem: Problem
+    candidate: Candidate
+    because: str
+    times: Callable[[], str] = dataclasses.field(default=str, compare=False, repr=False)
+
+    @property
+    def implementation(self) -> str:
+        return self.candidate.implementation
+
+    @property
+    def family(self) -> Family | None:
+        return self.candidate.family
+
+    @property
+    def config(self) -> Any:
+        return self.candidate.config
+
+    @functools.cached_property
+    def workspace_bytes(self) -> int:
+        return self.candidate.workspace_bytes(self.problem)
+
+    @functools.cached_property
+    def why(self) -> str:
+        """One sentence, for logs and `jax_splitk.explain`."""
+        return self.because + self.times()

@@ -1,0 +1,139 @@
+"""Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
+
+import dataclasses
+import itertools
+import json
+import logging
+
+from jax_splitk.runtime import disk, settings
+from jax_splitk.runtime.target import Target
+from jax_splitk.tuning import agreement, store, table, tuner
+from jax_splitk.tuning.entry import Entry, merge
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.session import session
+
+_logger = logging.getLogger("jax_splitk")
+
+AUTOTUNE = ("off", "on_miss")
+
+# An entry and where it comes from.
+Found = tuple[Entry, str]
+
+
+class FrozenCacheMiss(RuntimeError):
+    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one.
+
+    Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
+    exported. The message is the problem and the command that tunes it. An explicit config, `implementation="xla"`, a
+    `TuningResult` in force that has the problem, and what only XLA can compute need no decision.
+    """
+
+
+def autotune(target: Target) -> bool:
+    """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU.
+
+    Raises ValueError for any other word.
+    """
+    default = "on_miss" if target.platform == "cuda" else "off"
+    return settings.word("JAX_SPLITK_AUTOTUNE", AUTOTUNE, default) == "on_miss"
+
+
+def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Found | None:
+    """What decides for a caller of that limit; None for a miss.
+
+    Args:
+      measure: whether a miss may be measured now (and stored), if tuning is on.
+      final: whether what is chosen will be lowered, and not only looked at.
+
+    Raises:
+      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`, for what will be lowered.
+    """
+    if not measure:
+        found = _held(key, workspace_limit)
+        if found is None and final:
+            _refuse_if_frozen(key, workspace_limit)
+        return found
+    if not agreement.needed():
+        found = _here(key, workspace_limit)
+        session().decided(key, None if found is None else found[0])
+        return found
+    # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
+    return session().once(("settled", key, workspace_limit), lambda: _agreed(key, workspace_limit))
+
+
+def _agreed(key: Key, workspace_limit: int) -> Found | None:
+    """The same in every process of the job."""
+    where = "process 0's decision"
+
+    def decide() -> Entry | None:
+        nonlocal where
+        entry, where = _here(key, workspace_limit) or (None, where)
+        return entry
+
+    agreed, entry = agreement.agree(key, workspace_limit, decide)
+    session().decided(key, entry)
+    if not agreed:
+        entry, where = table.lookup(key), "shipped table"  # the same in every process
+    return None if entry is None else (entry, where)
+
+
+def _here(key: Key, workspace_limit: int) -> Found | None:
+    """What decides in this process by itself: what is held, if it was searched under such a limit; else a measurement,
+    if tuning is on; else, or if that fails, which is logged, what is held."""
+    again = session().wants_again(key)
+    held = _held(key, workspace_limit)
+    if held is not None and not again and held[0].is_searched(workspace_limit):
+        return held
+    if held is None:
+        _refuse_if_frozen(key, workspace_limit)
+    if disk.mode() == "frozen" or not autotune(key.target):
+        if held is None:
+            _logger.info("%s: not tuned; %s", key.problem, _command(key, workspace_limit))
+        return held
+    seconds = tuner.budget_seconds()
+    try:
+        return tuned(key, workspace_limit, seconds, again)
+    except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
+        fallback = "the cost model" if held is None else "the cache"
+        _logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
+        return held
+
+
+def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: bool = False) -> Found:
+    """What is held, if that was searched under such a limit; else, or `again`, a measurement, which is stored.
+
+    Raises:
+      RuntimeError: as `tuner.tune`.
+    """
+    with session().turn:
+        held = _held(key, workspace_limit)
+        if held is not None and not again and held[0].is_searched(workspace_limit):
+            return held
+        old = next(store.found(key), (None, ""))[0]
+        entry = tuner.tune(key, workspace_limit, old, seconds)
+        session().measured(key)
+        if not store.save(entry):
+            session().unsaved[key] = merge(session().unsaved.get(key), entry)
+        return entry, "measured now"
+
+
+def _held(key: Key, workspace_limit: int) -> Found | None:
+    """The first entry of this process or of a layer of the cache that has an answer for the limit."""
+    unsaved = session().unsaved.get(key)
+    first = [] if unsaved is None else [(unsaved, "measured now")]
+    found = itertools.chain(first, store.found(key))
+    return next((f for f in found if f[0].best(workspace_limit) is not None), None)
+
+
+def _refuse_if_frozen(key: Key, workspace_limit: int) -> None:
+    if disk.mode() == "frozen":
+        command = _command(key, workspace_limit)
+        raise FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {command}")
+
+
+def _command(key: Key, workspace_limit: int) -> str:
+    """How to tune the problem ahead of time."""
+    fields = json.dumps({"op": key.problem.op, **dataclasses.asdict(key.problem)})
+    limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
+    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"

@@ -1,0 +1,298 @@
+"""The search: rank by the cost model, time the best few, refine around the winner, race XLA.
+
+Successive halving over the ranked candidates, then a local search over the family's neighbouring configs; the order in
+which CUTLASS's maintainers advise to tune weight gradients (tile shapes first, then the split count that fills whole
+waves) is the order of the ranking.
+"""
+
+import concurrent.futures
+import datetime
+import importlib.metadata
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jax_splitk import kernels
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+
+_logger = logging.getLogger("jax_splitk")
+
+FIRST_ROUND = 24  # candidates that are timed at first
+BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
+FINALISTS = 4
+HOST_BOUND_US = 30  # below it a wall clock shows what the host takes to start the kernels
+SEARCH_SHARE = 0.65  # of the budget; the rest is for the finalists' device times
+NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
+
+
+def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
+    """Every legal candidate that fits the limit, the one that the cost model predicts to be fastest first."""
+    problem, target = key.problem, key.target
+    found: list[tuple[float, int, Candidate]] = []
+    for family in kernels.families(problem.op, target.platform):
+        if family.refusal(problem, None, target) is None:
+            for candidate in (Candidate(family, config) for config in family.candidates(problem, target)):
+                if _is_allowed(candidate, key, workspace_limit):
+                    found.append((family.estimate(problem, candidate.config, target), len(found), candidate))
+    return [candidate for _, _, candidate in sorted(found)]
+
+
+def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
+    problem = key.problem
+    return candidate.refusal(problem, key.target) is None and candidate.workspace_bytes(problem) <= workspace_limit
+
+
+class Search:
+    """One search, and what it has found so far, for the thread that watches it and may give it up.
+
+    Attributes:
+      bench: where the candidates run; None before it is set up.
+      xla: XLA's contestant, once it has run.
+      contestants: ours that compiled and computed the right result.
+      failures: those that did not.
+      tried: all that were looked at.
+    """
+
+    def __init__(self, key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> None:
+        self._started = time.monotonic()
+        self._deadline = self._started + SEARCH_SHARE * seconds
+        self.key = key
+        self.ranking = ranked(key, workspace_limit)
+        self.bench: Bench | None = None
+        self.xla: Contestant | None = None
+        self.contestants: list[Contestant] = []
+        self.failures: list[Measurement] = []
+        self.tried: set[Candidate] = set()
+        self._limit = workspace_limit
+        self._old = old
+        self._given_up = False
+
+    @property
+    def running(self) -> tuple[Candidate, float] | None:
+        """What the device runs at present and since when (`time.monotonic`)."""
+        return None if self.bench is None else self.bench.running
+
+    def give_up(self) -> None:
+        """Nothing more is compiled or run; what is running ends by itself."""
+        self._given_up = True
+        if self.bench is not None:
+            self.bench.abandoned = True
+
+    def run(self) -> Entry:
+        """Searches; raises RuntimeError where XLA cannot compute the problem."""
+        progress = _Progress(self.key)
+        with jax.default_device(jax.local_devices()[0]):
+            first = self._first_candidates()
+            bench, xla = self._start(first)
+            taken = self._prepare_first(bench, first)
+            bench.time([xla, *self.contestants], 3, self._deadline)
+            host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US
+            screened = host_bound and bench.screen_on_device(_working([xla, *self.contestants]))
+            self._refine(bench, taken, screened, progress)
+            finalists = self._time_finalists(bench, xla)
+        if xla.error is not None:
+            if not self._context_is_lost(xla):
+                raise RuntimeError(f"XLA cannot compute it: {xla.error}")
+            _logger.warning(
+                "%s: the device fails since a candidate did (%s); XLA is chosen. Start the process again",
+                *(self.key.problem, xla.error),
+            )
+            return self._entry(XLA, self.contestants)
+        entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
+        progress.done(entry)
+        return entry
+
+    @property
+    def _predicted(self) -> Candidate | None:
+        return self.ranking[0] if self.ranking else None
+
+    def _first_candidates(self) -> list[Candidate]:
+        """The best of an earlier entry, and the best by the model."""
+        first = _spread_over_variants(self.ranking, FIRST_ROUND)
+        if self._old is None:
+            return first
+        ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
+        # Only an entry's choice was checked.
+        allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
+        again = sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]
+        return list(dict.fromkeys([m.candidate for m in again] + first))
+
+    def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
+        """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
+        with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
+            meanwhile.submit(compile_ahead, self.key.problem, first[: max(BATCH, os.cpu_count() or 1)])
+            bench = self.bench = Bench(self.key.problem, self.key.target.platform)
+            bench.abandoned = self._given_up
+            prepared, failed = bench.prepare([XLA])
+        if not prepared:
+            raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
+        (self.xla,) = prepared
+        return bench, self.xla
+
+    def _prepare(self, bench: Bench, candidates: list[Candidate]) -> list[Contestant]:
+        joined, failed = bench.prepare(candidates)
+        self.tried.update(candidates)
+        self.failures += failed
+        return joined
+
+    def _prepare_first(self, bench: Bench, first: list[Candidate]) -> float:
+        """Prepares the first round for half of the search's time; the seconds that a round of refinement may take."""
+        taken = 0.0
+        for batch in (first[i : i + BATCH] for i in range(0, len(first), BATCH)):
+            preparing = time.monotonic()
+            if self.contestants and preparing > (self._started + self._deadline) / 2:
+                break
+            self.contestants += self._prepare(bench, batch)
+            taken = time.monotonic() - preparing
+        return taken
+
+    def _refine(self, bench: Bench, taken: float, screened: bool, progress: "_Progress") -> None:
+        """Steps to the neighbours of the fastest until none is faster, or the time is over."""
+        progress.report(len(self.tried), _fastest(self.contestants))
+        while self.contestants and time.monotonic() + taken < self._deadline:
+            started, best = time.monotonic(), _fastest(self.contestants)
+            new = [c for c in self._neighbours(best.candidate) if c not in self.tried]
+            if not new:
+                break
+            joined = self._prepare(bench, new)
+            bench.time(joined, 3, self._deadline)
+            if screened:
+                bench.screen_on_device(_working(joined))
+            self.contestants += joined
+            progress.report(len(self.tried), _fastest(self.contestants))
+            if _fastest(self.contestants) is best and best.error is None:
+                break
+            taken = time.monotonic() - started
+
+    def _neighbours(self, candidate: Candidate) -> list[Candidate]:
+        family, problem = candidate.family, self.key.problem
+        configs = () if family is None else family.neighbours(problem, candidate.config, self.key.target)
+        found = [Candidate(family, config) for config in configs]
+        return [c for c in found if _is_allowed(c, self.key, self._limit)]
+
+    def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
+        """Times the fastest and XLA once more, on the device where that can be."""
+        working = sorted(_working(self.contestants), key=lambda c: c.us)
+        # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
+        finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate == self._predicted]
+        if xla.error is not None or not bench.time_on_device([*finalists, xla]):
+            bench.time([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
+        return finalists
+
+    def _context_is_lost(self, xla: Contestant) -> bool:
+        """Whether XLA's operation, which had worked, fails because one of ours did before it."""
+        failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
+        return failed and "RESOURCE_EXHAUSTED" not in str(xla.error)
+
+    def entry_without(self, stuck: Candidate, error: str) -> Entry:
+        """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""
+        if self.xla is None or stuck == XLA:
+            raise RuntimeError(f"XLA cannot compute it: {error}")
+        self.failures.append(Measurement(stuck, None, error))
+        timed = [c for c in self.contestants if c.times and c.error is None and c.candidate != stuck]
+        choice = decide(timed, self.xla, self._predicted) if self.xla.times else self.xla
+        return self._entry(choice.candidate, timed)
+
+    def _entry(self, choice: Candidate, contestants: list[Contestant]) -> Entry:
+        timed = [c for c in contestants if c.times or c.error is not None]
+        if self.xla is not None and self.xla.times and self.xla.error is None:
+            timed.insert(0, self.xla)
+        measurements = (*map(_measurement, timed), *self.failures)
+        metadata = _metadata(time.monotonic() - self._started, len(self.tried))
+        return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
+
+
+def _measurement(contestant: Contestant) -> Measurement:
+    us = None if contestant.error is not None else round(float(contestant.us), 3)
+    return Measurement(contestant.candidate, us, contestant.error)
+
+
+def _spread_over_variants(ranking: list[Candidate], count: int) -> list[Candidate]:
+    """The best by the model, and beyond them the best of each other kernel variant: models err by whole tiles."""
+    first = ranking[: count * 2 // 3]
+    seen = {_variant(c) for c in first}
+    for candidate in ranking[len(first) :]:
+        if len(first) == count:
+            break
+        if _variant(candidate) not in seen:
+            seen.add(_variant(candidate))
+            first.append(candidate)
+    return first
+
+
+def _variant(candidate: Candidate) -> Any:
+    """A candidate up to its split count."""
+    fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
+    return candidate.family, tuple(fields.items())
+
+
+def _working(contestants: Iterable[Contestant]) -> list[Contestant]:
+    return [c for c in contestants if c.error is None]
+
+
+def _fastest(contestants: list[Contestant]) -> Contestant | Any:
+    return min(contestants, key=lambda c: c.us, default=None)
+
+
+def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
+    """The fastest of ours, unless the model's own choice is within the noise of it; then the faster of it and XLA, by
+    device times as they stand, by the wall clock only beyond the noise."""
+    best = _fastest(finalists)
+    if best is None:
+        return xla
+    for contestant in finalists:
+        if contestant.candidate == predicted and not _beats(best, contestant) and not _beats(xla, contestant):
+            best = contestant
+    if xla.device_times and best.device_times:
+        return xla if xla.us < best.us else best
+    return xla if _beats(xla, best) else best
+
+
+def _beats(challenger: Contestant, holder: Contestant) -> bool:
+    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns; else by
+    more than the spread of both."""
+    if challenger.device_times and holder.device_times:
+        rounds = zip(challenger.device_times, holder.device_times, strict=True)
+        return challenger.us < holder.us * (1 - NOISE) and all(mine < theirs for mine, theirs in rounds)
+    margin = max(NOISE, challenger.spread + holder.spread)
+    return challenger.us < holder.us * (1 - margin)
+
+
+def _metadata(seconds: float, tried: int) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "platform_version": str(getattr(jax.local_devices()[0].client, "platform_version", "")),
+        "seconds": round(seconds, 3),
+        "candidates": tried,
+    }
+
+
+class _Progress:
+    """A line on a terminal while a problem is tuned; a log record at its end everywhere."""
+
+    def __init__(self, key: Key):
+        self._problem = key.problem
+        self._terminal = sys.stderr.isatty()
+
+    def report(self, candidates: int, best: Contestant | None) -> None:
+        if self._terminal:
+            fastest = "none works yet" if best is None else f"best {best.us:.1f} us: {best.candidate}"
+            print(f"\r\x1b[Ktuning {self._problem}: {candidates} candidates, {fastest}", end="", file=sys.stderr)
+
+    def done(self, entry: Entry) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr)
+        ours, xla = entry.us(entry.choice), entry.us(XLA)
+        seconds = entry.metadata["seconds"]
+        _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self._problem, seconds, entry.choice, ours, xla)

@@ -1,0 +1,113 @@
+"""What a process remembers of its tuning, in one object: `session()`."""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+from jax_splitk.tuning.choice import Choice
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import Key
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class Watched:
+    """What was chosen while `Session.watching`: the command line's view of a script.
+
+    Attributes:
+      again: whether what a cache already has is measured too, each key once.
+      choices: of every operation that was lowered, with how often.
+      entries: by key, where a cache or a measurement was asked; None where neither had an answer.
+      measured: the keys that were measured.
+    """
+
+    again: bool = False
+    choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
+    entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
+    measured: set[Key] = dataclasses.field(default_factory=set)
+
+
+class _Blocks(threading.local):
+    """The `with` blocks of TuningResults that are open in a thread, by their result's id."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[contextlib.AbstractContextManager[None]]] = {}
+
+
+class Session:
+    """The tuning of one process; safe to use from several threads.
+
+    Attributes:
+      turn: held by whoever measures: measurements must not disturb each other, and threads that miss the same problem
+        at once measure it once.
+      stuck: the thread of a measurement that did not come back.
+      unsaved: measurements that could not be stored: a process measures a problem once in any case.
+      rounds: how often the processes of a job were asked to agree, by name.
+      alone: names on which this process went its own way: it need not wait for the others a second time.
+      blocks: see `_Blocks`.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.stuck: threading.Thread | None = None
+        self.unsaved: dict[Key, Entry] = {}
+        self.rounds: collections.Counter[str] = collections.Counter()
+        self.alone: set[str] = set()
+        self.blocks = _Blocks()
+        self._lock = threading.Lock()
+        self._once: dict[Hashable, Any] = {}
+        self._in_flight: dict[Hashable, threading.Lock] = {}
+        self._watchers: list[Watched] = []
+
+    def once(self, what: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` returns, which is called once for each `what`, unless it raises; other threads wait for it."""
+        if what not in self._once:
+            with self._lock:
+                own = self._in_flight.setdefault(what, threading.Lock())
+            with own:
+                if what not in self._once:
+                    self._once[what] = make()
+        return self._once[what]
+
+    def is_first(self, *what: Hashable) -> bool:
+        """Whether this is the first time that somebody asks so, of what is to be said or done once."""
+        with self._lock:
+            return self._once.setdefault(what, marker := object()) is marker
+
+    @contextlib.contextmanager
+    def watching(self, *, again: bool = False) -> Iterator[Watched]:
+        """Records what is chosen while the block runs; see `Watched`."""
+        watched = Watched(again)
+        self._watchers.append(watched)
+        try:
+            yield watched
+        finally:
+            self._watchers.remove(watched)
+
+    def lowered(self, choice: Choice) -> None:
+        for watched in self._watchers:
+            watched.choices[choice] = watched.choices.get(choice, 0) + 1
+
+    def decided(self, key: Key, entry: Entry | None) -> None:
+        for watched in self._watchers:
+            watched.entries[key] = entry
+
+    def measured(self, key: Key) -> None:
+        for watched in self._watchers:
+            watched.measured.add(key)
+
+    def wants_again(self, key: Key) -> bool:
+        """Whether a key that a cache has is to be measured now all the same."""
+        return any(watched.again and key not in watched.entries for watched in self._watchers)
+
+
+_session = Session()
+
+
+def session() -> Session:
+    """This process's."""
+    return _session

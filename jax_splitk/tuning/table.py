@@ -1,0 +1,97 @@
+"""The tables that ship with the package: a JSON file for each device and operation, with a line for each problem.
+
+    {"machine": {...}, "abi": {family: ABI, ...}, "versions": {...}, "defaults": {...}, "rows": [
+     {"problem": {...}, "family": ..., "config": {...}, "us": ..., "xla_us": ...},
+
+`machine` is the environment of the keys, `defaults` are fields of problems, for rows that do not name them. A row holds
+as long as each family that can compute its problem has the table's ABI. `python -m benchmarks.tables` makes them.
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jax_splitk.runtime import disk
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement, legal_candidate, microseconds
+from jax_splitk.tuning.key import Environment, Key
+from jax_splitk.tuning.session import session
+
+_logger = logging.getLogger("jax_splitk")
+
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
+
+
+def path_for(op: str, device_kind: str) -> pathlib.Path:
+    """The table's file: nvidia_h200/conv_wgrad.json."""
+    return FOLDER / re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) / f"{op}.json"
+
+
+def machine_of(environment: Environment) -> dict[str, Any]:
+    """What a table says of its machine: all of an environment but the families."""
+    fields = dataclasses.asdict(environment)
+    del fields["abi"]
+    return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table's file, as plain data; `rows` by the text of their problem."""
+
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    abi: frozenset[str] = frozenset()
+    rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def entry(self, key: Key) -> Entry | None:
+        """The entry for a key; None where the table has none. Raises InvalidEntry for a row that cannot be used."""
+        row = self.rows.get(_text(dataclasses.asdict(key.problem)))
+        if row is None or self.machine != machine_of(key.environment):
+            return None
+        changed = set(key.environment.abi) - self.abi
+        if changed:
+            raise InvalidEntry(f"it was measured with other versions than {', '.join(sorted(changed))}")
+        choice = legal_candidate(row, key)
+        times = {choice: microseconds(row.get("us")), XLA: microseconds(row.get("xla_us"))}
+        return Entry.of(key, choice, [Measurement(candidate, us) for candidate, us in times.items()])
+
+
+def lookup(key: Key) -> Entry | None:
+    """The shipped entry for a key; None, with one warning, for one that cannot be used."""
+    path = path_for(key.problem.op, key.environment.device_kind)
+    table = session().once(("table", path), lambda: _read_or_warn(path))
+    try:
+        return table.entry(key)
+    except InvalidEntry as error:
+        if session().is_first("row", path, key):
+            _logger.warning("%s: the row of %s is ignored: %s", path, key.problem, error)
+        return None
+
+
+def _read_or_warn(path: pathlib.Path) -> Table:
+    try:
+        return read(path)
+    except InvalidEntry as error:
+        _logger.warning("%s is ignored: %s", path, error)
+        return Table()
+
+
+def read(path: pathlib.Path) -> Table:
+    """The table in a file, an empty one where there is no file; raises InvalidEntry for a file that is not a table."""
+    text = disk.read(path)
+    if text is None:
+        return Table()
+    try:
+        data = json.loads(text)
+        abi = frozenset(f"{name}:{version}" for name, version in data["abi"].items())
+        rows = {_text({**data["defaults"], **row["problem"]}): row for row in data["rows"]}
+        return Table(data["machine"], abi, rows)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None
+
+
+def _text(problem: Mapping[str, Any]) -> str:
+    return json.dumps(problem, sort_keys=True)

@@ -1,0 +1,353 @@
+"""Machine code of every CUDA family, compiled for sm_90a: no spills, no warnings, the products that are expected, and
+registers and shared memory that a multiprocessor has. Needs no GPU.
+
+`make test` compiles one source of each family, `make test-all` so many that every value of what specialises the code
+occurs, and every pair of those that interact (`CODE`).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import cases
+from jax_splitk import kernels
+from jax_splitk.kernels import Family
+from jax_splitk.kernels.quantized import tiled
+from jax_splitk.problems.problem import Problem
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.runtime import compiler, toolchain
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import cubin, every_kernel, formats, products, random_problems
+
+REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
+SHARED_BYTES = 228 * 1024
+MOST_SOURCES = 130
+MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
+FAMILIES = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
+HELPERS = ("reduce_", "prepare_")  # kernels that multiply nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A problem with a config."""
+
+    family: Family
+    problem: Problem
+    config: Any
+
+    @property
+    def plan(self) -> DevicePlan:
+        made = self.family.plan(self.problem, self.config)
+        assert isinstance(made, DevicePlan)
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What to compile of a family and what its main kernels must be.
+
+    Attributes:
+      check: asserts what is so of the family alone.
+      pairs: macros of whose values every pair is compiled.
+      values: macros of which every value is compiled.
+    """
+
+    check: Callable[["Main"], None]
+    pairs: str
+    values: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Main:
+    """A kernel that multiplies: the source's macros, the threads of its launch, and what a consumer's thread has of
+    registers (from `setmaxnreg` where roles share them out, which `shared_out` says)."""
+
+    macros: dict[str, Any]
+    kernel: cubin.Kernel
+    threads: int
+    registers: int
+    shared_out: bool
+
+    def __getitem__(self, macro: str) -> Any:
+        return self.macros[macro]
+
+    def count(self, opcode: int) -> int:
+        return self.kernel.opcodes[opcode]
+
+    def multiple(self, opcode: int, of: int) -> None:
+        """Asserts that there are so many, or a multiple."""
+        count = self.count(opcode)
+        assert count > 0
+        assert count % of == 0, (count, of)
+
+
+# ---- what each family's code must be -------------------------------------------------------------------------------
+
+
+def _im2col(m: Main) -> None:
+    consumers = m.threads // 128 - 1
+    blocks = m["TILE_M"] // 64 // consumers
+    # Each is 16 pixels of a stage's 64 deep; the loop over a stage is unrolled, and so are a warpgroup's blocks.
+    m.multiple(cubin.HGMMA, 4 * blocks)
+    assert m.shared_out == (consumers > 1)
+    assert m.registers > m["TILE_N"] // 2 * blocks
+
+
+def _halo(m: Main) -> None:
+    rows = 1 if m["TILE_Q"] % 16 == 0 else 2
+    m.multiple(cubin.HGMMA, m["BATCH_ROWS"] // rows * (m["TILE_Q"] * rows // 16))
+    assert m.shared_out
+    assert m.registers > 32 * m["TAPS_W"]
+
+
+def _tf32(m: Main) -> None:
+    steps = m["TILE_IMAGES"] * m["TILE_Q"] // 8
+    # Every step of a line multiplies once for each filter row that meets it; lines differ in which do.
+    m.multiple(cubin.HGMMA_REGISTERS, steps)
+    assert m.count(cubin.HGMMA_REGISTERS) >= m["TAPS_H"] * steps
+    assert m.shared_out
+
+
+def _gather(m: Main) -> None:
+    steps = m["TILE_IMAGES"] * m["TILE_P"] * m["TILE_Q"] // 16
+    assert m.count(cubin.HGMMA_REGISTERS) >= steps * m["BLOCKS"] * {1: 1, 2: 3, 3: 6}[m["PARTS"]]
+    assert m.shared_out
+
+
+def _grouped(m: Main) -> None:
+    assert m.count(cubin.HMMA) > 0
+    assert not m.shared_out
+
+
+def _depthwise(m: Main) -> None:
+    passes = m["CHANNELS"] // m["WARPS"]
+    assert m.count(cubin.HMMA) == m["TAPS"] * m["SEGMENT"] // 4 * passes
+    assert m.count(cubin.STMATRIX) > 0
+    assert m.count(cubin.GENERIC_LOAD) == m.count(cubin.GENERIC_STORE) == 0, "shared memory is addressed as such"
+    assert m.shared_out or passes == 1
+
+
+def _stream(m: Main) -> None:
+    # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
+    used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
+    if m["E4M3_PRODUCTS"]:
+        used, other, each = other, used, 2
+    m.multiple(used, each * m["TILES"])
+    assert m.count(other) == 0
+    # The way to the first copy is short: instructions come from the L2 when they first run.
+    opcodes = [int.from_bytes(i[:2], "little") & 0xFFF for i in m.kernel.instructions]
+    assert opcodes.index(cubin.UBLKCP) < 200
+
+
+def _fp8(m: Main) -> None:
+    # A product for each 32 k of a stage's 128 and chunk, once for the whole loop.
+    assert m.count(cubin.QGMMA_REGISTERS) == 4 * m["TILE_N"] // m["CHUNK"]
+    assert m.shared_out
+
+
+def _tiled(m: Main) -> None:
+    # Two tiles of 64 k, each of four products.
+    assert m.count(cubin.HGMMA_REGISTERS) == 8
+    assert m.shared_out
+    assert m.registers > m["TILE_N"] // 2 * (2 if tiled.SCALINGS[m["SCALING"]] == "sum" else 1) + 32
+    # What runs once counts at a cluster's sizes.
+    assert m["SPLITS"] == 1 or len(m.kernel.instructions) <= 1800
+
+
+CODE = {
+    "wgrad_im2col": Code(_im2col, "ELEMENT_BF16 OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
+    "wgrad_halo": Code(_halo, "ELEMENT_BF16 OUT TAPS_H TAPS_W", "BATCH_ROWS TILE_Q"),
+    "wgrad_tf32": Code(_tf32, "OUT TAPS_H TAPS_W STRIDE_W RAGGED", "BLOCKS TILE_N TILE_IMAGES"),
+    "wgrad_gather": Code(
+        _gather,
+        "ELEMENT PARTS CHAIN OUT CTAS_PER_SM DY_TMA RAGGED DENSE RUNS PAIRED",
+        "CONSUMERS BLOCKS LHS_W",
+    ),
+    "wgrad_grouped": Code(
+        _grouped, "ELEMENT_BF16 OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
+    ),
+    "wgrad_depthwise": Code(_depthwise, "ELEMENT_BF16 OUT CHANNELS SEGMENTS CHAIN", "SEGMENT TAPS SHIFT MULTIPLIER"),
+    "quantized_stream": Code(
+        _stream,
+        "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
+        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
+    ),
+    "quantized_fp8": Code(_fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N CONSUMERS PARTS CLUSTER SPLITS"),
+    "quantized_tiled": Code(
+        _tiled, "FORMAT OUT SCALING", "CONSUMERS PARTS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE"
+    ),
+}
+
+
+# ---- what is compiled ----------------------------------------------------------------------------------------------
+
+
+def gradients() -> list[Problem]:
+    dtypes = itertools.cycle(itertools.product(("bfloat16", "float16", "float32"), ("float32", "float16", "bfloat16")))
+    suite: list[Problem] = [
+        dataclasses.replace(case, dtype=dtype).problem(out_dtype)
+        for case, (dtype, out_dtype) in zip(cases.WGRAD_CASES * 3, dtypes, strict=False)
+    ]
+    return suite + random_problems.problems(np.random.default_rng(1), mixtures=4)
+
+
+def quantized_products() -> list[Problem]:
+    """Of every format and dtype, in large and small sizes."""
+    sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
+    groups = itertools.cycle((64, 32, 128, 0))
+    e4m3 = ({"x_dtype": "float8_e4m3fn"}, {"x_dtype": "float8_e4m3fn", "out_dtype": "float16"})
+    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3))
+    found = []
+    for (qtype, zero, types), size, group in zip(kinds, sizes, groups, strict=False):
+        if zero == "none" or qtype in formats.INTEGERS:
+            kind = {"qtype": qtype, "zero_dtype": zero, "group_size": group, **types}
+            found += products.problems([size], [kind])
+    return found
+
+
+def pool(family: Family) -> dict[compiler.Source, Sample]:
+    """What the tuner may choose for problems of all types, large and small: one sample for each source."""
+    samples = [Sample(family, run.problem, run.config) for run in every_kernel.RUNS if run.family is family]
+    served = [p for p in (*gradients(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
+    served = [p for p in served if family.refusal(p) is None]
+    for p in served[:: -(-len(served) // MOST_PROBLEMS)]:
+        first, *others = family.candidates(p, DEFAULT_CUDA)
+        near = [c for c in family.neighbours(p, first, DEFAULT_CUDA) if family.refusal(p, c) is None]
+        samples += [Sample(family, p, config) for config in (first, *others, *near)]
+    return {sample.plan.source: sample for sample in samples}
+
+
+@functools.cache
+def samples(family: Family) -> list[Sample]:
+    """Few of the pool that have all pairs and values between them, each the one that adds the most."""
+    found, code = pool(family), CODE[family.name]
+    traits = {}
+    for source, sample in found.items():
+        macros = dict(source.defines)
+        values = [(name, macros[name]) for name in code.pairs.split()]
+        alone = [(name, macros[name]) for name in code.values.split()]
+        traits[sample] = {*itertools.combinations(values, 2), *alone}
+    left, chosen = set().union(*traits.values()), []
+    while left:
+        chosen.append(max(traits, key=lambda sample: len(traits[sample] & left)))
+        left -= traits[chosen[-1]]
+    return chosen
+
+
+def check(sample: Sample, compiled: compiler.Compiled) -> None:
+    made, log = sample.plan, compiled.log
+    assert not cubin.warnings(log, made.source.file), log
+    found, reports, macros = cubin.kernels(compiled.image), cubin.reports(log), dict(made.source.defines)
+    assert {launch.kernel for launch in made.launches} <= set(found)
+    main = next(launch for launch in made.launches if not launch.kernel.startswith(HELPERS))
+    for name, kernel in found.items():
+        report = reports[name]
+        assert (report.stack_bytes, report.spill_bytes) == (0, 0), log
+        if name.startswith(HELPERS):
+            assert not kernel.opcodes.keys() & cubin.PRODUCTS
+            continue
+        # Registers are allocated by the eight, warps to four parts in turns.
+        threads, together = main.block[0], sample.family.blocks_per_sm(sample.problem, sample.config)
+        registers = -(-report.registers // 8) * 8
+        assert registers * 32 * -(-threads * together // 128) <= REGISTERS, name
+        assert (main.shared_bytes + kernel.shared_bytes) * together <= SHARED_BYTES, name
+        # What the roles take of the registers may not exceed what the block was given: it would wait for ever.
+        shares = sorted(set(kernel.immediates(cubin.USETMAXREG)))
+        assert len(shares) in (0, 2), shares
+        if shares:
+            producers = 32 * macros.get("PRODUCERS", 4)
+            assert shares[0] * producers + shares[1] * (threads - producers) <= registers * threads, name
+        consumer = shares[1] if shares else registers
+        CODE[sample.family.name].check(Main(macros, kernel, threads, consumer, bool(shares)))
+
+
+def check_all(wanted: list[Sample]) -> None:
+    """Compiles in parallel, and tells of all that are wrong."""
+    assert toolchain.unavailable() is None, toolchain.unavailable()
+    errors = []
+    for sample, compiled in zip(wanted, compiler.compile_sources(s.plan.source for s in wanted), strict=True):
+        try:
+            check(sample, compiled)
+        except AssertionError as error:
+            error.add_note(f"{sample.problem}\n{sample.config}")
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(wanted)} sources", errors)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_machine_code(family: Family) -> None:
+    """Of the tuner's first choice for one problem."""
+    check_all(samples(family)[:1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_machine_code_of_every_pair(family: Family) -> None:
+    check_all(samples(family))
+
+
+def test_the_sources_are_few_and_of_every_type() -> None:
+    chosen = [sample for family in FAMILIES for sample in samples(family)]
+    print({family.name: len(samples(family)) for family in FAMILIES})
+    assert {family.name for family in FAMILIES} == set(CODE)
+    assert 90 <= len(chosen) <= MOST_SOURCES
+    values: dict[tuple[str, str], set[Any]] = {}
+    for sample in chosen:
+        for field, value in dataclasses.asdict(sample.problem).items():
+            values.setdefault((sample.family.name, field), set()).add(str(value))
+    for family in FAMILIES:
+        outs = {"bfloat16", "float16"} | ({"float32"} if family.name != "quantized_fp8" else set())
+        assert values[family.name, "out_dtype"] == outs, family.name
+    for name in ("quantized_stream", "quantized_tiled"):
+        assert values[name, "qtype"] == set(FORMATS)
+        assert values[name, "x_dtype"] == {"bfloat16", "float16", "float8_e4m3fn"}
+        assert values[name, "scale_dtype"] == {"bfloat16", "float16", "float32"}
+        assert values[name, "zero_dtype"] >= {"none", "bfloat16", "float32"}
+
+
+# ---- that it would be seen -----------------------------------------------------------------------------------------
+
+
+def compile_text(text: str, monkeypatch: pytest.MonkeyPatch) -> compiler.Compiled:
+    monkeypatch.setattr(compiler.Source, "text", lambda self: text)
+    return compiler.compile_source(compiler.Source("probe.cu", ()))
+
+
+def test_a_warning_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_text('extern "C" __global__ void probe(int* x) { int unused; *x = 1; }', monkeypatch)
+    assert cubin.warnings(compiled.log, "probe.cu")
+
+
+def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    extern "C" __global__ void __launch_bounds__(1024) probe(float* x) {
+      float v[200];
+      #pragma unroll
+      for (int i = 0; i < 200; ++i) v[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+      #pragma unroll
+      for (int i = 0; i < 200; ++i) x[(199 - i) * 1024 + threadIdx.x] = v[i] * v[(i + 77) % 200];
+    }"""
+    compiled = compile_text(text, monkeypatch)
+    assert cubin.reports(compiled.log)["probe"].spill_bytes > 0
+    assert cubin.kernels(compiled.image)["probe"].opcodes[cubin.HGMMA] == 0
+
+
+def test_serialised_wgmma_would_be_seen() -> None:
+    line = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in function 'wgrad_direct'"
+    )
+    assert cubin.warnings(f"ptxas info    : Used 168 registers\n{line}", "wgrad/im2col.cu") == [line]
+
+
+def test_only_cubins_are_read_as_cubins() -> None:
+    with pytest.raises(ValueError, match="not a little-endian ELF64 file"):
+        cubin.kernels(b"\x7fELF\x01\x01" + bytes(100))

@@ -1,0 +1,261 @@
+"""What each family of weight gradients on Hopper would try, and what it expects of that. No GPU."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks import cases
+from benchmarks.cases import Case
+from jax_splitk import kernels
+from jax_splitk.kernels import Family
+from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
+from jax_splitk.kernels.wgrad.family import SplitFamily
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
+from tests.problems import conv
+
+FAMILIES = kernels.families("conv_wgrad", "cuda")
+STEM = conv((224, 224), (7, 7), (3, 64), batch=256, stride=2, padding=((2, 3), (2, 3)))
+OTHERS = (
+    STEM,
+    conv((28, 28), (5, 5), (1, 32), batch=256, padding=2),
+    conv((55, 55), (3, 3), (65, 100), padding=1),
+    conv((6, 7, 8), (3, 3, 3), (5, 12), padding=1, dtype="float32", precision="highest"),
+    conv((500,), (9,), (2, 33), padding=4, lhs_dilation=2),
+    conv((30000,), (2,), (64, 8), padding=1, rhs_dilation=9999, dtype="float32"),
+    conv((330, 330), (12, 12), (8, 8), padding=6),
+    conv((2, 2), (2, 2), (40, 40), batch=64),
+    # Seen by tf32 as one tall image, whose sums must still be cut into short chains.
+    *(conv((224, 224), (1, 1), batch=batch, dtype="float32") for batch in (400, 512)),
+    *(conv((16, 400), (3, 3), batch=1, padding=1, stride=(1, n), dtype="float32") for n in (9, 20, 33, 71)),
+    *SEQUENCES,
+)
+by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+split_families = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if isinstance(family, SplitFamily)], ids=lambda family: family.name
+)
+
+
+def served(family: Family, thinned: int = 1) -> list[ConvWgradProblem]:
+    """Of the suite, small and odd ones, with results of 16 bits and float32."""
+    every = (*cases.WGRAD_CASES, *cases.SMALL_CASES, *NETWORKS, *DEPTHWISE, *GROUPED.values())
+    every = (*every, *(dataclasses.replace(case, dtype="float32") for case in every[::2]))
+    found = [case.problem(out_dtype) for case in every for out_dtype in ("bfloat16", "float32")]
+    found = [p for p in (*OTHERS, *found) if family.refusal(p) is None]
+    return found[::thinned]
+
+
+def suite(family: Family, tag: str = "") -> list[Case]:
+    """The benchmark's cases that are this family's."""
+    found = [case for case in cases.WGRAD_CASES if family.refusal(case.problem()) is None]
+    return [case for case in found if not tag or tag in case.tags]
+
+
+def best_seconds(family: Family, p: ConvWgradProblem, target: Target = DEFAULT_CUDA) -> float:
+    return min(family.estimate(p, config, target) for config in family.candidates(p, target))
+
+
+@by_family
+def test_candidates_are_legal_unique_and_few(family: Family) -> None:
+    most = 300 if family is im2col.FAMILY else 60
+    # The gathering family's take a tenth of a second for each problem.
+    for p in served(family, thinned=8 if family is gather.FAMILY else 2):
+        configs = family.candidates(p, DEFAULT_CUDA)
+        assert 1 <= len(set(configs)) == len(configs) <= most, p
+        for config in configs:
+            assert family.refusal(p, config, DEFAULT_CUDA) is None, (p, config)
+            # No faster than the memory or the tensor cores could be, and no day.
+            least = max(p.bytes_moved / 4.8e12, p.flops / 990e12 if p.feature_group_count == 1 else 0)
+            assert least < family.estimate(p, config, DEFAULT_CUDA) < 1, (p, config)
+        near = family.neighbours(p, configs[0], DEFAULT_CUDA)
+        assert configs[0] not in near
+        assert [family.refusal(p, config) for config in near].count(None) >= min(1, len(near)), p
+
+
+@split_families
+def test_sums_of_float32_results_are_cut(family: SplitFamily) -> None:
+    problems = [STEM, *(case.problem("float32") for case in (*suite(family)[::4], *NETWORKS[:2]))]
+    for p in (p for p in problems if family.refusal(p) is None):
+        for config in family.candidates(p, DEFAULT_CUDA):
+            blocks = math.ceil(family.reduction_blocks(p, config) / config.splits)
+            assert blocks <= max(1, family.longest_chain(p, config)), (p, config)
+            assert family.least_splits(dataclasses.replace(p, out_dtype="bfloat16"), config) == 1
+
+
+# What the tensor cores add up in one register, one after the other, in a split of the least.
+CHAINS: list[tuple[SplitFamily, ConvWgradProblem, object, Callable[[int], int], int]] = [
+    (
+        grouped.FAMILY, conv((56, 56), (3, 3), (128, 128), groups=32, batch=4096, padding=1),
+        grouped.Config(32, 32, 1, 8, 56, 4, 3, 1),
+        lambda splits: math.ceil(4096 * 7 / splits) * 8, grouped.MAX_FLOAT32_CHAIN,  # one strip a slice, 8 rows
+    ),
+    (
+        tf32.FAMILY, conv((56, 56), (3, 3), batch=4096, padding=1, dtype="float32"),
+        tf32.Config(3, 3, 1, 64, 1, 8, 56, 2, 1),
+        lambda splits: math.ceil(4096 * 7 / splits) * 8 * 56, tf32.MAX_FLOAT32_CHAIN,
+    ),
+    (
+        gather.FAMILY, conv((56, 56), (3, 3), batch=256, padding=1, dtype="float32"),
+        gather.Config(1, 1, 64, 1, 8, 8, 64, 2, 1),
+        lambda splits: math.ceil(256 * 49 / splits) * 4 * 3, gather.MAX_FLOAT32_CHAIN,  # two parts: three products
+    ),
+    (
+        im2col.FAMILY, conv((56, 56), (3, 3), batch=256, padding=1), im2col.Config(64, 64, 4, False, 1),
+        lambda splits: math.ceil(256 * 49 / splits), im2col.MAX_FLOAT32_CHAIN,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "p", "config", "chain", "most"), CHAINS, ids=[c[0].name for c in CHAINS])
+def test_the_least_splits_are_just_enough(
+    family: SplitFamily, p: ConvWgradProblem, config: object, chain: Callable[[int], int], most: int
+) -> None:
+    assert family.refusal(p, config) is None
+    least = family.least_splits(p, config)
+    assert chain(least) <= most < chain(least - 1)
+
+
+def test_long_sums_of_chains_are_cut() -> None:
+    p = conv((56, 56), (3, 3), batch=256, padding=1, dtype="float32", precision="highest")
+    v = gather.volume(p)
+    for config in gather.FAMILY.candidates(p, DEFAULT_CUDA):
+        tiles = math.ceil(gather.FAMILY.reduction_blocks(p, config) / config.splits)
+        assert config.pixels % (16 * gather.chain(v, config)) == 0
+        assert tiles * (config.pixels // 16 // gather.chain(v, config)) <= gather.MAX_ROUNDED_CHAIN
+
+
+@split_families
+def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -> None:
+    for p in served(family, thinned=12):
+        config = family.candidates(p, DEFAULT_CUDA)[0]
+        single, three = (family.with_splits(p, config, splits) for splits in (1, 3))
+        assert family.workspace_bytes(p, single) == 0
+        assert len(family.plan(p, single).launches) == 1
+        if three.splits > 1:
+            assert three.splits * math.prod(p.out_shape) * 4 <= family.workspace_bytes(p, three)
+            _, reduce = family.plan(p, three).launches
+            assert reduce.kernel.startswith("reduce_")
+            assert reduce.programmatic
+            assert family.source(p, single) == family.source(p, three)
+
+
+@by_family
+def test_more_work_never_takes_less_time(family: Family) -> None:
+    for case in (*suite(family)[:6], *(NETWORKS[:2] if family is depthwise.FAMILY else ())):
+        grown = [dataclasses.replace(case, batch=2 * case.batch)]
+        if case.groups == 1 and family is im2col.FAMILY:
+            grown += [dataclasses.replace(case, in_channels=2 * case.in_channels)]
+            grown += [dataclasses.replace(case, out_channels=2 * case.out_channels)]
+        for more in grown:
+            assert best_seconds(family, more.problem()) >= best_seconds(family, case.problem()) * (1 - 1e-9), more
+
+
+def test_a_smaller_gpu_is_never_faster() -> None:
+    half = dataclasses.replace(DEFAULT_CUDA, cores=66)
+    for case in suite(im2col.FAMILY)[:12]:
+        # Within the model's grain: memory is as fast, and fewer splits write fewer partial sums.
+        p = case.problem()
+        assert best_seconds(im2col.FAMILY, p, half) >= 0.98 * best_seconds(im2col.FAMILY, p)
+
+
+@pytest.mark.parametrize(
+    ("family", "tag", "least", "most"),
+    [
+        (im2col.FAMILY, "", lambda case: 0.85 * case.floor_us, lambda case: 2 * case.floor_us + 20),
+        (grouped.FAMILY, "grouped", lambda case: case.floor_us, lambda case: 2 * case.floor_us + 10),
+        (depthwise.FAMILY, "depthwise", lambda case: case.floor_us, lambda case: 0.5 * case.xla_us),
+        (tf32.FAMILY, "float32", lambda case: case.floor_us, lambda case: case.xla_us),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_estimates_of_the_suite_are_near_what_the_hardware_allows(
+    family: Family, tag: str, least: Callable[[Case], float], most: Callable[[Case], float]
+) -> None:
+    """Microseconds on an H200."""
+    assert suite(family, tag)
+    for case in suite(family, tag):
+        assert least(case) < 1e6 * best_seconds(family, case.problem()) < most(case), case.name
+
+
+def test_grouped_and_depthwise_problems_are_their_families_before_any_other() -> None:
+    for family, tag in ((grouped.FAMILY, "grouped"), (depthwise.FAMILY, "depthwise")):
+        for case in cases.find([tag]):
+            assert next(f for f in FAMILIES if f.refusal(case.problem()) is None) is family
+            assert family.unmeasured_refusal(case.problem()) is None
+
+
+def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
+    def reason(size: int, kernel: int, channels: tuple[int, int], **fields: object) -> str | None:
+        return gather.FAMILY.unmeasured_refusal(
+            conv((size, size), (kernel, kernel), channels, padding=None, **fields)  # type: ignore[arg-type]
+        )
+
+    assert gather.FAMILY.unmeasured_refusal(STEM) is None
+    assert reason(56, 3, (64, 64), batch=8, dtype="float32") is None
+    assert reason(112, 7, (8, 64), batch=64) is None
+    assert "64 input channels" in str(reason(12, 3, (64, 64)))
+    assert "not known to be faster" in str(reason(56, 3, (64, 64), batch=8, dtype="float32", stride=2))
+
+
+def test_smaller_tiles_with_more_stages_are_tried() -> None:
+    p = suite(grouped.FAMILY, "grouped")[1].problem()
+    near = grouped.FAMILY.neighbours(p, grouped.Config(64, 64, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
+    assert grouped.Config(64, 64, 1, 7, 14, 1, 6, 16) in near
+
+
+def test_float32_suite_fills_the_machine() -> None:
+    for case in suite(tf32.FAMILY, "float32"):
+        best = tf32.FAMILY.candidates(case.problem(), DEFAULT_CUDA)[0]
+        blocks = math.prod(tf32.tile_counts(case.problem(), best)) * best.splits
+        assert 0.95 * DEFAULT_CUDA.cores <= blocks <= DEFAULT_CUDA.cores
+
+
+# ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------
+
+
+def test_every_variant_is_tried() -> None:
+    for case in suite(im2col.FAMILY)[::3]:
+        p = case.problem()
+        configs = im2col.FAMILY.candidates(p, DEFAULT_CUDA)
+        variants = {v for v in im2col.variants() if im2col.FAMILY.refusal(p, v) is None}
+        assert {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs} == variants
+        if im2col.k_tiles(p) >= 8 * DEFAULT_CUDA.cores:
+            assert len({config.splits for config in configs}) > 5
+
+
+def test_the_best_config_wastes_less_than_half_of_the_tiles() -> None:
+    for case in suite(im2col.FAMILY):
+        p = case.problem()
+        configs = im2col.FAMILY.candidates(p, DEFAULT_CUDA)
+        config = min(configs, key=lambda config: im2col.FAMILY.estimate(p, config, DEFAULT_CUDA))
+        tiles = math.prod(im2col.tile_counts(p, config))
+        # Channels come in boxes of 64: less than that is not the config's to waste.
+        m, n = p.taps * math.ceil(p.in_channels / 64) * 64, math.ceil(p.out_channels / 64) * 64
+        assert tiles * config.tile_m * config.tile_n < 2 * m * n, config
+        if case.batch == 8 and case.in_channels == 64:  # a small result of a long reduction
+            assert config.splits > 1
+            assert tiles * config.splits >= DEFAULT_CUDA.cores // 2, "most of the machine would idle"
+
+
+def test_shared_memory_of_every_variant_fits() -> None:
+    for config in im2col.variants():
+        assert config.shared_bytes * config.blocks_per_sm <= 227 * 1024
+        assert config.shared_bytes >= config.stages * (config.tile_m + config.tile_n) * 64 * 2 + 1024
+        # The pipeline's memory holds a tile of 16-bit results.
+        assert config.tile_m * config.tile_n * 2 <= im2col.MIN_STAGES * config.stage_bytes
+        assert config.tile_m % (64 * config.consumers) == 0
+    assert {config.blocks_per_sm for config in im2col.variants()} == {1, 2}
+
+
+def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
+    (p,) = (case.problem() for case in cases.find(["c256k256_r3_14x14_b256"]))
+    names = [field.name for field in dataclasses.fields(im2col.Config)]
+    for config in (im2col.Config(128, 128, 7, False, 7), im2col.Config(64, 64, 6, True, 1)):
+        near = im2col.FAMILY.neighbours(p, config, DEFAULT_CUDA)
+        legal = [c for c in near if im2col.FAMILY.refusal(p, c) is None]
+        assert len(legal) >= len(near) - 3
+        changed = {tuple(name for name in names if getattr(c, name) != getattr(config, name)) for c in legal}
+        assert changed == {("swap",), ("stages",), ("splits",)}

@@ -1,0 +1,26 @@
+"""Structs that plans hand to kernels, read back by the names that the device code has for their fields."""
+
+import re
+
+from jax_splitk.runtime.plan import DevicePlan, Int32Struct
+
+
+def fields(text: str, struct: str) -> dict[str, int]:
+    """Of a C struct and its base: each with how many words it takes, in order."""
+    found = re.search(rf"struct {struct}\b(?: : (\w+))? \{{(.*?)\n\}};", text, re.DOTALL)
+    assert found is not None, struct
+    members = re.findall(r"^ +(\w+) ([\w, ]+);", re.sub(r"//.*", "", found[2]), re.MULTILINE)
+    own = {name: 3 if of == "Divisor" else 1 for of, names in members for name in names.split(", ")}
+    return {**(fields(text, found[1]) if found[1] else {}), **own}
+
+
+def arguments(plan: object, struct: str = "Args", launch: int = 0) -> dict[str, int]:
+    """A launch's argument of that type; of a divisor what it divides by."""
+    assert isinstance(plan, DevicePlan)
+    sizes = fields(plan.source.text(), struct)
+    structs = [param.values for param in plan.launches[launch].params if isinstance(param, Int32Struct)]
+    (words,) = (list(values) for values in structs if len(values) == sum(sizes.values()))
+    found = {}
+    for name, size in sizes.items():
+        found[name], words = words[0], words[size:]
+    return found

@@ -1,0 +1,107 @@
+"""Times by the profiler, on a device that the tests play."""
+
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.cases import Case
+from jax_splitk.tuning import measure, profile
+from jax_splitk.tuning.choice import Candidate
+from jax_splitk.tuning.measure import Bench, Contestant
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
+
+CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
+
+
+def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def event(name: str, start: float, end: float) -> Any:
+        return types.SimpleNamespace(name=name, start_ns=start, end_ns=end)
+
+    def plane(name: str, **lines: list[Any]) -> Any:
+        found = [types.SimpleNamespace(name=line, events=events) for line, events in lines.items()]
+        return types.SimpleNamespace(name=name, lines=found)
+
+    kernels = [event("wgrad", 1.0, 2.0), event("MemcpyH2D", 2.0, 3.0)]
+    planes = [
+        plane("/device:GPU:0", Stream1=[event("of another user", 0.0, 9.0)]),
+        plane("/device:GPU:1", Stream1=kernels, Stream2=[event("reduce", 1.5, 2.5)], Steps=[event("0", 0.0, 9.0)]),
+        plane("/device:GPU:11", Stream1=[event("of a third", 0.0, 9.0)]),
+        plane("/host:CPU", Stream1=[event("python", 0.0, 9.0)]),
+    ]
+    data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", data)
+    assert profile.device_events(tmp_path, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.5, 2.5)]
+
+
+def test_pauses_part_what_ran() -> None:
+    a, b, c, d = ("main", 3.0, 90.0), ("reduce", 5.0, 7.0), ("main", 99.0, 100.0), ("main", 111.0, 112.0)
+    assert profile.bursts([d, b, c, a], 10.0) == [[a, b, c], [d]]
+    assert profile.bursts([d, b, c, a], 11.0) == [[a, b, c, d]]
+    assert profile.bursts([], 1.0) == []
+
+
+class FakeDevice:
+    """A GPU's profile of what contestants say they ran: each of their calls takes the next of their times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[str, float]] = []
+        self.profiles = 0
+        monkeypatch.setattr(profile, "trace", self.trace)
+        monkeypatch.setattr(measure, "PAUSE_SECONDS", 1e-6)
+
+    def contestant(self, name: str, us: float, pause_us: float = 0.0) -> Contestant:
+        def run() -> None:
+            self.ran.append((name, us))
+            if pause_us:
+                self.ran.append(("", pause_us))
+
+        return Contestant(Candidate(name), run, [us])
+
+    def trace(self, work: Callable[[], None]) -> list[profile.Event]:
+        self.profiles += 1
+        self.ran.clear()
+        work()
+        events: list[profile.Event] = []
+        now, last = 0.0, ""
+        for name, us in self.ran:
+            now += 1e3 * us if not name else 1e6 if name != last else 0.0
+            if name:
+                events.append((name, now, now := now + 1e3 * us))
+            last = name or last
+        return events
+
+    def bench(self) -> Bench:
+        bench = Bench.__new__(Bench)
+        bench.problem, bench.platform, bench.sets = CASE.problem(), "cuda", 1
+        return bench
+
+
+def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    times = {"a": 7.0, "b": 290.0, "c": 12000.0}
+    contestants = [device.contestant(name, us) for name, us in times.items()]
+    assert device.bench().screen_on_device(contestants)
+    assert [c.device_times for c in contestants] == [[pytest.approx(us)] for us in times.values()]
+    assert device.profiles == 1
+    assert device.bench().time_on_device(contestants)
+    assert [c.device_times for c in contestants] == [[pytest.approx(us)] * 3 for us in times.values()]
+    assert device.profiles == 1 + 3
+    # Short ones are called more often, none less than twice, and a profile stays readable.
+    calls = [[name for name, _ in device.ran].count(name) for name in times]
+    assert calls == [429, 11, 2]
+
+
+def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, pause_us=20.0)]
+    assert not device.bench().screen_on_device(contestants)
+    assert not device.bench().time_on_device(contestants)
+    assert [c.device_times for c in contestants] == [[], []]
+    bench = device.bench()
+    bench.platform = "cpu"
+    assert not bench.time_on_device(contestants[:1])
