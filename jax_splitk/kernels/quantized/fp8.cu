@@ -44,7 +44,7 @@ __device__ inline void produce_x(const Kernel& kernel, const TensorMap& map, Pro
 #pragma unroll 1
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = to.begin(X_BYTES);
-      uint8_t* x = kernel.stages + to.index * STAGE_BYTES + rank * SHARE * BLOCK_K;
+      uint8_t* x = shared_pointer(kernel.stages + to.stage * STAGE_BYTES + rank * SHARE * BLOCK_K);
       const int column = block * (BLOCK_K / 2);  // the map's elements are pairs of x
       if constexpr (MULTICAST > 1) {
         cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, (1 << MULTICAST) - 1, EVICT_NORMAL, x, column,
@@ -70,7 +70,7 @@ __device__ inline void produce_weight(const Kernel& kernel, const Weight& weight
       uint64_t* full = to.begin(COUNT * WEIGHT_BYTES);
 #pragma unroll
       for (int i = first; i < first + COUNT; ++i) {
-        copy_weight(kernel, weight, at.feature_tile(g, i), block, i, to.index, full);
+        copy_weight(kernel, weight, at.feature_tile(g, i), block, i, to.stage, full);
       }
       to.advance();
     }
@@ -84,12 +84,10 @@ struct Reader : Consumer {
   uint32_t scales;  // of its two rows, which are neighbours, in the first stage
   uint32_t pick;    // which half of the lanes' words
 
-  __device__ Reader(uint32_t pipeline, uint64_t* barriers, const Role& role)
-      : Consumer(pipeline, barriers, role.k_warpgroup) {
+  __device__ Reader(const Kernel& kernel, const Role& role) : Consumer(kernel, role.k_warpgroup) {
     const int warp = role.warp % 4, lane = threadIdx.x % 32, from = lane / 4 * 4 + lane % 2 * 2;
-    words =
-        keep(pipeline + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + from * 16);
-    scales = keep(pipeline + EXTRAS_AT + role.m_warpgroup * SCALES + (warp * 16 + lane / 4 * 2) * SCALE_ITEM);
+    words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + from * 16);
+    scales = keep(stages + EXTRAS_AT + role.m_warpgroup * SCALES + (warp * 16 + lane / 4 * 2) * SCALE_ITEM);
     pick = lane % 4 < 2 ? 0x6420 : 0x7531;
   }
 
@@ -123,7 +121,7 @@ struct PartWords {
 
   __device__ void load(const Reader& in, int period, int part) {
     const int k = period * PERIOD + part * PART_STEPS * 32;
-    const uint32_t from = in.words + in.index * STAGE_BYTES + k / 64 * TILE_BYTES;
+    const uint32_t from = in.words + in.stage * STAGE_BYTES + k / 64 * TILE_BYTES;
 #pragma unroll
     for (int i = 0; i < PART_LOADS; ++i) {
       const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
@@ -176,7 +174,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
   const auto load = [&](int period) {
     words.load(in, period, 0);
     if constexpr (GROUPS > 0) {
-      next = load_shared<Pair<SCALE_TYPE>>(in.scales + in.index * EXTRA_BYTES +
+      next = load_shared<Pair<SCALE_TYPE>>(in.scales + in.stage * EXTRA_BYTES +
                                            period * PERIOD / GROUP_K * WARPGROUP_M * SCALE_ITEM);
     }
   };

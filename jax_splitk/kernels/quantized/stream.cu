@@ -38,9 +38,9 @@
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include "device/output.cuh"
+#include "device/pipeline.cuh"
 #include "device/wgmma_rs.cuh"
 #include "quantized/dequantize.cuh"
-#include "quantized/pipeline.cuh"
 #include "quantized/scales.cuh"
 #include "structs.cuh"
 
@@ -76,15 +76,11 @@ constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // byt
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
 struct Barriers {
-  uint64_t full[STAGES], empty[STAGES];
+  Pipeline<STAGES> pipeline;
   uint64_t written, read, arrived[INBOXES + 1], free[INBOXES + 1];
 
   __device__ inline void init_pipeline() {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], 1);
-      EmptyBarrier::init(&empty[i], CONSUMERS / 32);
-    }
+    pipeline.init(1, CONSUMERS / 32);
     cutlass::arch::fence_barrier_init();
     cutlass::arch::fence_view_async_shared();
   }
@@ -148,19 +144,20 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
                                const uint8_t* scale, const uint8_t* zero, bool leader) {
   const Args& g = block.g;
   Barriers& barriers = block.barriers;
+  constexpr uint64_t HINT = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
   if (WHOLE && !leader) return;
-  Stage<> at;
+  Position at;
   bool first = X_TMA;
 #pragma unroll 1
   for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters, first = false) {
 #pragma unroll 1
-    for (int s = block.first; s < block.last; ++s, at.advance()) {
-      uint64_t* full = &barriers.full[at.index];
+    for (int s = block.first; s < block.last; ++s, at.advance(STAGES)) {
+      uint64_t* full = &barriers.pipeline.full[at.stage];
       [[maybe_unused]] uint8_t* x = block.smem + X_AT + (s - block.first) * STAGE_TILES * X_TILE;
       if (WHOLE || leader) {
-        uint8_t* stage = block.smem + at.index * STAGE_BYTES;
-        EmptyBarrier::wait(&barriers.empty[at.index], at.phase ^ 1);
-        FullBarrier::arrive_and_expect_tx(full, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
+        uint8_t* stage = block.smem + at.stage * STAGE_BYTES;
+        barriers.pipeline.wait_empty(at);
+        barriers.pipeline.expect(at, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
         copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
         if constexpr (GROUP != 0) {
           copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
@@ -170,14 +167,14 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
                                               stage + ZEROS_OFFSET);
           }
         }
-        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, EVICT_LAST, x, 0, 0, s * STAGE_TILES);
+        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
       }
       if (!WHOLE && first) {
         __syncwarp();
         const int lane = threadIdx.x % 32;
         if (lane < STAGE_TILES) {
           const int column = (s * STAGE_TILES + lane) * X_BOX;
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, EVICT_LAST, x + lane * X_TILE, column, 0);
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, HINT, x + lane * X_TILE, column, 0);
         }
       }
     }
@@ -457,7 +454,7 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
   const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
                 warp * 16 + id / 4;
-  Stage<> at;
+  Position at;
   uint32_t phase = 1;
   Fragments a[IN_FLIGHT];
   Accumulator sums[IN_FLIGHT];
@@ -475,8 +472,8 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
     uint64_t x = x_start;
     uint32_t stage = 0;
     const auto begin_stage = [&](int s) {
-      stage = pipeline + at.index * STAGE_BYTES;
-      FullBarrier::wait(&barriers.full[at.index], at.phase);
+      stage = pipeline + at.stage * STAGE_BYTES;
+      barriers.pipeline.wait_full(at);
       if (E4M3_PRODUCTS && X_TMA && tile == block.cluster) {
         reorder_tiles(smem + X_AT + ((s - block.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
@@ -512,8 +509,8 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       cute::warpgroup_commit_batch();
       if (unit == LAST_UNIT) {  // all of the stage has been read
         __syncwarp();
-        if (id == 0) EmptyBarrier::arrive(&barriers.empty[at.index]);
-        at.advance();
+        if (id == 0) barriers.pipeline.release(at.stage);
+        at.advance(STAGES);
         x += STAGE_TILES * X_TILE >> 4;
         if (s + 1 < block.last) begin_stage(s + 1);
       } else if (AHEAD && part == TILE_GROUPS - 1) {
@@ -578,7 +575,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const 
                                                                           const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = warp_index();
   if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
     if (warp == 0 && cute::elect_one_sync()) prefetch_tensor_map(&x);

@@ -40,18 +40,19 @@ __device__ inline void produce(const Kernel& kernel, const TensorMap& x_map, con
 #pragma unroll 1  // all but the first turn find their code
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = to.begin(bytes);
-      if (has_weight) copy_weight(kernel, weight, tile, block, warp, to.index, full);
+      if (has_weight) copy_weight(kernel, weight, tile, block, warp, to.stage, full);
       if (has_x) {
-        cute::SM90_TMA_LOAD_2D::copy(&x_map, full, EVICT_NORMAL,
-                                     kernel.stages + to.index * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES,
-                                     block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
+        cute::SM90_TMA_LOAD_2D::copy(
+            &x_map, full, EVICT_NORMAL,
+            shared_pointer(kernel.stages + to.stage * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES),
+            block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
       }
       if (SUM_ROWS > 0 && has_sums) {
 #pragma unroll 1
         for (int i = 0; i < SUM_ROWS; ++i) {
-          copy_bulk(kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES + SUMS_AT + i * TILE_N * 4,
-                    sums + (size_t(block * SUM_ROWS + i) * g.tiles_n + at.n) * TILE_N, TILE_N * 4, full,
-                    EVICT_NORMAL);
+          copy_bulk(kernel.stages + EXTRAS_AT + to.stage * EXTRA_BYTES + SUMS_AT + i * TILE_N * 4,
+                    sums + (size_t(block * SUM_ROWS + i) * g.tiles_n + at.n) * TILE_N, TILE_N * 4,
+                    shared_address(full), EVICT_NORMAL);
         }
       }
       to.advance();
@@ -65,21 +66,19 @@ struct Reader : Consumer {
   uint32_t words;  // the lane's in the first stage
   uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
 
-  __device__ Reader(uint32_t pipeline, uint64_t* barriers, const Role& role)
-      : Consumer(pipeline, barriers, role.k_warpgroup) {
+  __device__ Reader(const Kernel& kernel, const Role& role) : Consumer(kernel, role.k_warpgroup) {
     const int warp = role.warp % 4, lane = threadIdx.x % 32;
     empty = (full = keep(full)) + STAGES * 8;
-    none();
-    words =
-        keep(pipeline + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + lane * 16);
+    begin_piece();
+    words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + lane * 16);
     pairs = keep(role.m_warpgroup * GROUPS * WARPGROUP_M + warp * 16 + lane / 4 * 2);
   }
 
-  __device__ uint32_t tile(int at) const { return words + index * STAGE_BYTES + at * TILE_BYTES; }
+  __device__ uint32_t tile(int at) const { return words + stage * STAGE_BYTES + at * TILE_BYTES; }
 
   __device__ void release_last() {
     release();
-    none();
+    begin_piece();
   }
 };
 
