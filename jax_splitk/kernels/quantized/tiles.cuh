@@ -258,7 +258,7 @@ struct Consumer : Position {
   __device__ void advance() {
     released = empty + stage * 8;
     stage += K_WARPGROUPS;
-    if (K_WARPGROUPS == 1 ? stage == STAGES : stage >= STAGES) {
+    if (stage >= STAGES) {
       stage = K_WARPGROUPS == 1 ? 0 : stage - STAGES;
       phase ^= 1;
     }
@@ -472,8 +472,10 @@ __device__ inline void run(Loop loop, const TensorMap& x_map, const Args& g, Out
   __shared__ Barriers barriers;
   init_barriers<Loop>(barriers, x_map);
   const Kernel kernel{g, out, partials, aligned_address(raw), barriers};
-  const int warp = warp_index() - 4;
-  if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
+  // As warp_index(), by which the compiler would not expect the first case: its code comes next, since all
+  // wait for the first loads.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
+  if (__builtin_expect(warp < 0, true)) {
     produce(loop, kernel, x_map, warp + 4);
   } else {
     consume(loop, kernel, warp);
