@@ -91,10 +91,10 @@ def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray
         ),
         writeable=False,
     )
-    rows = windows.reshape(p.reduction_size, p.taps, groups, -1)
-    columns = g.astype(np.float64).reshape(p.reduction_size, groups, -1)
+    group_in, group_out = p.in_channels // groups, p.out_channels // groups
+    rows = windows.reshape(p.reduction_size, p.taps, groups, group_in)
+    columns = g.astype(np.float64).reshape(p.reduction_size, groups, group_out)
     # [groups, taps * C/groups, pixels] @ [groups, pixels, K/groups]
-    left = rows.transpose(2, 1, 3, 0).reshape(groups, -1, p.reduction_size)
-    product = left @ columns.transpose(1, 0, 2)
-    product = product.reshape(groups, p.taps, p.in_channels // groups, -1)
+    left = rows.transpose(2, 1, 3, 0).reshape(groups, p.taps * group_in, p.reduction_size)
+    product = (left @ columns.transpose(1, 0, 2)).reshape(groups, p.taps, group_in, group_out)
     return product.transpose(1, 2, 0, 3).reshape(p.out_shape)

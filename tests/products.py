@@ -3,8 +3,7 @@ known exactly, and checks."""
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -14,8 +13,6 @@ from jax import numpy as jnp
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray
-from jax_splitk.runtime import plan
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests import formats
 from tests.problems import SEED
 
@@ -152,82 +149,3 @@ def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
     """The config with the nearest number of thread blocks not above its own that leaves none without work."""
     workers = tiles.schedule(p, config).without_idle().workers
     return dataclasses.replace(config, blocks=workers * config.multicast)
-
-
-# ---- checks without a GPU ------------------------------------------------------------------------------------------
-
-
-def check_only_hopper(family: Any, p: QuantizedMatmulProblem) -> None:
-    ampere = Target("cuda", "NVIDIA A100", "8.0", 108)
-    expected = "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
-    assert family.refusal(p, None, ampere) == expected
-    assert family.refusal(p, None, DEFAULT_CUDA) is None
-    assert family.unmeasured_refusal(p) is None
-
-
-def check_candidates(family: Any, p: QuantizedMatmulProblem) -> None:
-    """They are legal and in order."""
-    found = family.candidates(p, DEFAULT_CUDA)
-    assert found
-    assert len(set(found)) == len(found) <= 40
-    for config in found:
-        assert family.refusal(p, config, DEFAULT_CUDA) is None, config
-    seconds = [family.estimate(p, config, DEFAULT_CUDA) for config in found]
-    assert seconds == sorted(seconds)
-    assert 1e-6 < seconds[0] < 1
-    for config in family.neighbours(p, found[0], DEFAULT_CUDA):
-        assert config != found[0]
-
-
-def check_buffers(p: QuantizedMatmulProblem, made: plan.DevicePlan) -> None:
-    """All but the workspace are those of the custom call."""
-    shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
-    shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
-    assert [b.bytes for b in made.buffers[:-1]] == [math.prod(s) * jnp.dtype(d).itemsize for s, d in shapes]
-
-
-Piece = tuple[int, int, int, int]  # a tile, its first k block, end, slot
-
-
-def check_schedule(
-    family: tiles.TileFamily[Any],
-    p: QuantizedMatmulProblem,
-    config: tiles.Config,
-    pieces: Callable[[plan.Int32Struct, int, int], list[Piece]],
-) -> None:
-    """Every k block of every tile is computed once, and the second kernel adds what was cut.
-
-    `pieces(args, worker, workers)` is what the device code makes of its arguments.
-    """
-    given = tiles.schedule(p, config)
-    launches = {launch.kernel: launch for launch in family.plan(p, config).launches}
-    main = launches[family.name]
-    (args,) = (param for param in main.params if isinstance(param, plan.Int32Struct))
-    length = args.values[9]
-    done = np.zeros((given.tiles, given.k_blocks), int)
-    slots: dict[int, list[int]] = {}
-    for worker in range(given.workers):
-        for tile, begin, end, slot in pieces(args, worker, given.workers):
-            done[tile, begin:end] += 1
-            if slot >= 0:
-                slots.setdefault(tile, []).append(slot)
-    assert (done == 1).all(), config
-    assert bool(slots) == ("reduce_ranges" in launches) == tiles.is_cut(p, config)
-    size = config.multicast * config.splits
-    assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
-    assert main.grid[0] % size == 0
-    flat = list(itertools.chain(*slots.values()))
-    assert len(set(flat)) == len(flat)
-    slot_bytes = config.multicast * tiles.tile_bytes(config)
-    assert all((slot + 1) * slot_bytes <= family.workspace_bytes(p, config) for slot in flat)
-    if not slots:
-        return
-    # What the second kernel adds, in the order of the ranges.
-    before = config.whole_tiles * given.workers
-    parts = launches["reduce_ranges"].grid[0] // (given.tiles - before)
-    assert parts * tiles.CHUNK_BYTES == slot_bytes
-    for tile in range(given.tiles - before):
-        first_unit = tile * given.k_blocks
-        first, last = first_unit // length, (first_unit + given.k_blocks - 1) // length
-        added = [2 * r + (r * length < first_unit) for r in range(first, last + 1)] if first < last else []
-        assert added == slots.get(before + tile, [])

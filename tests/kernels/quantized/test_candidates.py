@@ -1,0 +1,319 @@
+"""What each family of quantized products on Hopper would try, what it expects of that, and its plans. No GPU."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+from jax import numpy as jnp
+
+from jax_splitk import kernels
+from jax_splitk.kernels import Family
+from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.products import E4M3, HALF, problems, valid_problem
+
+FAMILIES = kernels.families("quantized_matmul", "cuda")
+BLOCK_SHARED, SM_SHARED = 227 * 1024, 228 * 1024  # bytes that a thread block may have, and that there are
+SIZES = (
+    *((1, 64, 1), (8, 8192, 3584), (9, 333, 77), (17, 8192, 8192), (64, 8192, 28672), (20, 1, 40), (65, 1088, 200)),
+    *((64, 1000, 200), (20, 128, 100_000), (49, 4096, 640), (256, 8192, 8192), (1000, 4160, 333), (4096, 8192, 3584)),
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"qtype": "uint4", "zero_dtype": "bfloat16"},
+    {"qtype": "nf4", "scale_dtype": "float16", **HALF},
+    {"qtype": "int8", "out_dtype": "float32", "scale_dtype": "float32"},
+    {"qtype": "int8", "group_size": 0},
+    {"qtype": E4M3, "group_size": 32, "x_dtype": E4M3},
+    {"qtype": "float4_e2m1fn", "group_size": 128, "scale_dtype": "float32", "x_dtype": E4M3},
+    {"qtype": "uint4", "group_size": 128, "out_dtype": "float16", "x_dtype": E4M3},
+    {"qtype": E4M3, "group_size": 0, "x_dtype": E4M3},
+    {"x_dtype": E4M3},
+)
+PROBLEMS = problems(SIZES, KINDS)
+by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def served(family: Family) -> list[QuantizedMatmulProblem]:
+    found = [p for p in PROBLEMS if family.refusal(p) is None]
+    few_rows = [p for p in PROBLEMS if p.rows <= 64]
+    least = {stream.FAMILY: 0.8 * len(few_rows), fp8.FAMILY: 0.35 * len(PROBLEMS), tiled.FAMILY: len(PROBLEMS)}
+    assert len(found) >= least[family]  # type: ignore[index]
+    return found
+
+
+@by_family
+def test_candidates_are_legal_unique_and_few(family: Family) -> None:
+    for p in served(family):
+        found = family.candidates(p, DEFAULT_CUDA)
+        assert 1 <= len(set(found)) == len(found) <= 60, p
+        for config in found:
+            assert family.refusal(p, config, DEFAULT_CUDA) is None, (p, config)
+        seconds = [family.estimate(p, config, DEFAULT_CUDA) for config in found]
+        if family is not stream.FAMILY:
+            assert seconds == sorted(seconds)
+        # No faster than the memory allows, and not absurd.
+        assert p.bytes_moved / 4.8e12 < min(seconds) < 1, p
+        best = found[seconds.index(min(seconds))]
+        near = family.neighbours(p, best, DEFAULT_CUDA)
+        assert best not in near
+        assert len(set(near)) == len(near)
+
+
+@by_family
+def test_plans_are_those_of_the_custom_call(family: Family) -> None:
+    for p in served(family):
+        for config in family.candidates(p, DEFAULT_CUDA)[::6]:
+            made = family.plan(p, config)
+            shapes = [(p.x_shape, p.x_dtype), (p.words_shape, "uint32"), (p.scale_shape, p.scale_dtype)]
+            shapes += [(p.scale_shape, p.zero_dtype)] * (p.zero_dtype != "none") + [(p.out_shape, p.out_dtype)]
+            sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes]
+            assert [b.bytes for b in made.buffers] == [*sizes, family.workspace_bytes(p, config)]
+            for tensor_map in made.maps:
+                # TMA's limits: strides of 16 bytes, boxes within 256; whole groups of 8 rows of the swizzle.
+                assert all(stride % 16 == 0 for stride in tensor_map.strides)
+                assert max(tensor_map.box) <= 256
+                assert tensor_map.box[1] % 8 == 0
+            for launch in made.launches:
+                assert launch.shared_bytes <= BLOCK_SHARED
+                assert launch.block[0] % 32 == 0
+            main = next(launch for launch in made.launches if launch.kernel == family.name)
+            together = family.blocks_per_sm(p, config)
+            assert together * (main.shared_bytes + 1024) <= SM_SHARED, "a KiB of each block is CUDA's"
+            made.words()
+
+
+def test_a_streams_plan_is_one_launch_of_what_runs_at_once() -> None:
+    for p in served(stream.FAMILY)[::3]:
+        for config in stream.FAMILY.candidates(p, DEFAULT_CUDA):
+            made = stream.FAMILY.plan(p, config)
+            (launch,) = made.launches
+            assert (launch.grid, launch.cluster) == ((config.clusters * config.cluster, 1, 1), (config.cluster, 1, 1))
+            assert launch.shared_bytes == stream.shared_bytes(p, config)
+            assert config.clusters * config.cluster <= DEFAULT_CUDA.cores, "one on each multiprocessor"
+            used = {param.buffer for param in launch.params if isinstance(param, plan.Pointer)}
+            used |= {tensor_map.buffer for tensor_map in made.maps}
+            assert used == set(range(len(made.buffers) - 1)), "the kernel gets every buffer but the workspace"
+            assert made.workspace_bytes == 0
+
+
+def test_every_scaling_that_is_legal_has_a_config() -> None:
+    for p in PROBLEMS:
+        assert "sum" in tiled.scalings(p)
+        for scaling in tiled.scalings(p):
+            config = tiled.Config(128, 32, 2, 0, scaling=scaling)
+            assert tiled.FAMILY.refusal(p, tiles.whole_tiles(p, config)) is None
+
+
+def test_every_legal_split_fits_into_shared_memory() -> None:
+    for p, tile, stages, groups in itertools.product(
+        PROBLEMS[::4], ((64, 32), (64, 64), (128, 64)), range(2, 11), (1, 2)
+    ):
+        config = in_splits(p, tile, stages, 2, groups)
+        if tiled.FAMILY.refusal(p, config) is None:
+            together = tiled.FAMILY.blocks_per_sm(p, config)
+            assert together * (tiled.FAMILY.shared_bytes(p, config) + 1024) <= SM_SHARED
+
+
+# ---- the cost model ------------------------------------------------------------------------------------------------
+
+
+def in_splits(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, groups: int = 1) -> Any:
+    config = tiled.Config(*tile, stages, 0, k_warpgroups=groups, scaling=tiled.scalings(p)[0])
+    return tiles.split_tiles(p, config, splits)
+
+
+def fp8_splits(k_warpgroups: int) -> fp8.Config:
+    return fp8.Config(128, 64, 8, 28 * 4, splits=4, k_warpgroups=k_warpgroups, chunk=64)
+
+
+Stream = stream.Config
+ROWS_64 = valid_problem(64, 8192, 3584)
+# Device times of int4 weights in groups of 64 by 8192 k on one H200, us: the fastest config of each, and slow ones.
+MEASURED: list[tuple[Family, QuantizedMatmulProblem, Any, float, float]] = [
+    *(
+        (stream.FAMILY, valid_problem(rows, 8192, features, x_dtype=x_dtype), config, us, 0.08)
+        for rows, features, x_dtype, config, us in (
+            (8, 28672, E4M3, Stream(8, 2, 4, 7, 2, 64), 34.2), (8, 8192, E4M3, Stream(8, 4, 4, 3, 2, 64), 12.1),
+            (8, 3584, E4M3, Stream(8, 2, 4, 9, 8, 14), 7.6), (16, 28672, E4M3, Stream(16, 4, 4, 4, 2, 64), 35.0),
+            (16, 8192, E4M3, Stream(16, 2, 4, 7, 2, 64), 13.2), (16, 3584, E4M3, Stream(16, 2, 4, 6, 4, 28), 8.1),
+            (32, 28672, E4M3, Stream(32, 4, 4, 3, 4, 30), 40.2), (32, 8192, E4M3, Stream(32, 2, 4, 3, 2, 64), 15.3),
+            (32, 8192, E4M3, Stream(32, 2, 4, 2, 2, 64), 17.7), (32, 28672, E4M3, Stream(32, 4, 2, 2, 2, 64), 50.6),
+            (64, 28672, E4M3, Stream(64, 2, 4, 4, 8, 15), 65.1), (64, 8192, E4M3, Stream(64, 2, 4, 4, 8, 15), 21.9),
+            (64, 8192, E4M3, Stream(64, 1, 4, 12, 8, 15), 23.6), (64, 3584, E4M3, Stream(64, 2, 4, 5, 8, 14), 12.2),
+            (8, 28672, "bfloat16", Stream(8, 4, 4, 3, 2, 64), 34.3),
+            (8, 3584, "bfloat16", Stream(8, 4, 4, 3, 4, 28), 7.7),
+            (16, 8192, "bfloat16", Stream(16, 2, 4, 4, 2, 64), 12.2),
+            (32, 8192, "bfloat16", Stream(32, 2, 4, 6, 8, 15), 17.4),
+            (16, 3584, "bfloat16", Stream(16, 2, 4, 6, 4, 28), 7.88),
+            (16, 3584, "bfloat16", Stream(16, 2, 4, 4, 2, 56), 7.49),
+            (16, 8192, "bfloat16", Stream(16, 4, 4, 2, 2, 64), 13.4),
+            (8, 8192, "bfloat16", Stream(8, 4, 2, 4, 2, 64), 11.5),
+        )
+    ),
+    *(
+        (fp8.FAMILY, valid_problem(64, 8192, 3584, x_dtype=E4M3), fp8_splits(groups), us, 0.03)
+        for groups, us in ((1, 10.97), (2, 10.34))
+    ),
+    *(
+        (tiled.FAMILY, p, in_splits(p, tile, stages, splits, groups), us, 0.1)
+        for p, tile, stages, splits, groups, us in (
+            (ROWS_64, (128, 64), 8, 4, 1, 11.0), (ROWS_64, (64, 64), 5, 4, 1, 11.06),
+            (ROWS_64, (64, 64), 10, 2, 2, 10.93), (ROWS_64, (128, 64), 7, 4, 2, 10.89),
+            (valid_problem(64, 8192, 8192), (128, 64), 7, 2, 2, 17.2),
+            (valid_problem(32, 8192, 3584), (64, 32), 7, 4, 2, 9.01),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "p", "config", "us", "off"), MEASURED, ids=str)
+def test_the_model_is_close_to_measured_times(
+    family: Family, p: QuantizedMatmulProblem, config: Any, us: float, off: float
+) -> None:
+    assert family.refusal(p, config) is None
+    assert family.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=off)
+
+
+def test_the_model_prefers_full_machines() -> None:
+    """56 tiles of 64 features, or 64 of 128, leave half of the machine idle unless k is divided; 448 tiles of 128x256
+    fill 3.4 rounds of 132 multiprocessors, so that the last ones are cut."""
+
+    def best(family: Family, rows: int, features: int, **changes: Any) -> tuple[QuantizedMatmulProblem, Any]:
+        p = valid_problem(rows, 8192, features, **changes)
+        return p, min(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA))
+
+    assert best(stream.FAMILY, 8, 3584)[1].cluster > 1
+    p, config = best(tiled.FAMILY, 64, 8192)
+    assert config.splits > 1 or tiles.is_cut(p, config)
+    assert tiles.is_cut(*best(fp8.FAMILY, 4096, 3584, x_dtype=E4M3))
+    for features in (3584, 8192):
+        assert best(tiled.FAMILY, 64, features)[1].k_warpgroups == 2
+
+
+@pytest.mark.parametrize(("features", "clusters"), [(3584, 56), (8192, 64), (28672, 64)])
+def test_pairs_that_hold_half_of_x_are_among_the_first(features: int, clusters: int) -> None:
+    """The slice of x is loaded while the first words are."""
+    p = valid_problem(16, 8192, features)
+    found = sorted(stream.FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: stream.FAMILY.estimate(p, c, DEFAULT_CUDA))
+    assert Stream(16, 2, 4, 4, 2, clusters) in found[:4]
+
+
+def test_few_rows_of_e4m3_cut_k() -> None:
+    """28 or 14 tiles along 3584 features: k is cut, and taller tiles, which read less of x, are tried, too."""
+    p = valid_problem(64, 8192, 3584, x_dtype=E4M3)
+    found = fp8.FAMILY.candidates(p, DEFAULT_CUDA)
+    assert (found[0].tile_m, found[0].splits, found[0].k_warpgroups) == (128, 4, 2)
+    assert {config.tile_m for config in found} == {128, 256}
+    near = fp8.FAMILY.neighbours(p, found[0], DEFAULT_CUDA)
+    for configs in (found, near):
+        assert {config.k_warpgroups for config in configs if config.splits > 1} == {1, 2}
+    assert any(tiles.is_cut(p, config) for config in near)
+
+
+@pytest.mark.parametrize(
+    ("p", "tile", "stages", "splits", "together"),
+    [
+        (ROWS_64, (64, 64), 10, 2, 1),
+        (ROWS_64, (128, 64), 7, 4, 1),
+        (valid_problem(64, 8192, 8192), (128, 64), 7, 2, 1),
+        (valid_problem(32, 8192, 3584), (64, 32), 7, 4, 2),
+        (valid_problem(64, 8192, 3584, qtype="int8"), (64, 64), 8, 2, 1),
+    ],
+    ids=str,
+)
+def test_two_k_warpgroups_are_tried_beside_one(
+    p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, together: int
+) -> None:
+    config = in_splits(p, tile, stages, splits, 2)
+    assert tiled.FAMILY.blocks_per_sm(p, config) == together
+    found = tiled.FAMILY.candidates(p, DEFAULT_CUDA)
+    assert config in found
+    assert any((c.tile_m, c.tile_n, c.k_warpgroups) == (*tile, 1) and c.splits > 1 for c in found)
+    assert tiled.FAMILY.plan(p, config).launches[0].block == (128 * (2 * tile[0] // 64 + 1), 1, 1)
+
+
+def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
+    def product(**changes: Any) -> QuantizedMatmulProblem:
+        return valid_problem(256, 1024, 1024, x_dtype=E4M3, **changes)
+
+    wide, narrow = fp8.Config(128, 256, 4, 1, chunk=64), fp8.Config(128, 64, 4, 1, chunk=64)
+    for group, expected in ((32, 32), (64, 64), (128, 128), (1024, 128)):
+        assert fp8.period(product(group_size=group), wide) == expected
+        assert fp8.period(product(group_size=group), narrow) == min(expected, 64)
+    # Half as many promotions; float16 results would show the bits that are lost.
+    assert fp8.period(product(group_size=128, out_dtype="float16"), wide) == 64
+    assert (fp8.sums(product(), wide), fp8.sums(product(group_size=128), wide)) == (2, 1)
+    times = [fp8.FAMILY.estimate(product(group_size=group), wide, DEFAULT_CUDA) for group in (64, 128)]
+    assert times[1] < times[0]
+
+
+# ---- what the device code is specialised to ------------------------------------------------------------------------
+
+
+def macros(family: Family, p: QuantizedMatmulProblem, config: Any, *names: str) -> tuple[int | str, ...]:
+    found = dict(family.source(p, config).defines)
+    return tuple(found[name] for name in names)
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, "bfloat16"), (HALF, "float16"), ({"x_dtype": E4M3}, E4M3), ({"x_dtype": E4M3, "qtype": "uint4"}, E4M3),
+    ({"x_dtype": E4M3, "qtype": "float4_e2m1fn", "out_dtype": "float16"}, E4M3),
+    ({"x_dtype": E4M3, "qtype": E4M3, "group_size": 4096}, E4M3), ({"x_dtype": E4M3, "qtype": "nf4"}, "float16"),
+    ({"x_dtype": E4M3, "qtype": "int8"}, "float16"), ({"x_dtype": E4M3, "out_dtype": "float32"}, "float16"),
+    ({"x_dtype": E4M3, "qtype": "uint4", "zero_dtype": "bfloat16"}, "float16"),
+])  # fmt: skip
+def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) -> None:
+    p, config = valid_problem(8, 4096, 4096, **changes), Stream(8, 2, 2, 4, 2, 64)
+    assert stream.products(p) == expected
+    found = macros(stream.FAMILY, p, config, "E4M3_PRODUCTS", "X_E4M3")
+    assert found == (expected == E4M3, p.x_dtype == E4M3)
+    # Activations of e4m3 take half the room.
+    assert stream.x_bytes(p, config) == 8 * 4096 // 2 * jnp.dtype(expected).itemsize
+
+
+def test_code_without_what_sizes_do_not_need() -> None:
+    for k, features, expected in ((4096, 640, (1, 1)), (4096, 642, (1, 0)), (4160, 640, (0, 1)), (4095, 641, (0, 0))):
+        p = valid_problem(5, k, features, group_size=64 if k % 64 == 0 else k)
+        assert macros(stream.FAMILY, p, Stream(8, 2, 2, 4, 2, 64), "WHOLE", "FOURS") == expected
+    for k, features, changes, expected in (
+        (1024, 200, {}, (1, 1, 0)),
+        (1024, 202, {}, (0, 1, 0)),
+        (1088, 200, {}, (1, 0, 0)),
+        (1020, 200, {"group_size": 1020}, (1, 1, 1)),
+        (1024, 200, {"x_dtype": E4M3}, (1, 1, 1)),
+        (1024, 200, {"qtype": "uint4", "zero_dtype": "bfloat16"}, (1, 1, 1)),
+    ):
+        p = valid_problem(40, k, features, **changes)
+        assert macros(tiled.FAMILY, p, in_splits(p, (128, 64), 4, 1), "EIGHTS", "WHOLE", "PREPARED") == expected
+
+
+def test_code_depends_on_splits_and_on_few_tiles_along_the_rows() -> None:
+    for rows, tile_n, splits, expected in (
+        (64, 64, 2, (2, 1)), (100, 64, 3, (3, 2)), (256, 64, 1, (1, 4)), (257, 64, 1, (1, 0)), (4096, 128, 1, (1, 0)),
+    ):  # fmt: skip
+        p = valid_problem(rows, 1024, 1024)
+        config = in_splits(p, (128, tile_n), 4, splits)
+        assert macros(tiled.FAMILY, p, config, "SPLITS", "N_TILES") == expected
+    for k, splits, expected in ((1024, 1, (0, 0)), (2048, 1, (0, 0)), (1024, 4, (2, 2)), (1024, 3, (3, 2))):
+        p = valid_problem(40, k, 200)
+        config = in_splits(p, (128, 64), 4, splits)
+        assert macros(tiled.FAMILY, p, config, "RANGE", "LAST_RANGE") == expected
+
+
+def test_a_streams_code_depends_on_types_config_and_divisors_alone() -> None:
+    p = valid_problem(8, 4096, 4096)
+    source, config = stream.FAMILY.source, Stream(8, 4, 4, 3, 4, 28)
+    other, fewer = dataclasses.replace(p, rows=3, k=8192, features=500), dataclasses.replace(config, clusters=1)
+    assert source(other, fewer) == source(p, config) == stream.FAMILY.plan(p, config).source
+    types = [
+        *({"x_dtype": "float16"}, {"x_dtype": E4M3}, {"out_dtype": "float32"}, {"scale_dtype": "float32"}),
+        *({"zero_dtype": "float32"}, {"group_size": 32}, {"group_size": 4096}, {"qtype": "uint4"}),
+        *({"features": 4094}, {"k": 4160}, {"k": 1004, "group_size": 1004}),
+    ]
+    changed = [dataclasses.replace(p, **change) for change in types]
+    assert len({source(q, config) for q in (p, *changed)}) == 1 + len(changed)
