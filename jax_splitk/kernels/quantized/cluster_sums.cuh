@@ -31,21 +31,15 @@ __device__ inline uint32_t landing(int rank) {
 }
 
 // Tells the cluster's blocks that this one's stages behind the last one have been read.
-__device__ inline void offer_room(uint64_t* barriers) {
+__device__ inline void offer_room(Barriers& barriers) {
   const int rank = int(cute::block_rank_in_cluster());
-  uint64_t *empty = barriers + STAGES, *room = empty + STAGES + 1, *arrived = room + 1;
   const int mine = (CHUNKS - rank + SPLITS - 1) / SPLITS;
-  FullBarrier::arrive_and_expect_tx(arrived, mine * (SPLITS - 1) * CHUNK_BYTES);
-  int stage = blocks_of(rank) % STAGES;
-  uint32_t phase = blocks_of(rank) / STAGES % 2;
-  for (int bytes = ROUNDS * ROUND_BYTES; bytes > 0; bytes -= STAGE_BYTES) {
-    EmptyBarrier::wait(&empty[stage], phase ^ 1);
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
+  FullBarrier::arrive_and_expect_tx(&barriers.arrived, mine * (SPLITS - 1) * CHUNK_BYTES);
+  Position at{blocks_of(rank) % STAGES, uint32_t(blocks_of(rank) / STAGES % 2)};
+  for (int bytes = ROUNDS * ROUND_BYTES; bytes > 0; bytes -= STAGE_BYTES, at.advance(STAGES)) {
+    barriers.pipeline.wait_empty(at);
   }
-  for (int other = 0; other < SPLITS; ++other) EmptyBarrier::arrive(room, other, 1);
+  for (int other = 0; other < SPLITS; ++other) EmptyBarrier::arrive(&barriers.room, other, 1);
 }
 
 // Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
@@ -81,11 +75,11 @@ __device__ inline void exchange(const Kernel& kernel, uint32_t staging, const Pl
                                 const float* sums) {
   const int thread = threadIdx.x % 128, rank = int(cute::block_rank_in_cluster());
   constexpr int last = SPLITS - 1;
-  const uint32_t room = shared_address(kernel.barriers + 2 * STAGES + 1), arrived = room + 8;
+  const uint32_t room = shared_address(&kernel.barriers.room), arrived = room + 8;
   const auto wrapped = [](uint32_t offset) {
     return offset < PIPELINE_BYTES ? offset : offset - PIPELINE_BYTES;
   };
-  const uint32_t others = landing(0), lasts = landing(last), to = kernel.pipeline + thread * 16;
+  const uint32_t others = landing(0), lasts = landing(last), to = kernel.stages + thread * 16;
   const uint32_t first = warpgroup * PART_CHUNKS, first_round = first / SPLITS;
   int owner = first % SPLITS;
   uint32_t offset = first_round * ROUND_BYTES + rank * CHUNK_BYTES;
@@ -131,7 +125,7 @@ __device__ inline void store_together(const Kernel& kernel, uint32_t staging, co
                                       const Role& role, const float* acc) {
   if constexpr (K_WARPGROUPS > 1) {
     PartSums sums;
-    add_parts(kernel.pipeline + SHARED_SUMS_AT, role.m_warpgroup, role.k_warpgroup, acc, sums);
+    add_parts(kernel.stages + SHARED_SUMS_AT, role.m_warpgroup, role.k_warpgroup, acc, sums);
     exchange(kernel, staging, at, role.m_warpgroup * K_WARPGROUPS + role.k_warpgroup, sums);
   } else {
     exchange(kernel, staging, at, role.m_warpgroup, acc);

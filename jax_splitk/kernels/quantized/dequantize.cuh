@@ -15,6 +15,19 @@ constexpr int INT4 = 0, UINT4 = 1, INT8 = 2, E4M3 = 3, E2M1 = 4;  // the last on
 
 constexpr int WORDS = FORMAT == INT8 || FORMAT == E4M3 ? 2 : 1;  // of a lane, for 16 k
 
+// A lane's words of a tile of 64 features by 64 k, by 16 k.
+using Words = uint32_t[4][WORDS];
+
+__device__ inline void load_words(uint32_t address, Words& words) {
+#pragma unroll
+  for (int load = 0; load < WORDS; ++load) {
+    const uint4 w = load_shared<uint4>(address + load * 512);
+    const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
+  }
+}
+
 constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
 
 #if E4M3_PRODUCTS

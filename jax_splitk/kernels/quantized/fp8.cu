@@ -44,7 +44,7 @@ __device__ inline void produce_x(const Kernel& kernel, const TensorMap& map, Pro
 #pragma unroll 1
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = to.begin(X_BYTES);
-      uint8_t* x = kernel.stages + to.index * STAGE_BYTES + rank * SHARE * BLOCK_K;
+      uint8_t* x = shared_pointer(kernel.stages + to.stage * STAGE_BYTES + rank * SHARE * BLOCK_K);
       const int column = block * (BLOCK_K / 2);  // the map's elements are pairs of x
       if constexpr (MULTICAST > 1) {
         cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, (1 << MULTICAST) - 1, EVICT_NORMAL, x, column,
@@ -57,31 +57,20 @@ __device__ inline void produce_x(const Kernel& kernel, const TensorMap& map, Pro
   }
 }
 
-// Words and scales of `COUNT` warpgroups from `first` on.
+// Of `COUNT` warpgroups from `first` on.
 template <int COUNT>
-__device__ inline void produce_weight(const Kernel& kernel, const uint8_t* words, const uint8_t* scales,
-                                      Producer to, int first) {
+__device__ inline void produce_weight(const Kernel& kernel, const Weight& weight, Producer to, int first) {
   const Args& g = kernel.g;
-  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
   for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const Place at = place_of(g, piece.tile, multicast_rank());
 #pragma unroll 1
     for (int block = piece.begin; block < piece.end; ++block) {
-      uint64_t* full = to.begin(COUNT * (2 * TILE_BYTES + SCALES));
-      const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
+      uint64_t* full = to.begin(COUNT * WEIGHT_BYTES);
 #pragma unroll
       for (int i = first; i < first + COUNT; ++i) {
-        const int tile = at.feature_tile(g, i);
-        copy_block(kernel.pipeline + to.index * STAGE_BYTES + X_BYTES + i * 2 * TILE_BYTES,
-                   words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
-                   hint);
-        if constexpr (GROUPS > 0) {
-          copy_block(kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES + i * SCALES,
-                     scales + (size_t(tile) * g.groups + block * GROUPS) * WARPGROUP_M * SCALE_ITEM, SCALES,
-                     half && GROUPS > 1, full, hint);
-        }
+        copy_weight(kernel, weight, at.feature_tile(g, i), block, i, to.stage, full);
       }
       to.advance();
     }
@@ -95,12 +84,10 @@ struct Reader : Consumer {
   uint32_t scales;  // of its two rows, which are neighbours, in the first stage
   uint32_t pick;    // which half of the lanes' words
 
-  __device__ Reader(uint32_t pipeline, uint64_t* barriers, const Role& role)
-      : Consumer(pipeline, barriers, role.k_warpgroup) {
+  __device__ Reader(const Kernel& kernel, const Role& role) : Consumer(kernel, role.k_warpgroup) {
     const int warp = role.warp % 4, lane = threadIdx.x % 32, from = lane / 4 * 4 + lane % 2 * 2;
-    words =
-        keep(pipeline + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + from * 16);
-    scales = keep(pipeline + EXTRAS_AT + role.m_warpgroup * SCALES + (warp * 16 + lane / 4 * 2) * SCALE_ITEM);
+    words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + from * 16);
+    scales = keep(stages + EXTRAS_AT + role.m_warpgroup * SCALES + (warp * 16 + lane / 4 * 2) * SCALE_ITEM);
     pick = lane % 4 < 2 ? 0x6420 : 0x7531;
   }
 
@@ -129,12 +116,12 @@ __device__ inline void promote(Accumulator& sum, const float2& scale, TileSums& 
 }
 
 // The words of two lanes, of a part of a period. 4-bit: those of the whole tile of 64 k.
-struct Words {
+struct PartWords {
   uint32_t w[2][4 * PART_LOADS];
 
   __device__ void load(const Reader& in, int period, int part) {
     const int k = period * PERIOD + part * PART_STEPS * 32;
-    const uint32_t from = in.words + in.index * STAGE_BYTES + k / 64 * TILE_BYTES;
+    const uint32_t from = in.words + in.stage * STAGE_BYTES + k / 64 * TILE_BYTES;
 #pragma unroll
     for (int i = 0; i < PART_LOADS; ++i) {
       const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
@@ -179,7 +166,7 @@ __device__ constexpr int steps_before(int chunk) {
 __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
   PeriodFragments a[2];
   Accumulator sum[SUMS];
-  Words words;
+  PartWords words;
   Pair<SCALE_TYPE> next;      // scales of the period that is decoded
   float2 scale = {0.f, 0.f};  // of the period whose sums are promoted; at first there are none
 #pragma unroll
@@ -187,7 +174,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
   const auto load = [&](int period) {
     words.load(in, period, 0);
     if constexpr (GROUPS > 0) {
-      next = load_shared<Pair<SCALE_TYPE>>(in.scales + in.index * EXTRA_BYTES +
+      next = load_shared<Pair<SCALE_TYPE>>(in.scales + in.stage * EXTRA_BYTES +
                                            period * PERIOD / GROUP_K * WARPGROUP_M * SCALE_ITEM);
     }
   };
@@ -271,14 +258,14 @@ struct Loop {
   static constexpr int PRODUCER_REGS = WARPGROUPS == 2 ? 40 : 64, CONSUMER_REGS = WARPGROUPS == 2 ? 232 : 104;
   static constexpr bool FORGETS = true;
   using Reader = ::Reader;
-  const uint8_t *words, *scales;
+  const Weight weight;
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, const Producer& to, int warp) const {
     constexpr int HALF = M_WARPGROUPS / 2;
     if (warp == X_WARP) {
       produce_x(kernel, x_map, to);
     } else {
-      produce_weight<HALF>(kernel, words, scales, to, warp * HALF);
+      produce_weight<HALF>(kernel, weight, to, warp * HALF);
     }
   }
 
@@ -288,7 +275,7 @@ struct Loop {
   }
 
   __device__ void scale(int channel, TileSums& acc) const {
-    const float2 scale = load_pair<SCALE_TYPE>(scales + size_t(channel) * SCALE_ITEM);
+    const float2 scale = load_pair<SCALE_TYPE>(weight.scale + size_t(channel) * SCALE_ITEM);
 #pragma unroll
     for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= i / 2 % 2 ? scale.y : scale.x;
   }
@@ -296,6 +283,6 @@ struct Loop {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
-                  const uint8_t* words, const uint8_t* scales, Output* out, float* partials) {
-  run(Loop{words, scales}, x_map, g, out, partials);
+                  const uint8_t* words, const uint8_t* scale, Output* out, float* partials) {
+  run(Loop{{words, scale}}, x_map, g, out, partials);
 }

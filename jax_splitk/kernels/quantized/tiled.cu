@@ -26,58 +26,33 @@ constexpr int BOX_BYTES = TILE_N * 128;  // 64 k of x
 // one box of x each.
 constexpr int PRODUCERS = 4, SUMS_WARP = 1, X_WARP = 2;
 
-struct Weight {
-  const uint8_t *words, *scale, *zero;
-  const float* sums;  // of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]
-};
-
+// `sums` of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N].
 __device__ inline void produce(const Kernel& kernel, const TensorMap& x_map, const Weight& weight,
-                               Producer to, int warp) {
+                               const float* sums, Producer to, int warp) {
   const Args& g = kernel.g;
-  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
   const bool has_weight = warp < M_WARPGROUPS, has_x = warp >= X_WARP, has_sums = warp == SUMS_WARP;
-  const int bytes = (has_weight ? 2 * TILE_BYTES + SCALES + ZEROS : 0) + (has_x ? BOX_BYTES : 0) +
-                    (has_sums ? SUMS_BYTES : 0);
+  const int bytes = (has_weight ? WEIGHT_BYTES : 0) + (has_x ? BOX_BYTES : 0) + (has_sums ? SUMS_BYTES : 0);
   for (int index = 0; index < PIECES; ++index) {
     const Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
     const Place at = place_of(g, piece.tile, 0);
     const int tile = at.feature_tile(g, warp);
-    const uint8_t* words = weight.words + (size_t(tile) * g.k_tiles + 2 * piece.begin) * TILE_BYTES;
-    const size_t row = (size_t(tile) * g.groups + piece.begin * GROUPS) * WARPGROUP_M;
-    [[maybe_unused]] const uint8_t* scale = weight.scale + row * SCALE_ITEM;
-    [[maybe_unused]] const uint8_t* zero = weight.zero + row * ZERO_ITEM;
-    [[maybe_unused]] const float* sums =
-        weight.sums + (size_t(piece.begin * SUM_ROWS) * g.tiles_n + at.n) * TILE_N;
 #pragma unroll 1  // all but the first turn find their code
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = to.begin(bytes);
-      const int stage = to.index * STAGE_BYTES;
-      [[maybe_unused]] const uint32_t extra = kernel.pipeline + EXTRAS_AT + to.index * EXTRA_BYTES;
-      if (has_weight) {
-        const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
-        copy_block(kernel.pipeline + stage + X_BYTES + warp * 2 * TILE_BYTES, words, 2 * TILE_BYTES, half,
-                   full, hint);
-        words += 2 * TILE_BYTES;
-        if constexpr (GROUPS > 0) {
-          copy_block(extra + warp * SCALES, scale, SCALES, half, full, hint);
-          scale += SCALES;
-          if constexpr (ZERO_TYPE != NONE) {
-            copy_block(extra + ZEROS_AT + warp * ZEROS, zero, ZEROS, half, full, hint);
-            zero += ZEROS;
-          }
-        }
-      }
+      if (has_weight) copy_weight(kernel, weight, tile, block, warp, to.stage, full);
       if (has_x) {
-        cute::SM90_TMA_LOAD_2D::copy(&x_map, full, EVICT_NORMAL,
-                                     kernel.stages + stage + (warp - X_WARP) * BOX_BYTES,
-                                     block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
+        cute::SM90_TMA_LOAD_2D::copy(
+            &x_map, full, EVICT_NORMAL,
+            shared_pointer(kernel.stages + to.stage * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES),
+            block * BLOCK_K + (warp - X_WARP) * 64, at.n * TILE_N);
       }
       if (SUM_ROWS > 0 && has_sums) {
 #pragma unroll 1
         for (int i = 0; i < SUM_ROWS; ++i) {
-          copy_bulk(extra + SUMS_AT + i * TILE_N * 4, sums, TILE_N * 4, full, EVICT_NORMAL);
-          sums += g.tiles_n * TILE_N;
+          copy_bulk(kernel.stages + EXTRAS_AT + to.stage * EXTRA_BYTES + SUMS_AT + i * TILE_N * 4,
+                    sums + (size_t(block * SUM_ROWS + i) * g.tiles_n + at.n) * TILE_N, TILE_N * 4,
+                    shared_address(full), EVICT_NORMAL);
         }
       }
       to.advance();
@@ -87,38 +62,23 @@ __device__ inline void produce(const Kernel& kernel, const TensorMap& x_map, con
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
-// The lane's words of a tile.
-using Words = uint32_t[4][WORDS];
-
-__device__ inline void load_tile(uint32_t address, Words& words) {
-#pragma unroll
-  for (int load = 0; load < WORDS; ++load) {
-    const uint4 w = load_shared<uint4>(address + load * 512);
-    const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
-  }
-}
-
 struct Reader : Consumer {
   uint32_t words;  // the lane's in the first stage
   uint32_t pairs;  // its two rows, which are neighbours, among a stage's scales
 
-  __device__ Reader(uint32_t pipeline, uint64_t* barriers, const Role& role)
-      : Consumer(pipeline, barriers, role.k_warpgroup) {
+  __device__ Reader(const Kernel& kernel, const Role& role) : Consumer(kernel, role.k_warpgroup) {
     const int warp = role.warp % 4, lane = threadIdx.x % 32;
     empty = (full = keep(full)) + STAGES * 8;
-    none();
-    words =
-        keep(pipeline + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + lane * 16);
+    begin_piece();
+    words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + lane * 16);
     pairs = keep(role.m_warpgroup * GROUPS * WARPGROUP_M + warp * 16 + lane / 4 * 2);
   }
 
-  __device__ uint32_t tile(int at) const { return words + index * STAGE_BYTES + at * TILE_BYTES; }
+  __device__ uint32_t tile(int at) const { return words + stage * STAGE_BYTES + at * TILE_BYTES; }
 
   __device__ void release_last() {
     release();
-    none();
+    begin_piece();
   }
 };
 
@@ -183,7 +143,7 @@ struct Block {
   __device__ void load(const Reader& in) {
     in.wait_full();
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) load_tile(in.tile(tile), words[tile]);
+    for (int tile = 0; tile < TILES; ++tile) load_words(in.tile(tile), words[tile]);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
       pairs[i] = load_shared<uint32_t>(in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM);
@@ -209,7 +169,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       const int tile = batch * BATCH / 4, first = batch * BATCH % 4;
-      if (tile >= Block::TILES && first == 0) load_tile(in.tile(tile), block.words[tile]);
+      if (tile >= Block::TILES && first == 0) load_words(in.tile(tile), block.words[tile]);
       auto& a = fragments[batch % (PENDING + 1)];
 #pragma unroll
       for (int step = 0; step < BATCH; ++step) {
@@ -304,7 +264,7 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
       // retired.
       if (PERIOD == 128 && tile == 0) cute::warpgroup_wait<1>();
       Words words;
-      load_tile(in.tile(tile), words);
+      load_words(in.tile(tile), words);
 #pragma unroll
       for (int step = 0; step < 4; ++step) dequantize(words[step], a[tile][step]);
       if (tile == 0 || PERIOD < 128) {
@@ -342,11 +302,12 @@ struct Loop {
   static constexpr bool FORGETS = false;
   using Reader = ::Reader;
   const Weight weight;
+  const float* sums;
   Period channel = {};
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, const Producer& to, int warp) const {
     if constexpr (PREPARED) wait_on_dependent_grids();
-    ::produce(kernel, x_map, weight, to, warp);
+    ::produce(kernel, x_map, weight, sums, to, warp);
   }
 
   __device__ void consume(Reader& in, const Args& g, const Piece& piece, const Role& role, int blocks,
@@ -376,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
                     const uint8_t* words, const uint8_t* scale, const uint8_t* zero, const float* sums,
                     Output* out, float* partials) {
-  run(Loop{{words, scale, zero, sums}}, x_map, g, out, partials);
+  run(Loop{{words, scale, zero}, sums}, x_map, g, out, partials);
 }
 
 #if X_E4M3

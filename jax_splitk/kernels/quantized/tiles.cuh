@@ -36,11 +36,9 @@
 // N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8),
 // WHOLE (the weight does not end in the middle of a block), SHARED_BYTES.
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "device/output.cuh"
+#include "device/pipeline.cuh"
 #include "quantized/dequantize.cuh"
-#include "quantized/pipeline.cuh"
 #include "quantized/scales.cuh"
 #include "structs.cuh"
 
@@ -71,7 +69,7 @@ constexpr int EXTRAS_AT = PIPELINE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS_BYTES;
 constexpr int STAGING_PITCH = 48, STAGING_BYTES = OUT == FLOAT ? 0 : 16 * STAGING_PITCH;
 constexpr int STAGING_AT = EXTRAS_AT + STAGES * EXTRA_BYTES;
 constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
-constexpr int ALIGNMENT = 1024;
+constexpr int ALIGNMENT = 1024;  // of the stages
 static_assert(SHARED_SUMS_AT + (K_WARPGROUPS - 1) * M_WARPGROUPS * WARPGROUP_M * TILE_N * 4 + ALIGNMENT ==
                   SHARED_BYTES,
               "what the host gives");
@@ -136,31 +134,76 @@ __device__ inline Place place_of(const Args& g, int tile, int rank) {
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// What all parts of a kernel need: its arguments, the pipeline, also by its address, and the barriers.
+struct Barriers {
+  Pipeline<STAGES> pipeline;
+  uint64_t spare;          // for the stage before a piece's first one: consumers arrive, nobody waits
+  uint64_t room, arrived;  // cluster_sums.cuh
+};
+
+// What all parts of a kernel need.
 struct Kernel {
   const Args& g;
   Output* out;
   float* partials;
-  uint8_t* stages;
-  uint32_t pipeline;
-  uint64_t* barriers;
+  uint32_t stages;  // the first stage's address
+  Barriers& barriers;
 };
 
-constexpr int BARRIERS = 2 * STAGES + 3;  // full, empty, a spare one, room, arrived (cluster_sums.cuh)
-
 // The pipeline as a producer warp goes through it.
-struct Producer : Stage<> {
-  uint64_t *full, *empty;
+struct Producer : Position {
+  Pipeline<STAGES>& pipeline;
 
-  __device__ explicit Producer(uint64_t* barriers) : full(barriers), empty(barriers + STAGES) {}
+  __device__ explicit Producer(Pipeline<STAGES>& pipeline) : pipeline(pipeline) {}
+  __device__ void advance() { Position::advance(STAGES); }
 
   // Waits until the stage is empty. Gives its `full` barrier, which then expects so many bytes.
   __device__ uint64_t* begin(int bytes) const {
-    EmptyBarrier::wait(&empty[index], phase ^ 1);
-    FullBarrier::arrive_and_expect_tx(&full[index], bytes);
-    return &full[index];
+    pipeline.wait_empty(*this);
+    return pipeline.expect(*this, bytes);
   }
 };
+
+constexpr uint64_t EVICT_FIRST = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+constexpr uint64_t EVICT_NORMAL = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+// `bytes` of a block; of half a block that half, twice.
+__device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
+                                  uint64_t hint) {
+  const uint32_t barrier = shared_address(full);
+  if (half) {
+    copy_bulk(to, from, bytes / 2, barrier, hint);
+    copy_bulk(to + bytes / 2, from, bytes / 2, barrier, hint);
+  } else {
+    copy_bulk(to, from, bytes, barrier, hint);
+  }
+}
+
+struct Weight {
+  const uint8_t *words, *scale, *zero;
+};
+
+constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS;  // of a stage and a warpgroup
+
+// The words, scales and zero points of a block of a tile of 64 features, for a warpgroup, into a stage.
+__device__ inline void copy_weight(const Kernel& kernel, const Weight& from, int tile, int block,
+                                   int warpgroup, int stage, uint64_t* full) {
+  const Args& g = kernel.g;
+  const uint64_t hint = g.once ? EVICT_FIRST : EVICT_NORMAL;
+  const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
+  copy_block(kernel.stages + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES,
+             from.words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
+             hint);
+  if constexpr (GROUPS > 0) {
+    const uint32_t extras = kernel.stages + EXTRAS_AT + stage * EXTRA_BYTES;
+    const size_t row = (size_t(tile) * g.groups + block * GROUPS) * WARPGROUP_M;
+    const bool half_groups = half && GROUPS > 1;
+    copy_block(extras + warpgroup * SCALES, from.scale + row * SCALE_ITEM, SCALES, half_groups, full, hint);
+    if constexpr (ZERO_TYPE != NONE) {
+      copy_block(extras + ZEROS_AT + warpgroup * ZEROS, from.zero + row * ZERO_ITEM, ZEROS, half_groups, full,
+                 hint);
+    }
+  }
+}
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
@@ -179,29 +222,32 @@ __device__ inline int channel_of(const Args& g, const Place& at, const Role& rol
   return at.feature_tile(g, role.m_warpgroup) * WARPGROUP_M + role.warp % 4 * 16 + lane / 4 * 2;
 }
 
+// In a register from here on, not computed again in every turn of a loop.
+__device__ inline uint32_t keep(uint32_t value) { return __shfl_sync(~0u, value, int(threadIdx.x % 32)); }
+
 // The pipeline as a consumer warp goes through it: every K_WARPGROUPS-th stage.
-struct Consumer : Stage<K_WARPGROUPS> {
-  uint32_t pipeline, full;
+struct Consumer : Position {
+  uint32_t stages, full;
   uint32_t empty;     // the first stage's barrier of the block that this lane tells
   uint32_t released;  // that of the stage before this one, or the spare one
   bool tells;         // whether this lane tells a block that the warp has read a stage
 
-  __device__ Consumer(uint32_t pipeline, uint64_t* barriers, int first)
-      : Stage<K_WARPGROUPS>{first}, pipeline(pipeline), full(shared_address(barriers)) {
+  __device__ Consumer(const Kernel& kernel, int first) : Position{first}, stages(kernel.stages) {
     const int lane = threadIdx.x % 32;
     tells = lane < MULTICAST;
+    full = shared_address(kernel.barriers.pipeline.full);
     empty = full + STAGES * 8;
     if constexpr (MULTICAST > 1) empty = keep(cute::set_block_rank(empty, lane % MULTICAST));
-    none();
+    begin_piece();
   }
 
-  __device__ void none() { released = full + 2 * STAGES * 8; }
-  __device__ uint32_t stage() const { return pipeline + index * STAGE_BYTES; }
-  __device__ uint32_t extras() const { return pipeline + EXTRAS_AT + index * EXTRA_BYTES; }
-  __device__ void wait_full() const { wait(full + index * 8, phase); }
+  __device__ void begin_piece() { released = full + 2 * STAGES * 8; }
+  __device__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
+  __device__ uint32_t extras() const { return stages + EXTRAS_AT + stage * EXTRA_BYTES; }
+  __device__ void wait_full() const { wait(full + stage * 8, phase); }
 
   // The lower half of the descriptor of the stage's x: uniform to the compiler.
-  __device__ uint32_t operand() const { return __shfl_sync(~0u, stage() >> 4 | 1 << 16, 0); }
+  __device__ uint32_t operand() const { return __shfl_sync(~0u, address() >> 4 | 1 << 16, 0); }
 
   // The stage before this one, which all lanes have read.
   __device__ void release() const {
@@ -210,8 +256,12 @@ struct Consumer : Stage<K_WARPGROUPS> {
   }
 
   __device__ void advance() {
-    released = empty + index * 8;
-    Stage<K_WARPGROUPS>::advance();
+    released = empty + stage * 8;
+    stage += K_WARPGROUPS;
+    if (stage >= STAGES) {
+      stage = K_WARPGROUPS == 1 ? 0 : stage - STAGES;
+      phase ^= 1;
+    }
   }
 };
 
@@ -312,15 +362,16 @@ extern "C" __global__ void __launch_bounds__(128)
 // ---- the kernel ------------------------------------------------------------------------------------------
 
 template <class Loop>
-__device__ inline void init_barriers(uint64_t* barriers, const TensorMap& x_map) {
+__device__ inline void init_barriers(Barriers& barriers, const TensorMap& x_map) {
   if (cute::elect_one_sync()) {
+    uint64_t* all = barriers.pipeline.full;
 #pragma unroll 1  // for all of them in a row are slower: code that is new
-    for (int i = threadIdx.x / 32; i < BARRIERS; i += THREADS / 32) {
+    for (int i = threadIdx.x / 32; i < int(sizeof(Barriers) / 8); i += THREADS / 32) {
       const int arrivals = i < STAGES            ? Loop::PRODUCERS
                            : i <= 2 * STAGES     ? 4 * M_WARPGROUPS * MULTICAST
                            : i == 2 * STAGES + 1 ? SPLITS
                                                  : 4 * WARPGROUPS + 1;
-      EmptyBarrier::init(&barriers[i], arrivals);
+      EmptyBarrier::init(&all[i], arrivals);
     }
     cutlass::arch::fence_barrier_init();
     if (threadIdx.x / 32 == Loop::X_WARP) prefetch_tensor_map(&x_map);
@@ -337,7 +388,7 @@ __device__ inline void init_barriers(uint64_t* barriers, const TensorMap& x_map)
 // Ends a piece: `acc` is what a thread has of it.
 __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, const Place& at, int rank,
                                    unsigned thread, const Role& role, TileSums& acc) {
-  const uint32_t staging = kernel.pipeline + STAGING_AT + role.warp * STAGING_BYTES;
+  const uint32_t staging = kernel.stages + STAGING_AT + role.warp * STAGING_BYTES;
   if constexpr (SPLIT) {
     store_together(kernel, staging, at, role, acc);
   } else {
@@ -374,7 +425,7 @@ template <class Loop>
 __device__ inline void produce(const Loop& loop, const Kernel& kernel, const TensorMap& x_map, int warp) {
   cutlass::arch::warpgroup_reg_dealloc<Loop::PRODUCER_REGS>();
   if (warp < Loop::PRODUCERS && cute::elect_one_sync()) {
-    loop.produce(kernel, x_map, Producer(kernel.barriers), warp);
+    loop.produce(kernel, x_map, Producer(kernel.barriers.pipeline), warp);
   }
   if constexpr (SPLIT) {
     __syncwarp();
@@ -389,7 +440,7 @@ __device__ inline void consume(Loop& loop, const Kernel& kernel, int warp) {
   if constexpr (SPLIT) cute::cluster_wait();
   const Args& g = kernel.g;
   const Role here(warp);
-  typename Loop::Reader in(kernel.pipeline, kernel.barriers, here);
+  typename Loop::Reader in(kernel, here);
   for (int index = 0; index < PIECES; ++index) {
     Piece piece = piece_of(g, index);
     if (piece.begin >= piece.end) break;
@@ -418,14 +469,13 @@ __device__ inline void consume(Loop& loop, const Kernel& kernel, int warp) {
 template <class Loop>
 __device__ inline void run(Loop loop, const TensorMap& x_map, const Args& g, Output* out, float* partials) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[BARRIERS];
+  __shared__ Barriers barriers;
   init_barriers<Loop>(barriers, x_map);
-  const uint32_t raw_address = shared_address(raw);
-  const uint32_t pipeline = (raw_address + ALIGNMENT - 1) & ~(ALIGNMENT - 1u);
-  const Kernel kernel{g, out, partials, raw + (pipeline - raw_address), pipeline, barriers};
-  // Uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the warp's lanes.
+  const Kernel kernel{g, out, partials, aligned_address(raw), barriers};
+  // As warp_index(), by which the compiler would not expect the first case: its code comes next, since all
+  // wait for the first loads.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
-  if (__builtin_expect(warp < 0, true)) {  // its code comes next: all wait for the first loads
+  if (__builtin_expect(warp < 0, true)) {
     produce(loop, kernel, x_map, warp + 4);
   } else {
     consume(loop, kernel, warp);

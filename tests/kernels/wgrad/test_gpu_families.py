@@ -153,7 +153,7 @@ TRIED = (
         tf32.FAMILY, of_suite(tf32.FAMILY, "float32"), TF32_SMALL, TF32,
         problems(dataclasses.replace(case, batch=64) for case in cases.find(["float32"])),
     ),
-    Tried(halo.FAMILY, of_suite(halo.FAMILY), HALO_SMALL, accurate=of_suite(halo.FAMILY)[:8]),
+    Tried(halo.FAMILY, of_suite(halo.FAMILY), HALO_SMALL, accurate=[p for p in of_suite(halo.FAMILY) if p.batch > 8]),
     Tried(
         gather.FAMILY, of_suite(gather.FAMILY, "stem", "float32"), GATHER_SMALL, (*HALVES, *FLOATS), GATHER_ACCURATE
     ),
@@ -189,7 +189,7 @@ def test_odd_shapes_are_exact(tried: Tried, p: ConvWgradProblem) -> None:
 def test_as_accurate_as_xla_and_the_same_every_time(tried: Tried, p: ConvWgradProblem) -> None:
     """In tf32 also where all products have one sign, so that a rounding of one sign would show."""
     for draw in (jax.random.normal, jax.random.uniform)[: 2 if tried.family is tf32.FAMILY else 1]:
-        configs = gpu_wgrad.best_configs(tried.family, p, 2)
+        configs = gpu_wgrad.best_configs(tried.family, p, 1)
         gpu_wgrad.check_accuracy_and_repeats(tried.family, p, configs, *gpu_wgrad.normals(p, draw=draw))
 
 
