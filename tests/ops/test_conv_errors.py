@@ -22,33 +22,31 @@ LHS, G, RHS_SHAPE = jnp.ones(PLAIN.lhs_shape), jnp.ones(PLAIN.g_shape), PLAIN.rh
 DTYPES = "bfloat16, float16, float32, float64"
 HOPPER_CONFIG, HOST_CONFIG = im2col.Config(128, 128, 6, False, 1), wgrad_host.Config(1, 64)
 
+CONFIGS = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families("conv_wgrad"))
+ONE_GROUPING = "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1"
+PRECISIONS = "accepted: None, a jax.lax.Precision, its name, or a pair of them"
+Error = tuple[dict[str, Any], type[Exception], str]
+
 # What is wrong with any call of either function.
-COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+COMMON_ERRORS: list[Error] = [
     ({"window_strides": (1,)}, ValueError, "window_strides=(1,); accepted: 2 integers of at least 1"),
     ({"window_strides": None}, ValueError, "window_strides=None; accepted: 2 integers of at least 1"),
     ({"window_strides": (0, 1)}, ValueError, "window_strides=(0, 1); accepted: 2 integers of at least 1"),
+    ({"window_strides": (1.5, 1)}, ValueError, "window_strides=(1.5, 1); accepted: 2 integers of at least 1"),
     ({"rhs_dilation": (1, 0)}, ValueError, "rhs_dilation=(1, 0); accepted: 2 integers of at least 1"),
+    ({"rhs_dilation": (1, 1.5)}, ValueError, "rhs_dilation=(1, 1.5); accepted: 2 integers of at least 1"),
     ({"lhs_dilation": (1, 1, 1)}, ValueError, "lhs_dilation=(1, 1, 1); accepted: 2 integers of at least 1"),
+    ({"padding": "SOME"}, ValueError, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
+    ({"padding": ((1, 1), (1, 1, 1))}, ValueError, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
+    ({"padding": (1, 1)}, ValueError, "padding=(1, 1); accepted: 'SAME', "),
     ({"feature_group_count": 0}, ValueError, "feature_group_count=0; accepted: an integer of at least 1"),
     ({"feature_group_count": 1.7}, ValueError, "feature_group_count=1.7; accepted: an integer of at least 1"),
     ({"feature_group_count": "2"}, ValueError, "feature_group_count='2'; accepted: an integer of at least 1"),
     ({"batch_group_count": 0}, ValueError, "batch_group_count=0; accepted: an integer of at least 1"),
     ({"batch_group_count": 1.5}, ValueError, "batch_group_count=1.5; accepted: an integer of at least 1"),
-    (
-        {"feature_group_count": 2, "batch_group_count": 2},
-        ValueError,
-        "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1",
-    ),
-    (
-        {"precision": ("high",) * 3},
-        ValueError,
-        "precision=('high', 'high', 'high'); accepted: None, a jax.lax.Precision, its name, or a pair of them",
-    ),
-    (
-        {"precision": ("high", "BF16_BF16_F32")},
-        ValueError,
-        "precision=('high', 'BF16_BF16_F32'); accepted: None, a jax.lax.Precision, its name, or a pair of them",
-    ),
+    ({"feature_group_count": 2, "batch_group_count": 2}, ValueError, ONE_GROUPING),
+    ({"precision": ("high",) * 3}, ValueError, f"precision=('high', 'high', 'high'); {PRECISIONS}"),
+    ({"precision": ("high", "BF16_BF16_F32")}, ValueError, f"precision=('high', 'BF16_BF16_F32'); {PRECISIONS}"),
     ({"precision": "BF16"}, ValueError, "precision='BF16'; accepted: 'default', 'fastest', "),
     ({"preferred_element_type": jnp.int32}, TypeError, f"int32'>; accepted: {DTYPES}"),
     ({"preferred_element_type": "foo"}, TypeError, f"preferred_element_type='foo'; accepted: {DTYPES}"),
@@ -58,100 +56,48 @@ COMMON_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"workspace_limit_bytes": -1}, ValueError, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
     ({"workspace_limit_bytes": 1.5}, ValueError, "workspace_limit_bytes=1.5; accepted: None or an integer"),
     ({"workspace_limit_bytes": True}, ValueError, "workspace_limit_bytes=True; accepted: None or an integer"),
-    (
-        {"config": (1, 64)},
-        TypeError,
-        "config=(1, 64) of type tuple; accepted: "
-        + ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families("conv_wgrad")),
-    ),
-    (
-        {"config": HOST_CONFIG, "implementation": "cutlass"},
-        ValueError,
-        "config=Config(splits=1, block=64) belongs to implementation='host', not 'cutlass'",
-    ),
-    (
-        {"config": HOPPER_CONFIG, "implementation": "xla"},
-        ValueError,
-        "belongs to implementation='cutlass', not 'xla'",
-    ),
-]
+    ({"config": (1, 64)}, TypeError, f"config=(1, 64) of type tuple; accepted: {CONFIGS}"),
+    ({"config": HOST_CONFIG, "implementation": "cutlass"}, ValueError,
+     "config=Config(splits=1, block=64) belongs to implementation='host', not 'cutlass'"),
+    ({"config": HOPPER_CONFIG, "implementation": "xla"}, ValueError,
+     "belongs to implementation='cutlass', not 'xla'"),
+]  # fmt: skip
 
-WGRAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"g": G.astype(jnp.bfloat16)},
-        TypeError,
-        f"lhs is float32 and g is bfloat16; accepted: one of {DTYPES} for both",
-    ),
-    *(
-        (
-            {"lhs": LHS.astype(dtype), "g": G.astype(dtype)},
-            TypeError,
-            f"lhs is {dtype} and g is {dtype}; accepted: one of {DTYPES} for both",
-        )
-        for dtype in ("int32", "float8_e4m3fn")
-    ),
+WGRAD_ERRORS: list[Error] = [
+    *(({"lhs": LHS.astype(lhs), "g": G.astype(g)}, TypeError,
+       f"lhs is {lhs} and g is {g}; accepted: one of {DTYPES} for both")
+      for lhs, g in (("float32", "bfloat16"), ("int32", "int32"), ("float8_e4m3fn", "float8_e4m3fn"))),
     ({"g": G[0]}, ValueError, f"and g of shape {PLAIN.g_shape[1:]}; accepted: one rank of at least 2"),
     ({"lhs": LHS[0, 0, 0], "g": G[0, 0, 0]}, ValueError, "lhs of shape (6,) and g of shape (10,); accepted: one rank"),
-    *(
-        ({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
-        for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)
-    ),
-    (
-        {"rhs_shape": (3, 0, 6, 10)},
-        ValueError,
-        "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1",
-    ),
-    (
-        {"rhs_shape": (3, 2, 5, 10)},
-        ValueError,
-        "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: 6",
-    ),
-    (
-        {"feature_group_count": 4},
-        ValueError,
-        "lhs (4, 9, 8, 6) has 6 in feature_group_count=4 groups; accepted: groups that divide the 6",
-    ),
-    (
-        {"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)},
-        ValueError,
-        "10 output channels and batch 4 in 3 groups; accepted: whole groups",
-    ),
+    *(({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
+      for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)),
+    ({"rhs_shape": (3, 0, 6, 10)}, ValueError,
+     "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1"),
+    ({"rhs_shape": (3, 2, 5, 10)}, ValueError,
+     "has 5 input channels a group and lhs (4, 9, 8, 6) has 6 in feature_group_count=1 groups; accepted: 6"),
+    ({"feature_group_count": 4}, ValueError,
+     "lhs (4, 9, 8, 6) has 6 in feature_group_count=4 groups; accepted: groups that divide the 6"),
+    ({"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)}, ValueError,
+     "10 output channels and batch 4 in 3 groups; accepted: whole groups"),
     ({"batch_group_count": 5}, ValueError, "10 output channels and batch 4 in 5 groups; accepted: whole groups"),
     ({"padding": ((1, 1),)}, ValueError, "padding=((1, 1),); accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
-    ({"padding": ((1, 1), (1, 1, 1))}, ValueError, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
-    (
-        {"lhs_dilation": (2, 1), "padding": "SAME"},
-        ValueError,
-        "padding='SAME' with lhs_dilation=(2, 1); accepted: explicit pairs",
-    ),
+    ({"lhs_dilation": (2, 1), "padding": "SAME"}, ValueError,
+     "padding='SAME' with lhs_dilation=(2, 1); accepted: explicit pairs"),
     ({"g": G[:, 1:]}, ValueError, "g has shape (4, 8, 8, 10); the convolution's output has (4, 9, 8, 10)"),
     ({"g": G[..., 1:]}, ValueError, "g has shape (4, 9, 8, 9); the convolution's output has (4, 9, 8, 10)"),
-]
+]  # fmt: skip
 
-CONV_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"rhs": jnp.ones(RHS_SHAPE, jnp.bfloat16)},
-        TypeError,
-        f"lhs is float32 and rhs is bfloat16; accepted: one of {DTYPES} for both, or compute_dtype=",
-    ),
-    *(
-        (
-            {"lhs": LHS.astype(dtype), "rhs": jnp.ones(RHS_SHAPE, dtype)},
-            TypeError,
-            f"lhs is {dtype} and rhs is {dtype}; accepted: one of {DTYPES} for both, or compute_dtype=",
-        )
-        for dtype in ("int32", "float8_e4m3fn")
-    ),
+CONV_ERRORS: list[Error] = [
+    *(({"lhs": LHS.astype(lhs), "rhs": jnp.ones(RHS_SHAPE, rhs)}, TypeError,
+       f"lhs is {lhs} and rhs is {rhs}; accepted: one of {DTYPES} for both, or compute_dtype=")
+      for lhs, rhs in (("float32", "bfloat16"), ("int32", "int32"), ("float8_e4m3fn", "float8_e4m3fn"))),
     ({"compute_dtype": jnp.int8}, TypeError, f"int8'>; accepted: {DTYPES}"),
     ({"compute_dtype": "float8_e4m3fn"}, TypeError, f"compute_dtype='float8_e4m3fn'; accepted: {DTYPES}"),
-    (
-        {"lhs": LHS.astype(jnp.complex64), "compute_dtype": jnp.float32},
-        TypeError,
-        "lhs is complex64 and rhs is float32; accepted: real numbers",
-    ),
+    ({"lhs": LHS.astype(jnp.complex64), "compute_dtype": jnp.float32}, TypeError,
+     "lhs is complex64 and rhs is float32; accepted: real numbers"),
     ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
     ({"lhs": LHS[0]}, ValueError, f"lhs of shape (9, 8, 6) and rhs of shape {RHS_SHAPE}; accepted: one rank of at le"),
-]
+]  # fmt: skip
 
 
 def wgrad_call(**changes: Any) -> Any:
@@ -179,24 +125,6 @@ def test_wrong_argument_is_named_with_its_value_and_range(
         call(**changes)
 
 
-@pytest.mark.parametrize(
-    ("call", "changes", "message"),
-    [
-        (wgrad_call, {"padding": "SOME"}, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
-        (conv_call, {"padding": "SOME"}, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
-        (conv_call, {"padding": ((1, 1), (1, 1, 1))}, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
-        (wgrad_call, {"padding": (1, 1)}, "padding=(1, 1); accepted: 'SAME', "),
-        (wgrad_call, {"window_strides": (1.5, 1)}, "window_strides=(1.5, 1); accepted: 2 integers of at least 1"),
-        (conv_call, {"rhs_dilation": (1, 1.5)}, "rhs_dilation=(1, 1.5); accepted: 2 integers of at least 1"),
-    ],
-)
-def test_wrong_geometry_is_named_with_its_value_and_range(
-    call: Callable[..., Any], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(**changes)
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     ({"precision": "junk"}, "precision='junk'; accepted: 'default', 'high', 'highest' or two different ones, 'lhs,rh"),
     ({"precision": "high,high"}, "precision='high,high'; accepted: 'default'"),
@@ -205,10 +133,7 @@ def test_wrong_geometry_is_named_with_its_value_and_range(
     ({"feature_group_count": 5}, "feature_group_count=5; accepted: a divisor of the channels"),
     ({"batch_group_count": 3}, "batch_group_count=3; accepted: a divisor of the batch and of out_channels"),
     ({"batch_group_count": 4, "out_channels": 6}, "batch_group_count=4; accepted: a divisor of the batch and of out"),
-    (
-        {"feature_group_count": 2, "batch_group_count": 2},
-        "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1",
-    ),
+    ({"feature_group_count": 2, "batch_group_count": 2}, ONE_GROUPING),
 ])  # fmt: skip
 def test_problem_whose_fields_do_not_belong_together(changes: dict[str, Any], message: str) -> None:
     problem = cases.Case("given", 4, 9, 8, 6, 12, (3, 3)).problem()
@@ -220,18 +145,14 @@ def test_problem_whose_fields_do_not_belong_together(changes: dict[str, Any], me
 
 def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -> None:
     ways = r"Use implementation=None \(falls back to XLA\) or implementation='xla'\."
-    for changes, reason in [
-        ({"implementation": "cutlass"}, r"wgrad_im2col: runs on cuda, not cpu"),
-        ({"config": HOPPER_CONFIG}, r"wgrad_im2col: runs on cuda, not cpu"),
-        (
-            {"implementation": "host", "batch_group_count": 2, "g": G[:2]},
-            r"wgrad_host: batch_group_count=2; only 1 is supported\.",
-        ),
-        (
-            {"implementation": "host", "workspace_limit_bytes": 0},
-            r"wgrad_host: no config fits in workspace_limit_bytes=0",
-        ),
-    ]:
+    grouped = {"implementation": "host", "batch_group_count": 2, "g": G[:2]}
+    limited = {"implementation": "host", "workspace_limit_bytes": 0}
+    for changes, reason in (
+        ({"implementation": "cutlass"}, "wgrad_im2col: runs on cuda, not cpu"),
+        ({"config": HOPPER_CONFIG}, "wgrad_im2col: runs on cuda, not cpu"),
+        (grouped, r"wgrad_host: batch_group_count=2; only 1 is supported\."),
+        (limited, "wgrad_host: no config fits in workspace_limit_bytes=0"),
+    ):
         with pytest.raises(NotImplementedError, match=rf"conv_wgrad float32->float32 lhs .*{reason}.*{ways}"):
             wgrad_call(**changes)
     with pytest.raises(

@@ -348,25 +348,6 @@ def test_a_tuning_result_decides(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 # ---- export --------------------------------------------------------------------------------------------------------
 
-RUN_EXPORTED = """
-import json, pathlib, sys
-from unittest import mock
-import numpy as np
-from jax import export
-import jax_splitk
-from jax_splitk.runtime import compiler, disk, nvrtc, toolchain
-from jax_splitk.tuning import select, store, tuner
-forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
-select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
-toolchain.find_nvrtc = compiler.compile_source = disk.read = disk.write = forbidden
-folder = pathlib.Path(sys.argv[1])
-run = export.deserialize(bytearray((folder / "exported").read_bytes()))
-with np.load(folder / "inputs.npz") as inputs:
-    dw, y = run.call(*(inputs[name] for name in ("lhs", "g", "x")))
-np.savez(folder / "outputs.npz", dw=dw, y=y)
-print(json.dumps([forbidden.call_count, run.platforms, storage.cache_dir().exists()]))
-"""
-
 
 def test_an_exported_function_runs_without_a_compiler_or_a_cache(tmp_path: pathlib.Path) -> None:
     """In a fresh process, whose results are the same, bit for bit."""
@@ -387,11 +368,12 @@ def test_an_exported_function_runs_without_a_compiler_or_a_cache(tmp_path: pathl
     assert exported.mlir_module().count(f"@{TARGET}") == 2
     (tmp_path / "exported").write_bytes(exported.serialize())
     np.savez(tmp_path / "inputs.npz", lhs=lhs, g=g, x=x.astype(np.float32))
+    run_exported = str(pathlib.Path(__file__).parents[1] / "run_exported.py")
     # Another process has this GPU's memory, most of it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment |= {"JAX_SPLITK_CACHE_DIR": str(tmp_path / "empty"), "JAX_SPLITK_CACHE_MODE": "frozen"}
-    command = [sys.executable, "-c", RUN_EXPORTED, str(tmp_path)]
+    command = [sys.executable, run_exported, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [0, [PLATFORM], False]
