@@ -131,15 +131,6 @@ __device__ inline void store_global_if(bool condition, float* to, float x, float
                : "memory");
 }
 
-// A T of 2 bytes.
-template <class T>
-__device__ inline void store_global_if(bool condition, T* to, T x) {
-  static_assert(sizeof(T) == 2);
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u16 [%0], %1; }" ::"l"(to),
-               "h"(reinterpret_cast<const uint16_t&>(x)), "r"(int(condition))
-               : "memory");
-}
-
 // If the row is below `end`.
 __device__ inline void store_global_below(void* to, const uint4& v, int row, int end) {
   asm volatile(

@@ -42,7 +42,7 @@ class Config(tiles.Config):
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k of a sum of the tensor cores.
+    """k of a sum of the tensor cores (PERIOD in the device code).
 
     128 where there is one scale for them: half as many sums to promote, as in DeepSeek-V3. Not for float16 results,
     which would show the bits that are lost, nor in narrow tiles, where promotion is a smaller part of the work.
@@ -60,7 +60,7 @@ def _registers(problem: QuantizedMatmulProblem, config: Config, sets: int) -> in
 
 
 def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """Sets of partial sums that a thread's registers hold."""
+    """Sets of partial sums that a thread's registers hold (SUMS in the device code)."""
     return 2 if _registers(problem, config, 2) <= (224 if config.warpgroups == 2 else 80) else 1
 
 
@@ -183,10 +183,10 @@ class Fp8(tiles.TileFamily[Config]):
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
-            "E4M3_PRODUCTS": 1,
+            "HALF": 1,
             "PERIOD": period(problem, config),
             "CHUNK": config.chunk,
-            "SUMS": sums(problem, config),
+            "CLUSTER": config.multicast,
         }
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:

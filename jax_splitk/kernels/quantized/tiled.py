@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import tiles
-from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
+from jax_splitk.kernels.quantized.dequantize import TYPE_CODES, has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -62,7 +62,7 @@ class PrepareArgs(Struct):
 
 
 def period(problem: QuantizedMatmulProblem) -> int:
-    """k of an fp32 partial sum with the scaling "sum"."""
+    """k of an fp32 partial sum with the scaling "sum" (PERIOD in the device code)."""
     return SUM_PERIOD if per_channel(problem) else problem.group_size
 
 
@@ -110,7 +110,7 @@ def needs_copy(problem: QuantizedMatmulProblem) -> bool:
 
 
 def _prepared(problem: QuantizedMatmulProblem) -> bool:
-    """Whether prepare_x runs first."""
+    """Whether prepare_x runs first (PREPARED in the device code)."""
     return needs_copy(problem) or has_zero(problem)
 
 
@@ -185,7 +185,7 @@ class Tiled(tiles.TileFamily[Config]):
         return BLOCK_K // period(problem) * tile_n * 4 if has_zero(problem) else 0
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: Config) -> int:
-        """2 where shared memory and the registers allow it."""
+        """2 where shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
         crowded = config.scaling == "sum" and (problem.bits == 8 or period(problem) == 128)
         widest = 16 if crowded else 32
         small = config.warpgroups <= 2 and config.tile_n <= (64 if config.warpgroups == 1 else widest)
@@ -272,12 +272,12 @@ class Tiled(tiles.TileFamily[Config]):
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
-            "E4M3_PRODUCTS": 0,
             "HALF": int(_operand_dtype(problem) == "float16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
+            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "SCALING": SCALINGS.index(config.scaling),
             "PERIOD": period(problem),
-            "BLOCKS_PER_SM": self.blocks_per_sm(problem, config),
+            "CTAS_PER_SM": self.blocks_per_sm(problem, config),
             "PREPARED": int(_prepared(problem)),
         }
 

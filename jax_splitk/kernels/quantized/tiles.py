@@ -72,12 +72,12 @@ class Config:
 
     @property
     def m_warpgroups(self) -> int:
-        """Features of a thread block, in 64."""
+        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
         return self.tile_m // WARPGROUP_M
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply."""
+        """Those that multiply (WARPGROUPS in the device code)."""
         return self.m_warpgroups * self.k_warpgroups
 
 
@@ -182,7 +182,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         return 0
 
     def stage_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
-        """Of x, words, scales, zero points and sums of x."""
+        """STAGE_BYTES and EXTRA_BYTES of the device code."""
         x = BLOCK_K * self.x_item * config.tile_n
         weight = dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
@@ -398,11 +398,9 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             "FORMAT": FORMAT_CODES[problem.qtype],
             "OUT": OUT_CODES[problem.out_dtype],
             "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "GROUP": dequantize.group_code(problem),
-            "M_WARPGROUPS": config.m_warpgroups,
-            "K_WARPGROUPS": config.k_warpgroups,
-            "MULTICAST": config.multicast,
+            "CONSUMERS": config.m_warpgroups,
+            "PARTS": config.k_warpgroups,
             "SPLITS": config.splits,
             "RANGE": ranges[0],
             "LAST_RANGE": ranges[1],
@@ -411,7 +409,6 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             "N_TILES": n_tiles if n_tiles <= MAX_N_TILES else 0,
             "EIGHTS": int(problem.features % 8 == 0),
             "WHOLE": int(problem.k_tiles % 2 == 0),
-            "SHARED_BYTES": self.shared_bytes(problem, config) - BARRIER_BYTES,
             **self.loop_macros(problem, config),
         }
 
