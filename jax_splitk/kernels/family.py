@@ -33,6 +33,9 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def __init__(self, config: type[_Config]) -> None:
         self.Config = config
 
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     def platform(self) -> str:
         """JAX's lowering platform."""
