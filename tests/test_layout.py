@@ -88,18 +88,15 @@ def test_only_one_file_may_look_behind_jaxs_public_api() -> None:
     assert "public API" in str(ast.get_docstring(parsed(one))), "it says why"
 
 
-@pytest.mark.parametrize(
-    ("text", "behind"),
-    [
-        ("import jax._src.core", True),
-        ("from jax._src import core", True),
-        ("from jax import _src", True),
-        ("def f():\n  from jax._src.lax import convolution", True),
-        ("import jax\nx = jax._src.core.Primitive", True),
-        ("import importlib\nm = importlib.import_module('jax._src.core')", True),
-        ("import jax\nfrom jax.extend import core  # not jax._src", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "behind"), [
+    ("import jax._src.core", True),
+    ("from jax._src import core", True),
+    ("from jax import _src", True),
+    ("def f():\n  from jax._src.lax import convolution", True),
+    ("import jax\nx = jax._src.core.Primitive", True),
+    ("import importlib\nm = importlib.import_module('jax._src.core')", True),
+    ("import jax\nfrom jax.extend import core  # not jax._src", False),
+])  # fmt: skip
 def test_imports_behind_the_api_would_be_seen(text: str, behind: bool) -> None:
     assert reaches_behind_jax(ast.parse(text)) == behind
 

@@ -37,30 +37,24 @@ def test_cases() -> None:
         case.shrunk().problem().validate()
 
 
-@pytest.mark.parametrize(
-    ("weights", "changes", "message"),
-    [
-        (["192"], {}, "case '192'; accepted: FEATURESxK, for instance 28672x8192"),
-        (["192x100"], {}, "group_size=64; accepted: a divisor of k=100"),
-        (["192x128"], {"qtype": "int5"}, "qtype='int5'; accepted: int4"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "changes", "message"), [
+    (["192"], {}, "case '192'; accepted: FEATURESxK, for instance 28672x8192"),
+    (["192x100"], {}, "group_size=64; accepted: a divisor of k=100"),
+    (["192x128"], {"qtype": "int5"}, "qtype='int5'; accepted: int4"),
+])  # fmt: skip
 def test_cases_that_are_refused(weights: list[str], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(weights, [1], **changes)
 
 
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ([(1, 5, 10), (16, 5, 10)], None),
-        ([(1, 11, 10), (16, 12, 10)], 1.0),
-        ([(1, 5, 10), (4, 5, 10), (16, 20, 10)], 8.0),  # half-way between the ratios 1/2 and 2
-        ([(1, 11, 10), (4, 5, 10), (16, 20, 10)], 8.0),  # what is slower at first does not count
-        ([(1, 11, 10), (4, 5, 10)], None),
-        ([(16, 20, 10), (4, 5, 10)], 8.0),
-    ],
-)
+@pytest.mark.parametrize(("points", "expected"), [
+    ([(1, 5, 10), (16, 5, 10)], None),
+    ([(1, 11, 10), (16, 12, 10)], 1.0),
+    ([(1, 5, 10), (4, 5, 10), (16, 20, 10)], 8.0),  # half-way between the ratios 1/2 and 2
+    ([(1, 11, 10), (4, 5, 10), (16, 20, 10)], 8.0),  # what is slower at first does not count
+    ([(1, 11, 10), (4, 5, 10)], None),
+    ([(16, 20, 10), (4, 5, 10)], 8.0),
+])  # fmt: skip
 def test_crossover(points: list[tuple[int, float, float]], expected: float | None) -> None:
     found = crossover(points)
     assert found == expected or math.isclose(found or 0, expected or 0)
@@ -135,17 +129,14 @@ def test_a_contestant_that_fails_does_not_cost_the_others(
     assert "failed: 64x128_n2 xla_fp8" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--n 0", "argument --n: '0'; accepted: an integer of at least 1"),
-        ("--n 8 -1", "argument --n: '-1'; accepted: an integer of at least 1"),
-        ("--n 1.5", "argument --n: '1.5'; accepted: an integer of at least 1"),
-        ("--most -1", "argument --most: '-1'; accepted: an integer of at least 1"),
-        ("--rounds 0", "argument --rounds: '0'; accepted: an integer of at least 1"),
-        ("--configs quantized_host quantized_stream", "--configs quantized_stream; accepted on cpu: quantized_host"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--n 0", "argument --n: '0'; accepted: an integer of at least 1"),
+    ("--n 8 -1", "argument --n: '-1'; accepted: an integer of at least 1"),
+    ("--n 1.5", "argument --n: '1.5'; accepted: an integer of at least 1"),
+    ("--most -1", "argument --most: '-1'; accepted: an integer of at least 1"),
+    ("--rounds 0", "argument --rounds: '0'; accepted: an integer of at least 1"),
+    ("--configs quantized_host quantized_stream", "--configs quantized_stream; accepted on cpu: quantized_host"),
+])  # fmt: skip
 def test_arguments_that_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         quantized.arguments(words.split())

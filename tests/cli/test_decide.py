@@ -200,24 +200,21 @@ def test_the_callers_limit_bounds_what_is_tuned(cache: pathlib.Path, capsys: Any
     assert "workspace_limit_bytes=-1; accepted: None or an integer of at least 0" in message
 
 
-@pytest.mark.parametrize(
-    ("argument", "part"),
-    [
-        ("missing.py", "accepted: an existing .py file"),
-        ("missing.json", "accepted: an existing .py file"),
-        ("x" * 5000, "accepted: an existing .py file"),
-        ("{", "not JSON"),
-        ("[]", "an empty list"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "problem 0: 1 is not an object with 'op'"),
-        ('{"batch": 1}', "is not an object with 'op'"),
-        ('{"op": "gemm"}', "op='gemm'; accepted: 'conv_wgrad', 'quantized_matmul'"),
-        ('{"op": []}', "op=[]; accepted: 'conv_wgrad', 'quantized_matmul'"),
-        ('{"op": "conv_wgrad", "batch": 1, "size": 2}', "unknown fields ['size']"),
-        (json.dumps({**as_dict(PROBLEM), "dtype": "int8"}), "dtype='int8'; accepted:"),
-        (json.dumps({**as_dict(PROBLEM), "padding": 1}), "padding=1; accepted:"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "part"), [
+    ("missing.py", "accepted: an existing .py file"),
+    ("missing.json", "accepted: an existing .py file"),
+    ("x" * 5000, "accepted: an existing .py file"),
+    ("{", "not JSON"),
+    ("[]", "an empty list"),
+    ("[" * 100_000, "not JSON"),
+    ("[1]", "problem 0: 1 is not an object with 'op'"),
+    ('{"batch": 1}', "is not an object with 'op'"),
+    ('{"op": "gemm"}', "op='gemm'; accepted: 'conv_wgrad', 'quantized_matmul'"),
+    ('{"op": []}', "op=[]; accepted: 'conv_wgrad', 'quantized_matmul'"),
+    ('{"op": "conv_wgrad", "batch": 1, "size": 2}', "unknown fields ['size']"),
+    (json.dumps({**as_dict(PROBLEM), "dtype": "int8"}), "dtype='int8'; accepted:"),
+    (json.dumps({**as_dict(PROBLEM), "padding": 1}), "padding=1; accepted:"),
+])  # fmt: skip
 def test_wrong_problems_are_refused(argument: str, part: str, capsys: Any) -> None:
     for name in ("tune", "explain"):
         message = refused(capsys, name, argument)

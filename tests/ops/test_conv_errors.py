@@ -110,13 +110,10 @@ def conv_call(**changes: Any) -> Any:
     return jax_splitk.conv_general_dilated(arguments.pop("lhs"), arguments.pop("rhs"), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("call", "changes", "kind", "message"),
-    [
-        *((wgrad_call, *error) for error in (*COMMON_ERRORS, *WGRAD_ERRORS)),
-        *((conv_call, *error) for error in (*COMMON_ERRORS, *CONV_ERRORS)),
-    ],
-)
+@pytest.mark.parametrize(("call", "changes", "kind", "message"), [
+    *((wgrad_call, *error) for error in (*COMMON_ERRORS, *WGRAD_ERRORS)),
+    *((conv_call, *error) for error in (*COMMON_ERRORS, *CONV_ERRORS)),
+])  # fmt: skip
 def test_wrong_argument_is_named_with_its_value_and_range(
     call: Callable[..., Any], changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:

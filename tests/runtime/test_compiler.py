@@ -124,19 +124,15 @@ def flipped(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncated,
-        flipped,
-        lambda data: data + b"x",
-        lambda data: b"",
-        lambda data: data[:10],
-        lambda data: data.replace(compiler._FILE_MAGIC, b"jax_splitk cubin 0\n", 1),
-        lambda data: b"\x7fELF another program's file",
-    ],
-    ids=["truncated", "bit_flip", "longer", "empty", "only_magic", "other_version", "foreign"],
-)
+@pytest.mark.parametrize("damage", [
+    truncated,
+    flipped,
+    lambda data: data + b"x",
+    lambda data: b"",
+    lambda data: data[:10],
+    lambda data: data.replace(compiler._FILE_MAGIC, b"jax_splitk cubin 0\n", 1),
+    lambda data: b"\x7fELF another program's file",
+], ids=["truncated", "bit_flip", "longer", "empty", "only_magic", "other_version", "foreign"])  # fmt: skip
 def test_damaged_file_is_compiled_again_and_repaired(
     damage: Callable[[bytes], bytes], machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,15 +285,12 @@ def hide(monkeypatch: pytest.MonkeyPatch):
     toolchain.include_folders.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("libnvrtc.so.13", "nvidia-cuda-nvrtc"),
-        ("cute/config.hpp", "nvidia-cutlass"),
-        ("cuda_fp16.h", "nvidia-cuda-runtime"),
-        ("cuda/std/cstdint", "nvidia-cuda-cccl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "package"), [
+    ("libnvrtc.so.13", "nvidia-cuda-nvrtc"),
+    ("cute/config.hpp", "nvidia-cutlass"),
+    ("cuda_fp16.h", "nvidia-cuda-runtime"),
+    ("cuda/std/cstdint", "nvidia-cuda-cccl"),
+])  # fmt: skip
 def test_missing_package_is_named(hide, name: str, package: str) -> None:
     assert toolchain.unavailable() is None
     hide(name)

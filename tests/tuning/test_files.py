@@ -353,17 +353,14 @@ def test_damaged_results_are_value_errors() -> None:
         assert 500 < refused < 1500
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("op", []),
-        ("op", "conv_fwd"),
-        ("environment", {}),
-        ("problem", []),
-        ("problem", {}),
-        ("schema", SCHEMA + 1),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("op", []),
+    ("op", "conv_fwd"),
+    ("environment", {}),
+    ("problem", []),
+    ("problem", {}),
+    ("schema", SCHEMA + 1),
+])  # fmt: skip
 def test_a_key_is_checked(field: str, value: Any) -> None:
     data = key_for(CASE.problem(), CPU).as_dict()
     assert key_from_dict(data).as_dict() == data
@@ -371,25 +368,22 @@ def test_a_key_is_checked(field: str, value: Any) -> None:
         key_from_dict({**data, field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch", True),
-        ("batch", -1),
-        ("batch", 2.0),
-        ("input_spatial", []),
-        ("input_spatial", [9, 8, 1]),
-        ("output_spatial", [9, 9]),
-        ("kernel_spatial", [0, 2]),
-        ("padding", [[1, 1]]),
-        ("padding", [[1, 1], [0]]),
-        ("dtype", "int8"),
-        ("dtype", ["float32"]),
-        ("window_strides", [1, 2**70]),
-        ("rhs_dilation", [2**39, 2**39]),
-        ("feature_group_count", 4),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("batch", True),
+    ("batch", -1),
+    ("batch", 2.0),
+    ("input_spatial", []),
+    ("input_spatial", [9, 8, 1]),
+    ("output_spatial", [9, 9]),
+    ("kernel_spatial", [0, 2]),
+    ("padding", [[1, 1]]),
+    ("padding", [[1, 1], [0]]),
+    ("dtype", "int8"),
+    ("dtype", ["float32"]),
+    ("window_strides", [1, 2**70]),
+    ("rhs_dilation", [2**39, 2**39]),
+    ("feature_group_count", 4),
+])  # fmt: skip
 def test_a_problem_from_a_file_is_checked(field: str, value: Any) -> None:
     fields = key_for(CASE.problem(), CPU).as_dict()["problem"]
     with pytest.raises(ValueError, match=r"accepted|the convolution gives"):

@@ -264,14 +264,11 @@ def test_options_hold_inside_their_block() -> None:
         assert lowered_config(lambda x, y: wgrad(x, y, workspace_limit_bytes=2**28), lhs, g) == predicted
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"implementation": "nvcc"}, "implementation='nvcc'; accepted: None, 'cutlass', 'host', 'xla'"),
-        ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
-        ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True; accepted"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error"), [
+    ({"implementation": "nvcc"}, "implementation='nvcc'; accepted: None, 'cutlass', 'host', 'xla'"),
+    ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1; accepted: None or an integer of at least 0"),
+    ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True; accepted"),
+])  # fmt: skip
 def test_options_are_checked_on_entry(arguments: dict[str, Any], error: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(error)), jax_splitk.options(**arguments):
         pytest.fail("the block was entered")

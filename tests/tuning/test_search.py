@@ -93,18 +93,15 @@ print(json.dumps([out, [str(e.choice) for _, e in result], forbidden.call_count]
     assert choices == [str(found.choice) for _, found in result]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [
-        ("float32", "float32"),
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "float32"),
-        ("float16", "float16"),
-        ("float16", "float32"),
-        ("float32", "bfloat16"),
-        ("float32", "float16"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "out_dtype"), [
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+])  # fmt: skip
 def test_every_dtype_is_tuned(dtype: str, out_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
     monkeypatch.setattr(search, "FIRST_ROUND", 3)

@@ -44,23 +44,20 @@ def choose(problem: ConvWgradProblem, target: Target, **options: Any) -> Choice:
     return select(problem, target, Options(**options))
 
 
-@pytest.mark.parametrize(
-    ("problem", "target", "implementation"),
-    [
-        (PROBLEM, DEFAULT_CUDA, "cutlass"),
-        (PROBLEM, CPU, "host"),
-        (PROBLEM, A100, "xla"),
-        (PROBLEM, TPU, "xla"),
-        (GROUPED, DEFAULT_CUDA, "cutlass"),
-        (THREES, DEFAULT_CUDA, "xla"),
-        (GROUPED, CPU, "host"),
-        (BATCH_GROUPED, DEFAULT_CUDA, "xla"),
-        (BATCH_GROUPED, CPU, "xla"),
-        (dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float64"), CPU, "xla"),
-        (dataclasses.replace(PROBLEM, dtype="float32", out_dtype="float32"), DEFAULT_CUDA, "cutlass"),
-        (dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float64"), DEFAULT_CUDA, "xla"),
-    ],
-)
+@pytest.mark.parametrize(("problem", "target", "implementation"), [
+    (PROBLEM, DEFAULT_CUDA, "cutlass"),
+    (PROBLEM, CPU, "host"),
+    (PROBLEM, A100, "xla"),
+    (PROBLEM, TPU, "xla"),
+    (GROUPED, DEFAULT_CUDA, "cutlass"),
+    (THREES, DEFAULT_CUDA, "xla"),
+    (GROUPED, CPU, "host"),
+    (BATCH_GROUPED, DEFAULT_CUDA, "xla"),
+    (BATCH_GROUPED, CPU, "xla"),
+    (dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float64"), CPU, "xla"),
+    (dataclasses.replace(PROBLEM, dtype="float32", out_dtype="float32"), DEFAULT_CUDA, "cutlass"),
+    (dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float64"), DEFAULT_CUDA, "xla"),
+])  # fmt: skip
 def test_each_target_gets_what_it_can_run(problem: ConvWgradProblem, target: Target, implementation: str) -> None:
     choice = choose(problem, target)
     assert (choice.problem, choice.implementation) == (problem, implementation)
@@ -160,18 +157,15 @@ def test_default_workspace_limit_is_256_mib() -> None:
             assert choose(case.problem(), target).workspace_bytes <= 256 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("problem", "target", "options", "reason"),
-    [
-        (PROBLEM, CPU, {"implementation": "cutlass"}, f"{ON_CUDA}: runs on cuda, not cpu"),
-        (PROBLEM, DEFAULT_CUDA, {"implementation": "host"}, "wgrad_host: runs on cpu, not cuda"),
-        (PROBLEM, DEFAULT_CUDA, {"config": wgrad_host.Config(1, 64)}, "wgrad_host: runs on cpu, not cuda"),
-        (PROBLEM, TPU, {"implementation": "host"}, "wgrad_host: runs on cpu, not tpu"),
-        (PROBLEM, A100, {"implementation": "cutlass"}, f"{ON_CUDA}: needs a GPU of compute capability 9.0"),
-        (BATCH_GROUPED, DEFAULT_CUDA, {"implementation": "cutlass"}, ""),
-        (BATCH_GROUPED, CPU, {"implementation": "host"}, "wgrad_host: batch_group_count=2"),
-    ],
-)
+@pytest.mark.parametrize(("problem", "target", "options", "reason"), [
+    (PROBLEM, CPU, {"implementation": "cutlass"}, f"{ON_CUDA}: runs on cuda, not cpu"),
+    (PROBLEM, DEFAULT_CUDA, {"implementation": "host"}, "wgrad_host: runs on cpu, not cuda"),
+    (PROBLEM, DEFAULT_CUDA, {"config": wgrad_host.Config(1, 64)}, "wgrad_host: runs on cpu, not cuda"),
+    (PROBLEM, TPU, {"implementation": "host"}, "wgrad_host: runs on cpu, not tpu"),
+    (PROBLEM, A100, {"implementation": "cutlass"}, f"{ON_CUDA}: needs a GPU of compute capability 9.0"),
+    (BATCH_GROUPED, DEFAULT_CUDA, {"implementation": "cutlass"}, ""),
+    (BATCH_GROUPED, CPU, {"implementation": "host"}, "wgrad_host: batch_group_count=2"),
+])  # fmt: skip
 def test_an_explicit_choice_that_cannot_serve_is_an_error(
     problem: ConvWgradProblem, target: Target, options: dict[str, Any], reason: str
 ) -> None:

@@ -215,17 +215,13 @@ def test_few_rows_of_e4m3_cut_k() -> None:
     assert any(tiles.is_cut(p, config) for config in near)
 
 
-@pytest.mark.parametrize(
-    ("p", "tile", "stages", "splits", "together"),
-    [
-        (ROWS_64, (64, 64), 10, 2, 1),
-        (ROWS_64, (128, 64), 7, 4, 1),
-        (valid_problem(64, 8192, 8192), (128, 64), 7, 2, 1),
-        (valid_problem(32, 8192, 3584), (64, 32), 7, 4, 2),
-        (valid_problem(64, 8192, 3584, qtype="int8"), (64, 64), 8, 2, 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("p", "tile", "stages", "splits", "together"), [
+    (ROWS_64, (64, 64), 10, 2, 1),
+    (ROWS_64, (128, 64), 7, 4, 1),
+    (valid_problem(64, 8192, 8192), (128, 64), 7, 2, 1),
+    (valid_problem(32, 8192, 3584), (64, 32), 7, 4, 2),
+    (valid_problem(64, 8192, 3584, qtype="int8"), (64, 64), 8, 2, 1),
+], ids=str)  # fmt: skip
 def test_two_k_warpgroups_are_tried_beside_one(
     p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, together: int
 ) -> None:

@@ -169,25 +169,22 @@ def test_no_rows() -> None:
     assert all(FAMILY.estimate(empty, config, FOUR_CORES) > 0 for config in FAMILY.candidates(empty, FOUR_CORES))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"size": 0}, "workspace has 0 bytes"),
-        ({"splits": np.int64(0)}, "splits = 0 must lie within 1..3 for k = 192"),
-        ({"splits": np.int64(4)}, "splits = 4 must lie within 1..3"),
-        ({"row_block": np.int64(0)}, "row_block = 0 must lie within 1..1024"),
-        ({"row_block": np.int64(1025)}, "row_block = 1025"),
-        ({"group_size": np.int64(48)}, "group_size = 48 must be 32, 64 or 128 and divide k = 192, or be k"),
-        ({"group_size": np.int64(128)}, "group_size = 128 must"),
-        ({"group_size": np.int64(32)}, "do not fit for groups of 32"),
-        ({"qtype": "int5"}, "qtype = int5 is not one of the six formats"),
-        ({"qtype": "int8"}, r"words \(2, 3, 512\).* do not fit"),
-        ({"out": jax.ShapeDtypeStruct((3, 129), jnp.bfloat16)}, "do not fit"),
-        ({"out": jax.ShapeDtypeStruct((2, 70), jnp.bfloat16)}, "do not fit"),
-        ({"out": jax.ShapeDtypeStruct((3, 70), jnp.int32)}, "element types"),
-        ({"out": jax.ShapeDtypeStruct((210,), jnp.bfloat16)}, r"must be \[rows, k\] and \[rows, features\]"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"size": 0}, "workspace has 0 bytes"),
+    ({"splits": np.int64(0)}, "splits = 0 must lie within 1..3 for k = 192"),
+    ({"splits": np.int64(4)}, "splits = 4 must lie within 1..3"),
+    ({"row_block": np.int64(0)}, "row_block = 0 must lie within 1..1024"),
+    ({"row_block": np.int64(1025)}, "row_block = 1025"),
+    ({"group_size": np.int64(48)}, "group_size = 48 must be 32, 64 or 128 and divide k = 192, or be k"),
+    ({"group_size": np.int64(128)}, "group_size = 128 must"),
+    ({"group_size": np.int64(32)}, "do not fit for groups of 32"),
+    ({"qtype": "int5"}, "qtype = int5 is not one of the six formats"),
+    ({"qtype": "int8"}, r"words \(2, 3, 512\).* do not fit"),
+    ({"out": jax.ShapeDtypeStruct((3, 129), jnp.bfloat16)}, "do not fit"),
+    ({"out": jax.ShapeDtypeStruct((2, 70), jnp.bfloat16)}, "do not fit"),
+    ({"out": jax.ShapeDtypeStruct((3, 70), jnp.int32)}, "element types"),
+    ({"out": jax.ShapeDtypeStruct((210,), jnp.bfloat16)}, r"must be \[rows, k\] and \[rows, features\]"),
+])  # fmt: skip
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
     expected = f"INVALID_ARGUMENT: .*jax_splitk host quantized_matmul: .*{message}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=expected):

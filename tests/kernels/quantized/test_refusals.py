@@ -93,11 +93,10 @@ def test_float32_activations_are_refused() -> None:
     assert tiled.FAMILY.refusal(p) == "x of dtype float32; accepted: bfloat16, float16, float8_e4m3fn"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"rows": 64}, {"rows": 16, "qtype": "int8", "scale_dtype": "float16", "group_size": 32, **HALF}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"rows": 64},
+    {"rows": 16, "qtype": "int8", "scale_dtype": "float16", "group_size": 32, **HALF},
+], ids=str)  # fmt: skip
 def test_x_has_to_fit_in_a_clusters_shared_memory(changes: Fields) -> None:
     good, bad = 64, 2**20
     while bad - good > 64:

@@ -161,16 +161,12 @@ def test_a_smaller_gpu_is_never_faster() -> None:
         assert best_seconds(im2col.FAMILY, p, half) >= 0.98 * best_seconds(im2col.FAMILY, p)
 
 
-@pytest.mark.parametrize(
-    ("family", "tag", "least", "most"),
-    [
-        (im2col.FAMILY, "", lambda case: 0.85 * case.floor_us, lambda case: 2 * case.floor_us + 20),
-        (grouped.FAMILY, "grouped", lambda case: case.floor_us, lambda case: 2 * case.floor_us + 10),
-        (depthwise.FAMILY, "depthwise", lambda case: case.floor_us, lambda case: 0.5 * case.xla_us),
-        (tf32.FAMILY, "float32", lambda case: case.floor_us, lambda case: case.xla_us),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
+@pytest.mark.parametrize(("family", "tag", "least", "most"), [
+    (im2col.FAMILY, "", lambda case: 0.85 * case.floor_us, lambda case: 2 * case.floor_us + 20),
+    (grouped.FAMILY, "grouped", lambda case: case.floor_us, lambda case: 2 * case.floor_us + 10),
+    (depthwise.FAMILY, "depthwise", lambda case: case.floor_us, lambda case: 0.5 * case.xla_us),
+    (tf32.FAMILY, "float32", lambda case: case.floor_us, lambda case: case.xla_us),
+], ids=lambda value: getattr(value, "name", ""))  # fmt: skip
 def test_estimates_of_the_suite_are_near_what_the_hardware_allows(
     family: Family, tag: str, least: Callable[[Case], float], most: Callable[[Case], float]
 ) -> None:

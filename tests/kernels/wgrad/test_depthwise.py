@@ -124,23 +124,20 @@ def test_plan() -> None:
         assert dict(device_plan.source.defines)["PITCH"] == g.pitch
 
 
-@pytest.mark.parametrize(
-    ("width", "kernel", "padding", "dilation", "kept"),
-    [
-        (14, 7, (3, 3), 1, (2, 15)),
-        (7, 7, (3, 3), 1, (2, 8)),
-        (7, 5, (2, 2), 1, (2, 7)),
-        (7, 3, (1, 1), 1, (0, 8)),
-        (16, 3, (2, 0), 1, (2, 16)),
-        (14, 7, (6, 0), 1, (6, 14)),
-        (14, 7, (0, 6), 1, (0, 14)),
-        (14, 7, (1, 0), 1, (0, 15)),
-        (14, 3, (2, 2), 2, (2, 14)),
-        (13, 7, (7, 0), 1, (0, 20)),  # padding beyond the reach
-        (14, 11, (5, 5), 1, (0, 19)),  # two blocks of taps
-        (20, 7, (3, 3), 1, (0, 22)),  # two tiles
-    ],
-)
+@pytest.mark.parametrize(("width", "kernel", "padding", "dilation", "kept"), [
+    (14, 7, (3, 3), 1, (2, 15)),
+    (7, 7, (3, 3), 1, (2, 8)),
+    (7, 5, (2, 2), 1, (2, 7)),
+    (7, 3, (1, 1), 1, (0, 8)),
+    (16, 3, (2, 0), 1, (2, 16)),
+    (14, 7, (6, 0), 1, (6, 14)),
+    (14, 7, (0, 6), 1, (0, 14)),
+    (14, 7, (1, 0), 1, (0, 15)),
+    (14, 3, (2, 2), 2, (2, 14)),
+    (13, 7, (7, 0), 1, (0, 20)),  # padding beyond the reach
+    (14, 11, (5, 5), 1, (0, 19)),  # two blocks of taps
+    (20, 7, (3, 3), 1, (0, 22)),  # two tiles
+])  # fmt: skip
 def test_columns_that_are_kept_of_a_row(
     width: int, kernel: int, padding: tuple[int, int], dilation: int, kept: tuple[int, int]
 ) -> None:

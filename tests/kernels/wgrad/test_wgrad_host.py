@@ -200,30 +200,27 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"size": 0}, "workspace has 0 bytes"),
-        ({"splits": np.int64(0)}, "splits = 0 must lie within 1..18"),
-        ({"splits": np.int64(19)}, "splits = 19 must lie within 1..18"),
-        ({"block": np.int64(12)}, "block = 12 must be a multiple of 8"),
-        ({"feature_group_count": np.int64(3)}, "feature_group_count = 3"),
-        ({"feature_group_count": np.int64(0)}, "feature_group_count = 0"),
-        ({"feature_group_count": np.int64(2)}, "with 2 groups"),
-        ({"window_strides": ints(1)}, r"window_strides = \(1\) has 1 elements, expected 2"),
-        ({"window_strides": ints(0, 1)}, r"window_strides = \(0, 1\) must lie within 1"),
-        ({"window_strides": ints(2, 1)}, "spatial dimension 0 of g is 3.* give 2"),
-        ({"padding": ints(0, 0)}, r"padding = \(0, 0\) has 2 elements, expected 4"),
-        ({"padding": ints(0, 0, 2**40, 0)}, "padding = .* must lie within"),
-        ({"rhs_dilation": ints(1, 1, 1)}, "rhs_dilation = .* has 3 elements"),
-        ({"lhs_dilation": ints(1, -1)}, "lhs_dilation = .* must lie within 1"),
-        ({"lhs": np.ones((2, 4), np.float32)}, "same number of dimensions"),
-        ({"g": np.ones((2, 3, 3, 1, 6), np.float32)}, "same number of dimensions"),
-        ({"g": np.ones(SMALL.g_shape, np.float16)}, "element types"),
-        ({"lhs": np.ones(SMALL.lhs_shape, np.int32)}, "element types"),
-        ({"out": jax.ShapeDtypeStruct((3, 3, 4, 5), jnp.float32)}, "do not fit"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"size": 0}, "workspace has 0 bytes"),
+    ({"splits": np.int64(0)}, "splits = 0 must lie within 1..18"),
+    ({"splits": np.int64(19)}, "splits = 19 must lie within 1..18"),
+    ({"block": np.int64(12)}, "block = 12 must be a multiple of 8"),
+    ({"feature_group_count": np.int64(3)}, "feature_group_count = 3"),
+    ({"feature_group_count": np.int64(0)}, "feature_group_count = 0"),
+    ({"feature_group_count": np.int64(2)}, "with 2 groups"),
+    ({"window_strides": ints(1)}, r"window_strides = \(1\) has 1 elements, expected 2"),
+    ({"window_strides": ints(0, 1)}, r"window_strides = \(0, 1\) must lie within 1"),
+    ({"window_strides": ints(2, 1)}, "spatial dimension 0 of g is 3.* give 2"),
+    ({"padding": ints(0, 0)}, r"padding = \(0, 0\) has 2 elements, expected 4"),
+    ({"padding": ints(0, 0, 2**40, 0)}, "padding = .* must lie within"),
+    ({"rhs_dilation": ints(1, 1, 1)}, "rhs_dilation = .* has 3 elements"),
+    ({"lhs_dilation": ints(1, -1)}, "lhs_dilation = .* must lie within 1"),
+    ({"lhs": np.ones((2, 4), np.float32)}, "same number of dimensions"),
+    ({"g": np.ones((2, 3, 3, 1, 6), np.float32)}, "same number of dimensions"),
+    ({"g": np.ones(SMALL.g_shape, np.float16)}, "element types"),
+    ({"lhs": np.ones(SMALL.lhs_shape, np.int32)}, "element types"),
+    ({"out": jax.ShapeDtypeStruct((3, 3, 4, 5), jnp.float32)}, "do not fit"),
+])  # fmt: skip
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*jax_splitk host wgrad: .*{message}"):
         small_call(**changes)
@@ -305,19 +302,15 @@ def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> 
     return make_problem((14, 14), (3, 3), channels, dtype=dtype, **changes)
 
 
-@pytest.mark.parametrize(
-    ("problem", "most"),
-    [
-        (dense((64, 64)), 4096),
-        (dense((512, 8)), 4096),
-        (dense((64, 128), "bfloat16"), 8192),
-        (dense((512, 512), "float16"), 8192),
-        (dense((128, 128), stride=2), 16384),
-        (dense((128, 128), rhs_dilation=2), 4096),
-        (make_problem((512,), (9,), (64, 64)), 4096),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("problem", "most"), [
+    (dense((64, 64)), 4096),
+    (dense((512, 8)), 4096),
+    (dense((64, 128), "bfloat16"), 8192),
+    (dense((512, 512), "float16"), 8192),
+    (dense((128, 128), stride=2), 16384),
+    (dense((128, 128), rhs_dilation=2), 4096),
+    (make_problem((512,), (9,), (64, 64)), 4096),
+], ids=str)  # fmt: skip
 def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: int) -> None:
     reason = str(FAMILY.unmeasured_refusal(problem))
     assert f" = {problem.in_channels * problem.out_channels} of a dense {problem.dtype} " in reason
@@ -325,21 +318,17 @@ def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: in
     assert FAMILY.refusal(problem) is None
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        dense((32, 127)),
-        dense((3, 64), stride=2),
-        dense((64, 64), "bfloat16"),
-        dense((64, 128), stride=2),
-        dense((512, 512), groups=4),
-        dense((128, 128), lhs_dilation=2),
-        make_problem((14, 14), (1, 1), (1024, 1024), dtype="float16"),
-        make_problem((14, 14), (2, 2), (256, 256), stride=2),
-        make_problem((8, 8, 8), (3, 3, 3), (128, 128)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("problem", [
+    dense((32, 127)),
+    dense((3, 64), stride=2),
+    dense((64, 64), "bfloat16"),
+    dense((64, 128), stride=2),
+    dense((512, 512), groups=4),
+    dense((128, 128), lhs_dilation=2),
+    make_problem((14, 14), (1, 1), (1024, 1024), dtype="float16"),
+    make_problem((14, 14), (2, 2), (256, 256), stride=2),
+    make_problem((8, 8, 8), (3, 3, 3), (128, 128)),
+], ids=str)  # fmt: skip
 def test_what_xla_is_slower_at_is_preferred(problem: ConvWgradProblem) -> None:
     assert FAMILY.unmeasured_refusal(problem) is None
 

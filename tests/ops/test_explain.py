@@ -1,13 +1,6 @@
-"""`jax_splitk.explain` and `python -m jax_splitk doctor` say what is so."""
+"""`jax_splitk.explain` says what is lowered."""
 
-import dataclasses
 import functools
-import importlib.metadata
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -17,11 +10,9 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk import __main__, explain
-from jax_splitk.cli import doctor
+from jax_splitk import explain
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning.options import Options
@@ -59,17 +50,7 @@ def test_the_forward_pass_has_none() -> None:
     assert explain(jax.grad(loss, 1), RHS, LHS, platform="cuda").decisions == ()
 
 
-def test_found_in_grad_and_jit() -> None:
-    assert counts(jax.grad(loss), RHS, LHS) == ONE
-    assert counts(jax.jit(jax.grad(loss)), RHS, LHS) == ONE
-    assert counts(jax.jit(lambda w, x: 2 * jax.jit(jax.grad(loss))(w, x)), RHS, LHS) == ONE
-
-
-def test_found_in_remat() -> None:
-    assert counts(jax.grad(jax.checkpoint(loss)), RHS, LHS) == ONE
-
-
-def test_found_in_scan_while_and_cond() -> None:
+def test_found_in_all_that_holds_a_jaxpr() -> None:
     grad = jax.grad(loss)
 
     def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -81,7 +62,8 @@ def test_found_in_scan_while_and_cond() -> None:
     def branched(w: jax.Array, x: jax.Array) -> jax.Array:
         return lax.cond(w.sum() > 0, lambda: grad(w, x), lambda: w)
 
-    for fn in (scanned, looped, branched, jax.jit(jax.checkpoint(scanned))):
+    jitted = (grad, jax.jit(grad), jax.jit(lambda w, x: 2 * jax.jit(grad)(w, x)))
+    for fn in (*jitted, jax.grad(jax.checkpoint(loss)), scanned, looped, branched, jax.jit(jax.checkpoint(scanned))):
         assert counts(fn, RHS, LHS) == ONE
 
 
@@ -157,18 +139,12 @@ def test_equal_operations_are_counted_and_others_listed_in_order() -> None:
 
 
 @on_cpu
-def test_platform_cuda_on_a_machine_without_a_gpu() -> None:
+def test_platforms_on_a_machine_without_a_gpu() -> None:
     (decision,) = explain(jax.grad(loss), RHS, LHS, platform="cuda").decisions
     choice = select(decision.problem, DEFAULT_CUDA, Options())
     assert (decision.implementation, decision.family) == ("cutlass", choice.family.name)
-    assert decision.config == choice.config
-    assert decision.splits == choice.config.splits
+    assert (decision.config, decision.splits, decision.why) == (choice.config, choice.config.splits, choice.why)
     assert decision.workspace_bytes == im2col.FAMILY.workspace_bytes(decision.problem, choice.config)
-    assert decision.why == choice.why
-
-
-@on_cpu
-def test_default_platform_is_the_backends() -> None:
     found = explain(jax.grad(loss), RHS, LHS)
     assert found.platform == "cpu"
     choice = select(found.decisions[0].problem, target_for("cpu"), Options())
@@ -218,149 +194,3 @@ def test_nothing_runs_and_keyword_arguments_pass() -> None:
 
     assert len(explain(fn, RHS, x=LHS, platform="cuda").decisions) == 1
     assert ran == []
-
-
-# ---- doctor --------------------------------------------------------------------------------------------------------
-
-
-def run_doctor(*arguments: str, code: int = 0, **environment: str) -> str:
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_splitk", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    return done.stdout
-
-
-@on_cpu
-def test_doctors_json_is_true(tmp_path: Any) -> None:
-    report = json.loads(run_doctor("--json", JAX_SPLITK_CACHE_DIR=str(tmp_path), JAX_PLATFORMS="cpu"))
-    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert report["versions"]["jax"] == jax.__version__
-    for package, version in report["versions"].items():
-        try:
-            assert version == importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            assert version is None
-    assert report["backend"] == "cpu"
-    assert report["cache_dir"] == str(tmp_path)
-    major, minor = toolchain.find_nvrtc().version
-    assert report["compiler"] == f"NVRTC {major}.{minor} for sm_90a"
-    implementations = report["implementations"]
-    assert implementations.keys() == {"cutlass", "host", "xla"}
-    assert (implementations["host"], implementations["xla"]) == (None, None)
-    assert implementations["cutlass"].startswith("compiles, but ")
-
-
-def test_doctors_text_has_every_finding() -> None:
-    report = doctor.examine()
-    text = run_doctor()
-    for line in doctor.text(report).splitlines():
-        assert line in text.splitlines()
-    assert f"jax {jax.__version__}" in text
-    assert "implementation host: can run" in text
-    assert "implementation xla: can run" in text
-
-
-@on_cpu
-def test_doctor_without_a_backend_says_so() -> None:
-    report = json.loads(run_doctor("--json", code=1, JAX_PLATFORMS="cuda"))
-    (why,) = report["problems"]
-    assert why.startswith("jax starts no backend with JAX_PLATFORMS=cuda (")
-    assert (report["backend"], report["devices"]) == (None, [])
-    implementations = report["implementations"]
-    assert (implementations["host"], implementations["xla"]) == (why, why)
-    assert implementations["cutlass"].startswith("compiles, but ")
-    text = run_doctor(code=1, JAX_PLATFORMS="cuda").splitlines()
-    assert f"problem: {why}" in text
-    assert "backend none: " in text
-
-
-def test_doctor_shows_and_checks_the_settings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any
-) -> None:
-    def set_to(**values: str) -> None:
-        for name in ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
-            monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
-        for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
-            monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
-
-    set_to()
-    report = doctor.examine()
-    assert report["problems"] == []
-    assert report["settings"] == {
-        "JAX_SPLITK_CACHE_MODE": "update",
-        "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
-        "JAX_SPLITK_TUNE_BUDGET_S": "10.0",
-        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60.0",
-        "JAX_SPLITK_CACHE_PATH": "",
-    }
-    assert __main__.main(["doctor"]) == 0
-    assert "JAX_SPLITK_CACHE_MODE=update" in capsys.readouterr().out.splitlines()
-    file = tmp_path / "file"
-    file.touch()
-    for name, value, part in (
-        ("CACHE_MODE", "junk", "JAX_SPLITK_CACHE_MODE='junk'; accepted: 'off', 'read', 'update', 'frozen'"),
-        ("AUTOTUNE", "junk", "JAX_SPLITK_AUTOTUNE='junk'; accepted: 'off', 'on_miss'"),
-        ("TUNE_BUDGET_S", "0", "JAX_SPLITK_TUNE_BUDGET_S='0'; accepted: a number of seconds above 0"),
-        ("AGREEMENT_TIMEOUT_S", "x", "JAX_SPLITK_AGREEMENT_TIMEOUT_S='x'; accepted: a number of seconds above 0"),
-        ("CACHE_PATH", f"{tmp_path}:/no/such", "JAX_SPLITK_CACHE_PATH: /no/such is not a folder"),
-        ("CACHE_DIR", str(file / "cache"), f"the cache {file}/cache cannot be written"),
-    ):
-        set_to(**{name: value})
-        (problem,) = doctor.examine()["problems"]
-        assert problem.startswith(part)
-        assert __main__.main(["doctor"]) == 1
-        assert f"problem: {problem}" in capsys.readouterr().out.splitlines()
-    set_to(CACHE_DIR=str(file / "cache"), CACHE_MODE="read")
-    assert doctor.examine()["problems"] == []
-
-
-def test_doctor_without_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(toolchain, "_nvidia_folders", list)
-    toolchain.find_nvrtc.cache_clear()
-    try:
-        assert __main__.main(["doctor", "--json"]) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert __main__.main(["doctor"]) == 0
-        text = capsys.readouterr().out
-    finally:
-        monkeypatch.undo()
-        toolchain.find_nvrtc.cache_clear()
-    missing = "nvidia-cuda-nvrtc 13 is not installed: pip install 'jax_splitk[cuda13]'"
-    assert report["compiler"] == missing
-    assert report["implementations"] == {"cutlass": f"cannot compile: {missing}", "host": None, "xla": None}
-    assert f"implementation cutlass: cannot compile: {missing}" in text.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("driver", "backend", "capability", "expected"),
-    [
-        ("libcuda.so.1 cannot be opened", "cpu", "9.0", "compiles, but cannot run here: libcuda.so.1 cannot be opened"),
-        ("", "cpu", "9.0", "compiles, but jax sees no GPU (is jax[cuda13] installed?)"),
-        ("", "gpu", "8.0", "needs compute capability 9.0 (Hopper); NVIDIA H200 has 8.0"),
-        ("", "gpu", "9.0", None),
-    ],
-)
-def test_doctor_on_other_machines(
-    driver: str, backend: str, capability: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor._ffi, "driver_error", lambda: driver)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    target = dataclasses.replace(DEFAULT_CUDA, compute_capability=capability)
-    monkeypatch.setattr(doctor, "target_for", lambda platform: target)
-    report = doctor.examine()
-    assert report["implementations"]["cutlass"] == expected
-    assert report["backend"] == backend
-
-
-@pytest.mark.parametrize("arguments", [[], ["surgeon"], ["doctor", "--xml"]])
-def test_other_commands_are_refused_with_the_usage(arguments: list[str], capsys: Any) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        __main__.main(arguments)
-    assert exit_.value.code == 2
-    assert "usage: python -m jax_splitk" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""`python -m jax_splitk doctor` says what is so."""
+
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import pytest
+
+from jax_splitk.cli import doctor
+from jax_splitk.runtime import toolchain
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.command_line import command, refused, run, text
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a machine without a GPU")
+
+
+def run_doctor(*arguments: str, code: int = 0, **environment: str) -> str:
+    done = command("doctor", *arguments, **environment)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    return done.stdout
+
+
+@on_cpu
+def test_json_is_true(tmp_path: pathlib.Path) -> None:
+    report = json.loads(run_doctor("--json", JAX_SPLITK_CACHE_DIR=str(tmp_path)))
+    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report["versions"]["jax"] == jax.__version__
+    for package, version in report["versions"].items():
+        try:
+            assert version == importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            assert version is None
+    assert (report["backend"], report["cache_dir"]) == ("cpu", str(tmp_path))
+    major, minor = toolchain.find_nvrtc().version
+    assert report["compiler"] == f"NVRTC {major}.{minor} for sm_90a"
+    implementations = report["implementations"]
+    assert implementations.keys() == {"cutlass", "host", "xla"}
+    assert (implementations["host"], implementations["xla"]) == (None, None)
+    assert implementations["cutlass"].startswith("compiles, but ")
+
+
+@on_cpu
+def test_text_has_every_finding() -> None:
+    lines = run_doctor().splitlines()
+    for line in doctor.text(doctor.examine()).splitlines():
+        assert line in lines
+    assert f"jax {jax.__version__}" in "\n".join(lines)
+    assert "implementation host: can run" in lines
+    assert "implementation xla: can run" in lines
+
+
+@on_cpu
+def test_without_a_backend_it_says_so() -> None:
+    report = json.loads(run_doctor("--json", code=1, JAX_PLATFORMS="cuda"))
+    (why,) = report["problems"]
+    assert why.startswith("jax starts no backend with JAX_PLATFORMS=cuda (")
+    assert (report["backend"], report["devices"]) == (None, [])
+    implementations = report["implementations"]
+    assert (implementations["host"], implementations["xla"]) == (why, why)
+    assert implementations["cutlass"].startswith("compiles, but ")
+    lines = run_doctor(code=1, JAX_PLATFORMS="cuda").splitlines()
+    assert f"problem: {why}" in lines
+    assert "backend none: " in lines
+
+
+def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -> None:
+    def set_to(**values: str) -> None:
+        for name in ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
+            monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
+        for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
+            monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
+
+    set_to()
+    report = doctor.examine()
+    assert report["problems"] == []
+    assert report["settings"] == {
+        "JAX_SPLITK_CACHE_MODE": "update",
+        "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
+        "JAX_SPLITK_TUNE_BUDGET_S": "10.0",
+        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60.0",
+        "JAX_SPLITK_CACHE_PATH": "",
+    }
+    assert "JAX_SPLITK_CACHE_MODE=update" in text(capsys, "doctor").splitlines()
+    file = tmp_path / "file"
+    file.touch()
+    for name, value, part in (
+        ("CACHE_MODE", "junk", "JAX_SPLITK_CACHE_MODE='junk'; accepted: 'off', 'read', 'update', 'frozen'"),
+        ("AUTOTUNE", "junk", "JAX_SPLITK_AUTOTUNE='junk'; accepted: 'off', 'on_miss'"),
+        ("TUNE_BUDGET_S", "0", "JAX_SPLITK_TUNE_BUDGET_S='0'; accepted: a number of seconds above 0"),
+        ("AGREEMENT_TIMEOUT_S", "x", "JAX_SPLITK_AGREEMENT_TIMEOUT_S='x'; accepted: a number of seconds above 0"),
+        ("CACHE_PATH", f"{tmp_path}:/no/such", "JAX_SPLITK_CACHE_PATH: /no/such is not a folder"),
+        ("CACHE_DIR", str(file / "cache"), f"the cache {file}/cache cannot be written"),
+    ):
+        set_to(**{name: value})
+        (problem,) = doctor.examine()["problems"]
+        assert problem.startswith(part)
+        assert f"problem: {problem}" in text(capsys, "doctor", code=1).splitlines()
+    set_to(CACHE_DIR=str(file / "cache"), CACHE_MODE="read")
+    assert doctor.examine()["problems"] == []
+
+
+def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(toolchain, "_nvidia_folders", list)
+    toolchain.find_nvrtc.cache_clear()
+    try:
+        report, lines = run(capsys, "doctor"), text(capsys, "doctor").splitlines()
+    finally:
+        monkeypatch.undo()
+        toolchain.find_nvrtc.cache_clear()
+    missing = "nvidia-cuda-nvrtc 13 is not installed: pip install 'jax_splitk[cuda13]'"
+    assert report["compiler"] == missing
+    assert report["implementations"] == {"cutlass": f"cannot compile: {missing}", "host": None, "xla": None}
+    assert f"implementation cutlass: cannot compile: {missing}" in lines
+
+
+@pytest.mark.parametrize(("driver", "backend", "capability", "expected"), [
+    ("libcuda.so.1 cannot be opened", "cpu", "9.0", "compiles, but cannot run here: libcuda.so.1 cannot be opened"),
+    ("", "cpu", "9.0", "compiles, but jax sees no GPU (is jax[cuda13] installed?)"),
+    ("", "gpu", "8.0", "needs compute capability 9.0 (Hopper); NVIDIA H200 has 8.0"),
+    ("", "gpu", "9.0", None),
+])  # fmt: skip
+def test_on_other_machines(
+    driver: str, backend: str, capability: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor._ffi, "driver_error", lambda: driver)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    target = dataclasses.replace(DEFAULT_CUDA, compute_capability=capability)
+    monkeypatch.setattr(doctor, "target_for", lambda platform: target)
+    report = doctor.examine()
+    assert report["implementations"]["cutlass"] == expected
+    assert report["backend"] == backend
+
+
+@pytest.mark.parametrize("arguments", [[], ["surgeon"], ["doctor", "--xml"]])
+def test_other_commands_are_refused_with_the_usage(arguments: list[str], capsys: Any) -> None:
+    assert "usage: python -m jax_splitk" in refused(capsys, *arguments)
