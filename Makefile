@@ -26,7 +26,7 @@ test-all: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*.cu jax_splitk/kernels/*.cuh
+	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.wgrad
