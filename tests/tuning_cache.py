@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -32,6 +33,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.result import TuningResult
 from tests.problems import random_case
 
 CPU = target_for("cpu")
@@ -193,3 +195,19 @@ def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
     for field in dataclasses.fields(family.Config):
         assert type(getattr(candidate.config, field.name)) is field.type
     assert family.refusal(key.problem, candidate.config, target) is None
+
+
+def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
+    """Operands of `quantized_matmul` that the host kernel takes."""
+    w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
+    return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
+
+
+def result_of(config: Any, case: Case = CASE) -> TuningResult:
+    """A result that has the host kernel's `config` for a case."""
+    key = key_for(case.problem(), CPU)
+    return TuningResult(((key, entry_of(key, config)),))
+
+
+# Different configs of the host kernel.
+ONE, TWO, THREE, FOUR, FIVE, SIX = (wgrad_host.Config(s, b) for s, b in itertools.product((3, 5, 7), (64, 96)))

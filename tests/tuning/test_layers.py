@@ -3,7 +3,6 @@
 import dataclasses
 import fractions
 import functools
-import itertools
 import json
 import logging
 import os
@@ -16,10 +15,8 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from jax import numpy as jnp
 
 import jax_splitk
-from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -28,25 +25,27 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, current
-from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, lowered_config, operands, put, ship, wgrad
+from tests.tuning_cache import (
+    CASE,
+    CPU,
+    FIVE,
+    FOUR,
+    ONE,
+    SIX,
+    THREE,
+    TWO,
+    entry_of,
+    lowered_config,
+    operands,
+    product,
+    put,
+    result_of,
+    ship,
+    wgrad,
+)
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
-    """Operands of `quantized_matmul` that the host kernel takes."""
-    w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
-    return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
-
-
-def result_of(config: Any, case: Case = CASE) -> TuningResult:
-    key = key_for(case.problem(), CPU)
-    return TuningResult(((key, entry_of(key, config)),))
-
-
-ONE, TWO, THREE, FOUR, FIVE, SIX = (wgrad_host.Config(s, b) for s, b in itertools.product((3, 5, 7), (64, 96)))
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import logging
 import pickle
 import re
@@ -15,7 +14,6 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from benchmarks.cases import Case
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -25,23 +23,9 @@ from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options, check_options, current
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator
-from tests.tuning_cache import CASE, CPU, entry_of, lowered_config, operands, wgrad
+from tests.tuning_cache import CASE, CPU, FOUR, ONE, TWO, entry_of, lowered_config, operands, product, result_of, wgrad
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def product(rows: int) -> tuple[jax.Array, jax_splitk.PackedWeight]:
-    """Operands of `quantized_matmul` that the host kernel takes."""
-    w = jax_splitk.quantize(jnp.ones((64, 64)), "int4", group_size=64)
-    return jnp.ones((rows, 64), jnp.bfloat16), jax_splitk.prepack(w)
-
-
-def result_of(config: Any, case: Case = CASE) -> TuningResult:
-    key = key_for(case.problem(), CPU)
-    return TuningResult(((key, entry_of(key, config)),))
-
-
-ONE, TWO, THREE, FOUR, FIVE, SIX = (wgrad_host.Config(s, b) for s, b in itertools.product((3, 5, 7), (64, 96)))
 
 
 def test_or_has_both_and_the_right_one_where_they_meet() -> None:
