@@ -7,7 +7,7 @@ resident, and wait, while the first kernel ends.
 import dataclasses
 
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.runtime.plan import Launch, Pointer
+from jax_splitk.runtime.plan import Int32Struct, Launch, Pointer
 
 OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro OUT
 REDUCE_THREADS = 256
@@ -60,18 +60,15 @@ def reduce_lanes(chunks: int, splits: int) -> int:
     return lanes
 
 
-def reduce_launch(size: int, splits: int, partials: int, out: int) -> Launch:
-    """`reduce_splits`, from the partial sums in one buffer to a result of so many elements in another."""
+def reduce_launch(
+    kernel: str, size: int, splits: int, partials: int, out: int, args: tuple[Int32Struct, ...] = ()
+) -> Launch:
+    """A kernel like `reduce_splits`: from so many partial sums of each split in one buffer to the result in another."""
     lanes = reduce_lanes(size // 4, splits)
     return Launch(
-        kernel="reduce_splits",
+        kernel=kernel,
         grid=(-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1),
         block=(REDUCE_THREADS, 1, 1),
-        params=(Pointer(partials), Pointer(out), ReduceArgs(size, whole_chunks(size), splits, lanes).param()),
+        params=(Pointer(partials), Pointer(out), *args, ReduceArgs(size, -(-size // 4) * 4, splits, lanes).param()),
         programmatic=True,
     )
-
-
-def whole_chunks(size: int) -> int:
-    """Elements from one split's partial sums to the next's: the output's, in whole float4."""
-    return -(-size // 4) * 4

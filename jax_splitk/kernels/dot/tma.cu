@@ -6,9 +6,9 @@
 // row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64 elements
 // along MN of one k.
 //
-// Roles: warpgroup 0 is the producer (one thread of up to four warps issues TMA), the others are consumers
-// (WGMMA, then the epilogue). Barriers: see device/pipeline.cuh; a producer warp arrives at `full`, a consumer
-// warpgroup at `empty`. Splits take turns at the blocks of k, so that all thread blocks read neighbouring
+// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
+// epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
+// `empty`. Splits take turns at the blocks of k, so that all thread blocks read neighbouring
 // memory.
 //
 // Where the splits meet (macro REDUCTION):
@@ -18,7 +18,7 @@
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, A_MN, B_MN, REDUCTION, SPLITS (the cluster's size; 1 elsewhere).
+// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's size; 1 elsewhere).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -37,13 +37,9 @@ static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
 
 constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : 2;
 constexpr int BLOCK_K = 128 / ELEMENT_BYTES;
-constexpr int BOX = 64;  // elements along MN of a box of an MN-major operand
 constexpr int BLOCK_BYTES = 64 * 128;  // 64 rows, or 64 elements along MN of BLOCK_K k
 constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
-constexpr int A_BOXES = A_MN ? M_BLOCKS : 1, B_BOXES = B_MN ? N_BLOCKS : 1, BOXES = A_BOXES + B_BOXES;
-constexpr int STAGE_BYTES = (TILE_M + TILE_N) * 128;
-constexpr int PRODUCERS = BOXES < 4 ? BOXES : 4;  // producer warps
-constexpr int BOXES_PER_WARP = (BOXES + PRODUCERS - 1) / PRODUCERS;
+constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
@@ -54,63 +50,62 @@ constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
-// Where a tile starts.
-struct Tile {
-  int m, n, batch;
+// Where a tile starts, and which split of it the block has.
+struct Work {
+  int m, n, batch, split;
 };
 
-// Tiles are walked in bands of so many rows of tiles, so that those under way together share their operands.
-__device__ inline Tile tile_of(const Args& g, int index) {
-  const int band = index / g.band_tiles, at = index - band * g.band_tiles.value;
-  const int rows = min(g.band, g.rows - band * g.band);
-  const int column = at / rows;
-  return {(band * g.band + at - column * rows) * TILE_M, column * TILE_N, int(blockIdx.z)};
+// Grid: x over rows of tiles, y over columns, z over the splits (a cluster's, where they meet there), and the
+// batch.
+__device__ inline Work work_of_block(const Args& g) {
+  const int z = blockIdx.z, batch = g.splits == int(gridDim.z) ? 0 : z / g.splits;
+  return {int(blockIdx.x) * TILE_M, int(blockIdx.y) * TILE_N, batch, z - batch * g.splits.value};
 }
 
 // Blocks of k of a split: `split`, `split + splits`, ...
 __device__ inline int blocks_of(const Args& g, int split) {
-  return (g.k_blocks - split + g.splits - 1) / g.splits;
+  return g.k_blocks + (split < g.longer);
 }
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-__device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, bool mn_major, int mn, int k,
-                            int batch, bool once) {
-  using Hint = cute::TMA::CacheHintSm90;
-  const uint64_t hint = uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
-  cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), mn_major ? mn : k, mn_major ? k : mn,
-                               batch);
+// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN (WHOLE),
+// or a box for each, where these do not come out even.
+template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
+__device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k, int batch,
+                            uint64_t hint) {
+  if constexpr (!MN_MAJOR) {
+    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
+  } else if constexpr (WHOLE) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k, batch);
+    }
+  }
 }
 
-// One producer warp's share: boxes `warp + i * PRODUCERS`, A's first.
+__device__ inline uint64_t hint_for(int once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
+}
+
+// Loads `blocks` blocks of k from k on. The first ones, into stages that are EMPTY yet, are a loop of their own
+// right at the kernel's start: all that follows waits for them, and code that lies far off is slow to come.
+template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, int warp, const Tile& tile, int split) {
-  constexpr int A_BOX = A_MN ? BLOCK_BYTES : TILE_M * 128, B_BOX = B_MN ? BLOCK_BYTES : TILE_N * 128;
-  int bytes = 0;
-#pragma unroll
-  for (int i = 0; i < BOXES_PER_WARP; ++i) {
-    const int box = warp + i * PRODUCERS;
-    if (box < BOXES) bytes += box < A_BOXES ? A_BOX : B_BOX;
-  }
-  const int blocks = blocks_of(g, split), step = g.splits * BLOCK_K;
+                               Pipeline<STAGES>& pipeline, const Work& work, int k, int blocks) {
+  const int step = g.splits.value * BLOCK_K;
+  const uint64_t a_hint = hint_for(g.a_once), b_hint = hint_for(g.b_once);
   Position at;
-  int k = split * BLOCK_K;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i, k += step) {
-    pipeline.wait_empty(at);
-    uint64_t* full = pipeline.expect(at, bytes);
+    if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
+    uint64_t* full = pipeline.expect(at, STAGE_BYTES);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-#pragma unroll
-    for (int j = 0; j < BOXES_PER_WARP; ++j) {
-      const int box = warp + j * PRODUCERS;
-      if (box < A_BOXES) {
-        load(a_map, full, stage + box * BLOCK_BYTES, A_MN, tile.m + box * BOX, k, tile.batch, g.a_once);
-      } else if (box < BOXES) {
-        const int block = box - A_BOXES;
-        load(b_map, full, stage + TILE_M * 128 + block * BLOCK_BYTES, B_MN, tile.n + block * BOX, k,
-             tile.batch, g.b_once);
-      }
-    }
+    load<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
+    load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
     at.advance(STAGES);
   }
 }
@@ -130,7 +125,7 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
   for (int i = 0; i < blocks; ++i) {
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    const uint64_t b = operand(stage + TILE_M * 128, BLOCK_BYTES);
+    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -159,23 +154,51 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
 // A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next of
 // each 8.
 #if REDUCTION == 1
-__device__ inline void store_partials(const Args& g, const Tile& tile, int warpgroup, const Accumulator& acc,
-                                      float* partials) {
-  const int lane = threadIdx.x % 32, row0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  const int column = tile.n + 2 * (lane % 4);
+constexpr int TILE_CHUNKS = TILE_M * TILE_N / 4;  // float4 of a tile
+
+// Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of a
+// thread's accumulators][thread]. (In rows of the output, which are 32 bytes of each warp's store, they take four
+// times as long.)
+__device__ inline void store_partials(const Args& g, const Work& work, const Accumulator& acc, float* partials) {
+  const int tiles = gridDim.x * gridDim.y, batches = gridDim.z / g.splits.value;
+  const int tile = work.batch * tiles + blockIdx.y * gridDim.x + blockIdx.x;
+  float4* to = reinterpret_cast<float4*>(partials) +
+               (size_t(work.split) * batches * tiles + tile) * TILE_CHUNKS + threadIdx.x - 128;
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = tile.m + (m * CONSUMERS + warpgroup) * 64 + row0 + 8 * half;
-      const int columns = row < g.m ? g.n - column : 0;
-      float* to = partials + (size_t(tile.batch) * g.m + row) * g.n + column;
-#pragma unroll
-      for (int j = 0; j < TILE_N / 8; ++j) {
-        store_global_if(8 * j < columns, to + 8 * j, acc[m][j * 4 + 2 * half], acc[m][j * 4 + 2 * half + 1]);
-      }
+    for (int j = 0; j < ACCUMULATORS; j += 4) {
+      *to = make_float4(acc[m][j], acc[m][j + 1], acc[m][j + 2], acc[m][j + 3]);
+      to += CONSUMER_THREADS;
     }
   }
+}
+
+// Adds the splits' partial sums in their order; see `reduce_splits`.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
+    reduce_dot(const float* partials, Output* out, const __grid_constant__ Args g,
+               const __grid_constant__ ReduceArgs r) {
+  const int lanes = r.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
+  const int column = threadIdx.x & (columns - 1), lane = threadIdx.x >> (31 - __clz(columns));
+  const int i = blockIdx.x * columns + column;
+  // Of a lane of the accumulators: rows l/4 and l/4 + 8 of each warp's 16, columns 2 * (l%4) and the next of each 8.
+  const int tile = i / TILE_CHUNKS, chunk = i % TILE_CHUNKS;
+  const int four = chunk / CONSUMER_THREADS, thread = chunk % CONSUMER_THREADS;
+  const int block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;
+  const int tile_column = tile / g.rows, batch = tile_column / g.columns;
+  const int row = (tile - tile_column * g.rows.value) * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  const int col = (tile_column - batch * g.columns.value) * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
+  const bool inside = i * 4 < r.size && row < g.m && col < g.n;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  wait_on_dependent_grids();
+  if (inside) {
+    const size_t step = size_t(r.stride) << log_lanes;
+    sum = add_splits(partials + size_t(lane) * r.stride + size_t(i) * 4, step, lane, r.splits, lanes);
+  }
+  if (!add_lanes(sum, lanes, columns, column) || !inside) return;
+  Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
+  store_values(to, {sum.x, sum.y});
+  if (row + 8 < g.m) store_values(to + 8 * g.n, {sum.z, sum.w});
 }
 #else
 constexpr int PITCH = TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
@@ -211,15 +234,15 @@ __device__ inline float4 sums_at(uint32_t address) {
 #endif
 }
 
-__device__ inline void store_rows(const Args& g, const Tile& tile, uint32_t sums, int first, int rows,
+__device__ inline void store_rows(const Args& g, const Work& work, uint32_t sums, int first, int rows,
                                   Output* out) {
   const int thread = threadIdx.x - 128;
 #pragma unroll 2
   for (int i = thread; i < rows * CHUNKS; i += CONSUMER_THREADS) {
     const int row = first + i / CHUNKS, column = i % CHUNKS * 4;
-    if (tile.m + row >= g.m || tile.n + column >= g.n) continue;
+    if (work.m + row >= g.m || work.n + column >= g.n) continue;
     const float4 v = sums_at(sums + (row * PITCH + column) * 4);
-    store_values(out + (size_t(tile.batch) * g.m + tile.m + row) * g.n + tile.n + column,
+    store_values(out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column,
                  {v.x, v.y, v.z, v.w});
   }
 }
@@ -227,28 +250,27 @@ __device__ inline void store_rows(const Args& g, const Tile& tile, uint32_t sums
 
 // ---- the kernel ------------------------------------------------------------------------------------------
 
-// Grid: x over tiles and, in clusters, the splits of each; y over splits that meet in the workspace; z over the
-// batch.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
         const __grid_constant__ Args g, void* result) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
-  const int split = REDUCTION == 2 ? blockIdx.x % SPLITS : blockIdx.y;
-  const Tile tile = tile_of(g, REDUCTION == 2 ? blockIdx.x / SPLITS : blockIdx.x);
+  const Work work = work_of_block(g);
+  const int blocks = blocks_of(g, work.split);
   const int warp = warp_index();
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&a_map);
-    prefetch_tensor_map(&b_map);
-    pipeline.init(PRODUCERS, CONSUMERS);
+  // The producer does not wait for the others: what it needs, it starts itself.
+  if (warp == 0 && cute::elect_one_sync()) {
+    pipeline.init(1, CONSUMERS);
     cutlass::arch::fence_barrier_init();
+    produce<true>(a_map, b_map, g, stages, pipeline, work, work.split * BLOCK_K, min(blocks, STAGES));
   }
   __syncthreads();
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp < PRODUCERS && cute::elect_one_sync()) {
-      produce(a_map, b_map, g, stages, pipeline, warp, tile, split);
+    if (warp == 0 && cute::elect_one_sync()) {
+      const int k = (work.split + STAGES * g.splits.value) * BLOCK_K;
+      produce<false>(a_map, b_map, g, stages, pipeline, work, k, blocks - STAGES);
     }
 #if REDUCTION == 2
     __syncwarp();
@@ -261,11 +283,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
-    consume(stages, pipeline, warpgroup, blocks_of(g, split), acc);
+    consume(stages, pipeline, warpgroup, blocks, acc);
 #if REDUCTION == 1
     launch_dependent_grids();
-    const size_t size = size_t(gridDim.z) * g.m * g.n;
-    store_partials(g, tile, warpgroup, acc, static_cast<float*>(result) + split * size);
+    store_partials(g, work, acc, static_cast<float*>(result));
 #else
     Output* out = static_cast<Output*>(result);
     sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
@@ -274,13 +295,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     cute::cluster_arrive();
     cute::cluster_wait();
     constexpr int ROWS = (TILE_M + SPLITS - 1) / SPLITS;
-    store_rows(g, tile, stages, split * ROWS, min(ROWS, TILE_M - split * ROWS), out);
+    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out);
     // Shared memory stays until all have read it.
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
 #else
     sync_threads<CONSUMER_THREADS, 1>();
-    store_rows(g, tile, stages, 0, TILE_M, out);
+    store_rows(g, work, stages, 0, TILE_M, out);
 #endif
 #endif
   }

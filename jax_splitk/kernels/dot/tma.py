@@ -27,7 +27,6 @@ SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 MIN_STAGES, MAX_STAGES = 2, 8
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
-BAND = 8  # rows of tiles that are walked together
 # Blocks of k of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
 INT32_MAX = 2**31 - 1
@@ -114,24 +113,29 @@ class Args(Struct):
     """Of `dot`.
 
     Attributes:
-      k_blocks: blocks of the reduction, of all splits.
-      rows: tiles along m.
-      band: rows of tiles that are walked together; band_tiles: the tiles in them.
+      rows, columns: tiles along m and n.
+      k_blocks: blocks of the reduction of a split, of which the first `longer` splits have one more.
       a_once, b_once: whether a single tile reads any of the operand, so that it need not stay in the L2.
     """
 
     m: int
     n: int
+    rows: Divisor
+    columns: Divisor
+    splits: Divisor
     k_blocks: int
-    splits: int
-    rows: int
-    band: int
-    band_tiles: Divisor
+    longer: int
     a_once: int
     b_once: int
 
 
-def _operand_map(buffer: int, problem: DotProblem, order: str, box_mn: int) -> plan.TiledMap:
+def _is_whole(size: int) -> bool:
+    """Whether an operand's m or n, which is contiguous, has a dimension of its own for each `BOX` of it: one load
+    instead of one for each of them."""
+    return size % BOX == 0
+
+
+def _operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> plan.TiledMap:
     """The dimensions as (contiguous, other, batch), wherever the batch lies in memory."""
     item = jnp.dtype(problem.dtype).itemsize
     shape = problem.lhs_shape if buffer == 0 else problem.rhs_shape
@@ -139,10 +143,16 @@ def _operand_map(buffer: int, problem: DotProblem, order: str, box_mn: int) -> p
     sizes = dict(zip(order, shape, strict=True))
     inner = order[-1]
     outer = next(name for name in order if name not in ("b", inner))
-    k_major = inner == "k"
-    box = (ROW_BYTES // item, box_mn if k_major else ROW_BYTES // item, 1)
-    dims = (sizes[inner], sizes[outer], sizes["b"])
-    return plan.TiledMap(buffer, problem.dtype, dims, (strides[outer], strides["b"]), box)
+    block_k = ROW_BYTES // item
+    if inner == "k":
+        dims, box = (sizes["k"], sizes[outer], sizes["b"]), (block_k, tile, 1)
+        return plan.TiledMap(buffer, problem.dtype, dims, (strides[outer], strides["b"]), box)
+    if not _is_whole(sizes[inner]):
+        dims, box = (sizes[inner], sizes["k"], sizes["b"]), (BOX, block_k, 1)
+        return plan.TiledMap(buffer, problem.dtype, dims, (strides["k"], strides["b"]), box)
+    dims = (BOX, sizes["k"], sizes[inner] // BOX, sizes["b"])
+    box = (BOX, block_k, tile // BOX, 1)
+    return plan.TiledMap(buffer, problem.dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
 
 
 class Tma(CudaFamily[DotProblem, Config]):
@@ -260,7 +270,8 @@ class Tma(CudaFamily[DotProblem, Config]):
         waves = -(-blocks // resident)
         busiest = waves * config.blocks_per_sm if config.reduction == "cluster" else -(-blocks // target.cores)
         seconds = busiest * -(-k_blocks(problem) // config.splits) * step + waves * _WAVE_SECONDS
-        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
+        share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
+        seconds = max(seconds, problem.bytes_moved / (_HBM_BYTES * share)) + _LAUNCH_SECONDS
         if config.reduction == "workspace":
             seconds += _REDUCE_SECONDS + 2 * self.workspace_bytes(problem, config) / _PARTIAL_BYTES
         elif config.reduction == "cluster":
@@ -275,7 +286,11 @@ class Tma(CudaFamily[DotProblem, Config]):
         """fp32 partial sums, one set for each split, where they meet there."""
         if config.reduction != "workspace":
             return 0
-        return config.splits * split_k.whole_chunks(math.prod(problem.out_shape)) * 4
+        return config.splits * self._partial_stride(problem, config) * 4
+
+    def _partial_stride(self, problem: DotProblem, config: Config) -> int:
+        """Elements from one split's partial sums to the next's: whole tiles."""
+        return self.thread_blocks(problem, config) * config.tile_m * config.tile_n
 
     def macros(self, problem: DotProblem, config: Config) -> dict[str, int]:
         return {
@@ -287,6 +302,8 @@ class Tma(CudaFamily[DotProblem, Config]):
             "CTAS_PER_SM": config.blocks_per_sm,
             "A_MN": int(problem.lhs_order[-1] == "m"),
             "B_MN": int(problem.rhs_order[-1] == "n"),
+            "A_WHOLE": int(_is_whole(problem.m)),
+            "B_WHOLE": int(_is_whole(problem.n)),
             "REDUCTION": REDUCTIONS[config.reduction],
             "SPLITS": config.splits if config.reduction == "cluster" else 1,
         }
@@ -309,25 +326,27 @@ class Tma(CudaFamily[DotProblem, Config]):
         args = Args(
             m=problem.m,
             n=problem.n,
-            k_blocks=k_blocks(problem),
-            splits=config.splits,
-            rows=rows,
-            band=BAND,
-            band_tiles=Divisor.of(BAND * columns),
+            rows=Divisor.of(rows),
+            columns=Divisor.of(columns),
+            splits=Divisor.of(config.splits),
+            k_blocks=k_blocks(problem) // config.splits,
+            longer=k_blocks(problem) % config.splits,
             a_once=int(columns == 1),
             b_once=int(rows == 1),
         )
         main = plan.Launch(
             kernel="dot",
-            grid=(rows * columns * cluster, config.splits if in_workspace else 1, problem.batch),
+            grid=(rows, columns, config.splits * problem.batch),
             block=(128 * (config.consumers + 1), 1, 1),
             params=(plan.MapParam(0), plan.MapParam(1), args.param(), plan.Pointer(3 if in_workspace else 2)),
             shared_bytes=config.shared_bytes,
-            cluster=(cluster, 1, 1),
+            cluster=(1, 1, cluster),
         )
         if not in_workspace:
             return (main,)
-        return main, split_k.reduce_launch(math.prod(problem.out_shape), config.splits, partials=3, out=2)
+        size = self._partial_stride(problem, config)
+        reduce = split_k.reduce_launch("reduce_dot", size, config.splits, partials=3, out=2, args=(args.param(),))
+        return main, reduce
 
 
 # Those of wgrad_im2col, and what was measured of clusters.
