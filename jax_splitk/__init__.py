@@ -1,6 +1,7 @@
 """Split-k convolution weight gradients and mixed-precision GEMMs for JAX on NVIDIA Hopper."""
 
 from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+from jax_splitk.ops.dot_general import dot_general, matmul
 from jax_splitk.ops.explain import explain
 from jax_splitk.ops.exporting import EXPORT_CHECKS
 from jax_splitk.ops.quantized_matmul import quantized_matmul
@@ -20,7 +21,9 @@ __all__ = [
     "conv_general_dilated",
     "conv_wgrad",
     "dequantize",
+    "dot_general",
     "explain",
+    "matmul",
     "options",
     "prepack",
     "quantize",

@@ -3,7 +3,7 @@
 Adding one takes its module, its device source and a line in `FAMILIES`; see `Family`.
 """
 
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
@@ -12,7 +12,7 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
-    "dot_general": (tma.FAMILY,),
+    "dot_general": (tma.FAMILY, *as_wgrad.FAMILIES),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
 }
 

@@ -32,6 +32,10 @@ class Options:
         """Whether nothing else may serve than what was asked for."""
         return self.implementation is not None or self.config is not None
 
+    def without_config(self) -> "Options":
+        """For another problem, which the config was not made for."""
+        return dataclasses.replace(self, config=None)
+
     @property
     def workspace_limit(self) -> int:
         limit = self.workspace_limit_bytes
