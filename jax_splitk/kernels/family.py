@@ -141,3 +141,8 @@ def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
             said = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
             return f"{field} {value}; accepted: {said}"
     return None
+
+
+def field_macros(of: Any, *fields: str, name: str = "{}") -> dict[str, int]:
+    """Macros of these fields, or of all that a dataclass has; `name` has a place for a field's in capitals."""
+    return {name.format(field.upper()): int(getattr(of, field)) for field in fields or vars(of)}

@@ -1,11 +1,13 @@
-"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses.
+"""C structs of 32-bit integers that the host fills and device code reads, declared once, in Python: as dataclasses, or
+by their values (`Values`).
 
 `declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
-gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is one in C, too.
+gives the kernel parameter. A field is an `int` or a `Divisor`, of `Values` also any struct without bases. A
+subclass of a struct is one in C, too.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from jax_splitk.runtime.plan import Int32Struct
@@ -53,10 +55,46 @@ class Divisor(Struct):
         return cls(value, multiplier - (1 << 32), shift)
 
 
-def declarations(*structs: type[Struct]) -> str:
-    """The C declarations of structs, in this order; a struct's bases come before it."""
-    wanted = [base for struct in structs for base in _line(struct)]
+@dataclasses.dataclass(frozen=True)
+class Dims2(Struct):
+    """A number for each of two spatial dimensions."""
+
+    h: int
+    w: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims3(Struct):
+    """A number for each of three spatial dimensions."""
+
+    d: int
+    h: int
+    w: int
+
+
+class Values(Struct):
+    """A struct by the values of its fields, which have the values' types."""
+
+    def __init__(self, name: str, **values: int | Struct) -> None:
+        self.name, self.values = name, values
+
+    def _words(self) -> Iterator[int]:
+        for value in self.values.values():
+            yield from value._words() if isinstance(value, Struct) else (int(value),)
+
+
+def declarations(*structs: type[Struct] | Values) -> str:
+    """The C declarations of structs, in this order; what a struct consists of comes before it."""
+    wanted = [needed for struct in structs for needed in _needed(struct)]
     return "\n".join((_HEADER, *map(_declaration, dict.fromkeys(wanted)), ""))
+
+
+def _needed(struct: type[Struct] | Values) -> Sequence[type[Struct] | Values]:
+    """The structs that it consists of, and itself."""
+    if isinstance(struct, Values):
+        members = {type(value) for value in struct.values.values() if isinstance(value, Struct)}
+        return [*sorted(members - {Divisor}, key=lambda member: member.__name__), struct]
+    return _line(struct)
 
 
 def _line(struct: type[Struct]) -> list[type[Struct]]:
@@ -64,14 +102,20 @@ def _line(struct: type[Struct]) -> list[type[Struct]]:
     return [base for base in reversed(struct.__mro__) if issubclass(base, Struct) and base is not Struct]
 
 
-def _declaration(struct: type[Struct]) -> str:
+def _declaration(struct: type[Struct] | Values) -> str:
+    if isinstance(struct, Values):
+        types = {name: type(v).__name__ if isinstance(v, Struct) else "int" for name, v in struct.values.items()}
+        return _c_struct(struct.name, types)
     *bases, _ = _line(struct)
     inherited = {name for base in bases for name in base.__annotations__}
-    members = []
+    types = {}
     for field in dataclasses.fields(struct):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
         if field.type not in (int, Divisor):
             raise TypeError(f"{struct.__qualname__}.{field.name} is of type {field.type!r}; accepted: int, Divisor")
         if field.name not in inherited:
-            members.append(f"  {'int' if field.type is int else 'Divisor'} {field.name};")
-    base = f" : {bases[-1].__name__}" if bases else ""
-    return "\n".join((f"struct {struct.__name__}{base} {{", *members, "};"))
+            types[field.name] = field.type.__name__
+    return _c_struct(struct.__name__ + (f" : {bases[-1].__name__}" if bases else ""), types)
+
+
+def _c_struct(name: str, types: dict[str, str]) -> str:
+    return "\n".join((f"struct {name} {{", *(f"  {of} {field};" for field, of in types.items()), "};"))

@@ -6,16 +6,19 @@ fixed order; see device/split_k.py.
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
+from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Buffer, Launch, Param, Pointer
+from jax_splitk.runtime.plan import Buffer, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
 _Any = TypeVar("_Any")
@@ -70,6 +73,11 @@ class SplitFamily(WgradFamily[_Config]):
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Of one split."""
 
+    def grid_groups(self, problem: ConvWgradProblem) -> int:
+        """Of these thread blocks, in the grid's last dimension."""
+        del problem
+        return 1
+
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
@@ -85,6 +93,11 @@ class SplitFamily(WgradFamily[_Config]):
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
         """Splits that fill the machine once."""
         return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
+
+    def waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
+        """In which the thread blocks of all splits run."""
+        blocks = self.thread_blocks(problem, config) * config.splits
+        return -(-blocks // (target.cores * self.blocks_per_sm(problem, config)))
 
     def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
         """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
@@ -113,28 +126,38 @@ class SplitFamily(WgradFamily[_Config]):
         """fp32 partial sums, one set for each split; none when there is a single split, which writes dW itself."""
         return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
 
-    def split_launches(
-        self,
-        problem: ConvWgradProblem,
-        config: _Config,
-        *,
-        threads: int,
-        params: tuple[Param, ...],
-        shared_bytes: int,
-        groups: int = 1,
-    ) -> tuple[Launch, ...]:
-        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`.
+    @abc.abstractmethod
+    def args(self, problem: ConvWgradProblem, config: _Config) -> dict[str, int | Struct]:
+        """The struct `Args` of the device code."""
 
-        Where they are written is the kernel's last parameter, after `params`. Feature groups are the grid's last
-        dimension.
-        """
-        split = config.splits > 1
+    @abc.abstractmethod
+    def threads(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Of a thread block."""
+
+    @abc.abstractmethod
+    def shared_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Of a thread block, without what the device code declares."""
+
+    def source(self, problem: ConvWgradProblem, config: _Config) -> Source:
+        structs = declarations(*self.structs, Values("Args", **self.args(problem, config)))
+        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+
+    def args_param(self, problem: ConvWgradProblem, config: _Config) -> Param:
+        return Values("Args", **self.args(problem, config)).param()
+
+    def params(self, problem: ConvWgradProblem, config: _Config) -> tuple[Param, ...]:
+        """The kernel's parameters but for the last, where it writes."""
+        return MapParam(0), MapParam(1), self.args_param(problem, config)
+
+    def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
+        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`."""
+        split, groups = config.splits > 1, self.grid_groups(problem)
         main = Launch(
             kernel="wgrad_partial" if split else "wgrad_direct",
             grid=(self.thread_blocks(problem, config) // groups, config.splits, groups),
-            block=(threads, 1, 1),
-            params=(*params, Pointer(3 if split else 2)),
-            shared_bytes=shared_bytes,
+            block=(self.threads(problem, config), 1, 1),
+            params=(*self.params(problem, config), Pointer(3 if split else 2)),
+            shared_bytes=self.shared_bytes(problem, config),
         )
         if not split:
             return (main,)
@@ -149,6 +172,41 @@ class SplitFamily(WgradFamily[_Config]):
             programmatic=True,
         )
         return main, reduce
+
+
+class RankedFamily(SplitFamily[_Config]):
+    """One whose variants are many: split counts are tried of the most promising only.
+
+    Attributes:
+      MAX_CANDIDATES, MAX_VARIANTS: at most so many candidates, of so many variants.
+    """
+
+    MAX_CANDIDATES: ClassVar[int]
+    MAX_VARIANTS: ClassVar[int]
+
+    @abc.abstractmethod
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[_Config]:
+        """Legal configs, the most promising first."""
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[_Config]:
+        """The variants with the split counts that fill 1 to 4 whole waves: the fastest, and the four of fewest splits,
+        however slow: a small workspace may allow no others."""
+        return _ranked(self, problem, target)
+
+
+@functools.lru_cache(maxsize=512)
+def _ranked(family: RankedFamily[Any], p: ConvWgradProblem, target: Target) -> tuple[Any, ...]:
+    variants = family.variants(p, target)[: family.MAX_VARIANTS]
+    seconds = {c: family.estimate(p, c, target) for v in variants for c in family.in_waves(p, v, target)}
+    ranked = sorted(seconds, key=lambda c: seconds[c])
+    fewest = sorted(ranked, key=_splits_of)[:4]
+    return tuple(dict.fromkeys([*ranked[: family.MAX_CANDIDATES - len(fewest)], *fewest]))
+
+
+def box_map(p: ConvWgradProblem, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
+    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape."""
+    dims = shape[::-1]
+    return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize), box)
 
 
 def partial_stride(problem: ConvWgradProblem) -> int:
@@ -169,11 +227,3 @@ def one_block_apart(splits: int, blocks: int) -> set[int]:
     """Split counts with one block of the reduction more or less in each split."""
     each = -(-blocks // splits)
     return {-(-blocks // other) for other in (each - 1, each + 1) if other > 0}
-
-
-def fastest_and_fewest(seconds: Mapping[_Config, float], most: int) -> tuple[_Config, ...]:
-    """At most so many configs, the fastest first. The four of fewest splits stay, however slow: a small workspace may
-    allow no others."""
-    ranked = sorted(seconds, key=lambda c: seconds[c])
-    fewest = sorted(ranked, key=_splits_of)[:4]
-    return tuple(dict.fromkeys([*ranked[: most - len(fewest)], *fewest]))

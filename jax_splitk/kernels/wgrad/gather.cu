@@ -29,10 +29,10 @@
 //
 // Macros: ELEMENT, OUT (output.cuh); PARTS (1; for float 2 or 3), COPIES (bf16 parts of an operand: h, m,
 // (l,) f); CONSUMERS warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, STAGE_BYTES, CTAS_PER_SM,
-// PRODUCER_REGS, CONSUMER_REGS; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T, KERNEL_R, KERNEL_S (the window); CHAIN
+// PRODUCER_REGS, CONSUMER_REGS; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_D, KERNEL_H, KERNEL_W (the window); CHAIN
 // (times 16 pixels from one rounding addition to the next, with three parts); RAGGED (some tiles reach beyond
 // the output); DY_TMA, DY_VEC (elements of one load of dY without TMA). X's stage, in elements:
-// [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
+// [TILE_IMAGES][KERNEL_D][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
 // rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
 // (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next. TAP_COL, TAP_ROW: from one
 // tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H, LHS_W: dilation of X. SEGMENTS
@@ -69,7 +69,7 @@ constexpr int FINITE = COPIES - 1;       // f, the last part
 constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
 constexpr int DY_BOXES = (TILE_N + 63) / 64;
 constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
-constexpr int PIXEL_IMAGE = KERNEL_T * ROWS * ROW_PITCH;
+constexpr int PIXEL_IMAGE = KERNEL_D * ROWS * ROW_PITCH;
 
 constexpr int GRANULE_ITEMS = GRANULE / ITEM;
 constexpr bool X_ASYNC = GRANULE >= 4;
@@ -82,19 +82,19 @@ struct Tile {
 };
 
 __device__ inline Tile tile_at(const Args& g, int kt) {
-  const int rest = kt / g.tiles_w, plane = rest / g.tiles_h, images = plane / g.out_d;
-  return {images * TILE_IMAGES, plane - images * g.out_d, (rest - plane * g.tiles_h) * TILE_P,
+  const int rest = kt / g.tiles_w, plane = rest / g.tiles_h, images = plane / g.out.d;
+  return {images * TILE_IMAGES, plane - images * g.out.d, (rest - plane * g.tiles_h) * TILE_P,
           (kt - rest * g.tiles_w) * TILE_Q};
 }
 
 __device__ inline void advance(const Args& g, Tile& tile) {
   tile.q += TILE_Q;
-  if (tile.q < g.out_w) return;
+  if (tile.q < g.out.w) return;
   tile.q = 0;
   tile.p += TILE_P;
-  if (tile.p < g.out_h) return;
+  if (tile.p < g.out.h) return;
   tile.p = 0;
-  if (++tile.d < g.out_d) return;
+  if (++tile.d < g.out.d) return;
   tile.d = 0;
   tile.image += TILE_IMAGES;
 }
@@ -138,7 +138,7 @@ __device__ inline int undilated(int position, int size) {
 
 constexpr int LINE_GRANULES =
     DENSE ? (LEAD + COLUMNS * PITCH + GRANULE_ITEMS - 1) / GRANULE_ITEMS : SLICE / GRANULE_ITEMS;
-constexpr int LINES = TILE_IMAGES * KERNEL_T * ROWS * (DENSE ? 1 : COLUMNS);
+constexpr int LINES = TILE_IMAGES * KERNEL_D * ROWS * (DENSE ? 1 : COLUMNS);
 constexpr int GRANULES = LINES * LINE_GRANULES;
 
 // Where granule `i` of X's stage comes from (null: it is zero) and goes to (bytes from the stage's start).
@@ -152,20 +152,20 @@ __device__ inline const Element* granule(const Args& g, const Element* x, const 
     line /= COLUMNS;
   }
   to = (line * ROW_PITCH + column * PITCH + first) * ITEM;
-  const int row = line % ROWS, plane = line / ROWS % KERNEL_T, n = tile.image + line / (ROWS * KERNEL_T);
-  const int d = undilated<LHS_D>(tile.d * g.stride_d - g.pad_d + plane * GRID_D, g.in_d);
-  const int h = undilated<LHS_H>(tile.p * g.stride_h - g.pad_h + row * GRID_H, g.in_h);
+  const int row = line % ROWS, plane = line / ROWS % KERNEL_D, n = tile.image + line / (ROWS * KERNEL_D);
+  const int d = undilated<LHS_D>(tile.d * g.stride.d - g.pad.d + plane * GRID_D, g.in.d);
+  const int h = undilated<LHS_H>(tile.p * g.stride.h - g.pad.h + row * GRID_H, g.in.h);
   int w = 0, element;
   bool inside = n < g.batch && d >= 0 && h >= 0;
   if constexpr (DENSE) {
-    element = (tile.q * g.stride_w - g.pad_w) * PITCH - LEAD + first;
-    inside = inside && element >= 0 && element < g.in_w * PITCH;
+    element = (tile.q * g.stride.w - g.pad.w) * PITCH - LEAD + first;
+    inside = inside && element >= 0 && element < g.in.w * PITCH;
   } else {
-    w = undilated<LHS_W>(tile.q * g.stride_w - g.pad_w + column * GRID_W, g.in_w);
+    w = undilated<LHS_W>(tile.q * g.stride.w - g.pad.w + column * GRID_W, g.in.w);
     element = c0 + first;
     inside = inside && w >= 0 && element < g.channels;
   }
-  const int pixel = ((n * g.in_d + d) * g.in_h + h) * g.in_w + w;
+  const int pixel = ((n * g.in.d + d) * g.in.h + h) * g.in.w + w;
   return inside ? x + (int64_t(pixel) * g.channels + element) : nullptr;
 }
 
@@ -208,8 +208,8 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       const int i = base + j * PRODUCERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
       const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
                 q = tile.q + pixel % TILE_Q;
-      const bool inside = i < TOTAL && n < g.batch && p < g.out_h && q < g.out_w;
-      const int at = ((n * g.out_d + tile.d) * g.out_h + p) * g.out_w + q;
+      const bool inside = i < TOTAL && n < g.batch && p < g.out.h && q < g.out.w;
+      const int at = ((n * g.out.d + tile.d) * g.out.h + p) * g.out.w + q;
       const Element* from = dy + (int64_t(at) * g.out_channels + k);
 #pragma unroll
       for (int v = 0; v < 8 / DY_VEC; ++v) {
@@ -292,8 +292,8 @@ __device__ inline int row_offset(int m) {
   Row row = row_of(m);
   // Rows beyond the filter read something, and are not stored.
   const int segment = min(row.segment, SEGMENTS - 1);
-  const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
-  return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
+  const int s = RUNS ? 0 : segment % KERNEL_W, tr = RUNS ? segment : segment / KERNEL_W;
+  return (tr / KERNEL_H * ROWS * ROW_PITCH) + tr % KERNEL_H * TAP_ROW + s * TAP_COL + LEAD + row.position;
 }
 
 using Accumulator = float[BLOCKS][ACCUMULATORS];
@@ -363,7 +363,7 @@ __device__ inline void gather(const uint32_t (&at)[2], int k, [[maybe_unused]] c
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int pixel = k + 2 * int(threadIdx.x % 4) + i % 2 + i / 2 * 8;
-    const bool in = tile.q + pixel % TILE_Q < g.out_w && tile.p + pixel / TILE_Q % TILE_P < g.out_h &&
+    const bool in = tile.q + pixel % TILE_Q < g.out.w && tile.p + pixel / TILE_Q % TILE_P < g.out.h &&
                     tile.image + pixel / (TILE_Q * TILE_P) < g.batch;
     inside[i] = in ? ~0u : 0u;
   }
@@ -441,7 +441,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
     const uint64_t b = operand(stage, BOX_BYTES);
 #if RAGGED
     const bool whole =
-        tile.q + TILE_Q <= g.out_w && tile.p + TILE_P <= g.out_h && tile.image + TILE_IMAGES <= g.batch;
+        tile.q + TILE_Q <= g.out.w && tile.p + TILE_P <= g.out.h && tile.image + TILE_IMAGES <= g.batch;
 #endif
 #pragma unroll
     for (int k = 0; k < PIXELS; k += 16) {

@@ -1,8 +1,5 @@
-"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X lies in shared memory
-(device code: wgrad/gather.cu).
-
-A stage is a tile of output pixels, (images, rows, columns).
-"""
+"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X, a tile (images, rows,
+columns) of output pixels, lies in shared memory (device code: wgrad/gather.cu)."""
 
 import dataclasses
 import functools
@@ -11,7 +8,7 @@ import math
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.wgrad.geometry import Geometry, geometry, is_matrix_product
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 SLICES = (128, 64, 32, 16, 8)  # about as many channels of X in a stage
@@ -24,17 +21,9 @@ Tile = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Volume:
-    """A problem with three spatial dimensions; what fewer have not are ones in front."""
+class Volume(Geometry):
+    """A problem with three spatial dimensions."""
 
-    batch: int
-    size: tuple[int, int, int]
-    out: tuple[int, int, int]
-    kernel: tuple[int, int, int]
-    stride: tuple[int, int, int]
-    pad: tuple[int, int, int]  # low sides
-    lhs_dilation: tuple[int, int, int]
-    rhs_dilation: tuple[int, int, int]
     channels: int
     out_channels: int
     item: int  # bytes of an element
@@ -52,31 +41,13 @@ class Volume:
 
 @functools.lru_cache(maxsize=4096)
 def volume(p: ConvWgradProblem) -> Volume:
-    pad = 3 - p.rank
-    ones = (1,) * pad
-
-    def three(values: tuple[int, ...]) -> tuple[int, int, int]:
-        a, b, c = (*ones, *values)
-        return a, b, c
-
-    batch, size, out = p.batch, three(p.input_spatial), three(p.output_spatial)
-    if im2col.is_matrix_product(p) and set(p.lhs_dilation) == {1}:
-        batch, size, out = 1, (1, 1, p.reduction_size), (1, 1, p.reduction_size)
-    low = (0,) * pad + tuple(low for low, _ in p.padding)
-    return Volume(
-        batch=batch,
-        size=size,
-        out=out,
-        kernel=three(p.kernel_spatial),
-        stride=three(p.window_strides),
-        pad=(low[0], low[1], low[2]),
-        lhs_dilation=three(p.lhs_dilation),
-        rhs_dilation=three(p.rhs_dilation),
-        channels=p.in_channels,
-        out_channels=p.out_channels,
-        item=jnp.dtype(p.dtype).itemsize,
-        parts=1 if p.dtype != "float32" else 3 if "highest" in p.precision else 2,
-    )
+    g = geometry(p, 3)
+    if is_matrix_product(p):
+        pixels = (1, 1, p.reduction_size)
+        g = dataclasses.replace(g, batch=1, size=pixels, out=pixels)
+    item = jnp.dtype(p.dtype).itemsize
+    parts = 1 if p.dtype != "float32" else 3 if "highest" in p.precision else 2
+    return Volume(**vars(g), channels=p.in_channels, out_channels=p.out_channels, item=item, parts=parts)
 
 
 # ---- X's stage in shared memory ------------------------------------------------------------------------------------
@@ -177,7 +148,7 @@ def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
     """X's stage for a slice of so many channels; pitches are chosen for few bank conflicts."""
     _, tile_p, tile_q = tile
     (_, stride_h, stride_w), (_, kernel_h, kernel_w) = v.stride, v.kernel
-    _, dilation_h, dilation_w = v.rhs_dilation
+    _, dilation_h, dilation_w = v.dilation
     grid_h, rows = lattice(tile_p, stride_h, kernel_h, dilation_h)
     grid_w, columns = lattice(tile_q, stride_w, kernel_w, dilation_w)
     few = channels == v.channels and (channels < 16 or channels * v.item % 4 != 0)
@@ -201,7 +172,7 @@ def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
             pitch=pitch,
             row_pitch=row_pitch,
             lead=lead,
-            grid_d=v.rhs_dilation[0],
+            grid_d=v.dilation[0],
             grid_h=grid_h,
             grid_w=grid_w,
             dense=dense,

@@ -104,7 +104,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     uint64_t* full = pipeline.expect(at, IMAGES * (X_IMAGE + DY_IMAGE));
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad_w, p * STRIDE_H - g.pad_h, n);
+    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad.w, p * STRIDE_H - g.pad.h, n);
     load_box(dy_map, full, stage + DY_OFFSET, channels.out, q, p, n);
   }
 }
@@ -257,8 +257,8 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
   Position at;
 #pragma unroll 1
   for (; tiles > 0; --tiles, advance(tile), at.advance(STAGES)) {
-    const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
-    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out_w - tile.w * COLUMNS);
+    const int rows = RAGGED ? min(ROWS, g.out.h - tile.h * ROWS) : ROWS;
+    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out.w - tile.w * COLUMNS);
     pipeline.wait_full(at);
 #pragma unroll 1
     for (int strip = slice; strip < STRIPS; strip += SLICES) {

@@ -1,11 +1,8 @@
 """Kernel family: weight gradients of grouped convolutions with few channels per group, on Hopper by TMA tiles and
 mma.sync (device code: wgrad/grouped.cu, which defines unit, bundle, block, octet, strip, job and slice).
 
-A thread block computes the filter taps of one block of channels over a part (split) of the tiles of output pixels. It
-keeps all sums in registers; partial sums of the splits go to the workspace and are added in a fixed order by a second
-kernel: the result is deterministic, bit for bit. The tile's input, with its halo, is loaded once for all taps.
-
-A convolution over one dimension is one over images of height 1.
+A thread block computes all filter taps of one block of channels, whose sums are in its registers. A convolution over
+one dimension is one over images of height 1.
 """
 
 import collections
@@ -15,10 +12,11 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.device.structs import Dims2, Struct
+from jax_splitk.kernels.family import field_macros, field_refusal
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.family import SplitFamily, box_map, nearby, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -73,41 +71,15 @@ class Config:
     splits: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Plane:
-    """A problem's geometry in two dimensions (height, width)."""
-
-    size: tuple[int, int]
-    out: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    pad: tuple[int, int]
-
-    @property
-    def reach(self) -> tuple[int, int]:
-        """From a window's first pixel to its last."""
-        height, width = ((k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True))
-        return height, width
-
-    @property
-    def reuse(self) -> bool:
-        """Whether a row of X is loaded once, for all tap rows."""
-        return self.stride[0] == self.dilation[0] == 1 and self.kernel[0] > 1
+def plane(p: ConvWgradProblem) -> Geometry:
+    """Of height and width."""
+    return geometry(p, 2)
 
 
-def plane(p: ConvWgradProblem) -> Plane:
-    def pair(values: tuple[int, ...], missing: int) -> tuple[int, int]:
-        return (missing, values[0]) if len(values) == 1 else (values[0], values[1])
-
-    return Plane(
-        pair(p.input_spatial, 1),
-        pair(p.output_spatial, 1),
-        pair(p.kernel_spatial, 1),
-        pair(p.window_strides, 1),
-        pair(p.rhs_dilation, 1),
-        pair(tuple(low for low, _ in p.padding), 0),
-    )
+def reuse(p: ConvWgradProblem) -> bool:
+    """Whether a row of X is loaded once, for all tap rows."""
+    g = plane(p)
+    return g.stride[0] == g.dilation[0] == 1 and g.kernel[0] > 1
 
 
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
@@ -128,13 +100,14 @@ class Job:
     """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns.
 
     Attributes:
+      warp_in, warp_out, warp_columns: units of X and of dY, and tap columns.
       bundles: of a thread block; 1 also where the block is a part of a bundle.
       in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
     """
 
-    in_units: int
-    out_units: int
-    columns: int
+    warp_in: int
+    warp_out: int
+    warp_columns: int
     bundles: int
     in_jobs: int
     out_jobs: int
@@ -147,7 +120,7 @@ class Job:
 
     @property
     def pairs(self) -> int:
-        return -(-self.in_units * self.columns // 2)
+        return -(-self.warp_in * self.warp_columns // 2)
 
 
 def job(p: ConvWgradProblem, config: Config) -> Job:
@@ -168,14 +141,14 @@ def job(p: ConvWgradProblem, config: Config) -> Job:
 def accumulators(p: ConvWgradProblem, config: Config) -> int:
     """Of a thread."""
     j = job(p, config)
-    return plane(p).kernel[0] * j.pairs * j.out_units * 4
+    return plane(p).kernel[0] * j.pairs * j.warp_out * 4
 
 
 def registers(p: ConvWgradProblem, config: Config) -> int:
     """What a thread needs, at most: accumulators, rows of dY, two rows of X, addresses and the rest."""
     j = job(p, config)
-    rows = plane(p).kernel[0] if plane(p).reuse else 1
-    count = accumulators(p, config) + 2 * rows * j.out_units + 8 * j.pairs + 2 * (j.pairs + j.out_units) + 28
+    rows = plane(p).kernel[0] if reuse(p) else 1
+    count = accumulators(p, config) + 2 * rows * j.warp_out + 8 * j.pairs + 2 * (j.pairs + j.warp_out) + 28
     return _above(count, 8)
 
 
@@ -329,16 +302,16 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
     """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
     s, j = plane(p), job(p, config)
     steps = j.jobs * strips(config) * config.rows
-    x_rows = x_box(p, config)[0] if s.reuse else config.rows * s.kernel[0]
-    mmas = steps * s.kernel[0] * j.pairs * j.out_units
+    x_rows = x_box(p, config)[0] if reuse(p) else config.rows * s.kernel[0]
+    mmas = steps * s.kernel[0] * j.pairs * j.warp_out
     # Rows of ldmatrix that a stride brings to the same banks.
     conflicts = math.gcd(s.stride[1], 8)
     x_wavefronts = j.jobs * strips(config) * x_rows * j.pairs * 4 * conflicts
-    wavefronts = x_wavefronts + steps * j.out_units * 2
-    loads = j.jobs * strips(config) * x_rows * j.pairs + steps * -(-j.out_units // 2)
+    wavefronts = x_wavefronts + steps * j.warp_out * 2
+    loads = j.jobs * strips(config) * x_rows * j.pairs + steps * -(-j.warp_out // 2)
     issued = mmas + 3 * loads + j.jobs * strips(config) * (_STRIP_INSTRUCTIONS + 4 * j.pairs)
     warp_rows = -(-strips(config) // config.slices) * x_rows
-    warp_mmas = -(-strips(config) // config.slices) * config.rows * s.kernel[0] * j.pairs * j.out_units
+    warp_mmas = -(-strips(config) // config.slices) * config.rows * s.kernel[0] * j.pairs * j.warp_out
     shared_by_all = {
         "mma": mmas * _MMA_CLOCKS,
         "shared": wavefronts + stage_bytes(p, config) / _SHARED_BYTES_PER_CLOCK,
@@ -348,37 +321,12 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
     return shared_by_all, warp_rows * _ROW_CLOCKS + warp_mmas * _WARP_MMA_CLOCKS
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The problem's extents and a split's tiles.
-
-    Attributes:
-      stride: elements from one split's partial sums to the next's.
-      each, more: tiles of a split; the first `more` splits have another one.
-    """
-
-    out_channels: int
-    stride: int
-    out_h: int
-    out_w: int
-    pad_h: int
-    pad_w: int
-    each: int
-    more: int
-
-
-def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
-    dims = (channels, size[1], size[0], p.batch)
-    return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box, _SWIZZLES[box[0] * 2])
-
-
 class Grouped(SplitFamily[Config]):
     """Chosen wherever it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
 
     name = "wgrad_grouped"
     ABI = 1
     file = "wgrad/grouped.cu"
-    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -526,86 +474,64 @@ class Grouped(SplitFamily[Config]):
         shared_by_all, alone = tile_clocks(problem, config)
         clocks = sorted([*shared_by_all.values(), alone / together])
         busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
-        waves = -(-sharing // together)
         # The memory's rate is shared by the thread blocks there are.
         filled = min(1.0, blocks / target.cores)
         memory = problem.bytes_moved / _HBM_BYTES / filled
-        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + waves * _RAMP_SECONDS + _LAUNCH_SECONDS
+        ramps = self.waves(problem, config, target) * _RAMP_SECONDS
+        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + ramps + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """The window, the groups and the image's tiles, not splits."""
-        s, j = plane(problem), job(problem, config)
-        group_in, group_out = problem.group_channels
+        g, (group_in, group_out) = plane(problem), problem.group_channels
         groups, bundle_in, bundle_out = bundle(problem)
         in_parts, out_parts = _parts(problem, config)
         _, tiles_h, tiles_w = tile_counts(problem, config)
         x_height, x_width = x_box(problem, config)
         return {
             **type_macros(problem),
-            "KERNEL_H": s.kernel[0],
-            "KERNEL_W": s.kernel[1],
-            "STRIDE_H": s.stride[0],
-            "STRIDE_W": s.stride[1],
-            "DILATION_H": s.dilation[0],
-            "DILATION_W": s.dilation[1],
-            "GROUP_IN": group_in,
-            "GROUP_OUT": group_out,
-            "BUNDLE": groups,
-            "BUNDLE_IN": bundle_in,
-            "BUNDLE_OUT": bundle_out,
-            "IN_PARTS": in_parts,
-            "OUT_PARTS": out_parts,
-            "IN_BLOCK": config.in_block,
-            "OUT_BLOCK": config.out_block,
-            "IMAGES": config.images,
-            "ROWS": config.rows,
-            "COLUMNS": config.columns,
-            "RAGGED": int(s.out[0] % config.rows != 0),
-            "TILES_H": tiles_h,
-            "TILES_W": tiles_w,
+            **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
+            **{"GROUP_IN": group_in, "GROUP_OUT": group_out},
+            **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+            **{"IN_PARTS": in_parts, "OUT_PARTS": out_parts, "TILES_H": tiles_h, "TILES_W": tiles_w},
+            **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
+            "RAGGED": int(g.out[0] % config.rows != 0),
             "X_HEIGHT": x_height,
             "X_WIDTH": x_width,
             "DY_WIDTH": _above(config.columns, OCTET),
             "DY_OFFSET": _x_bytes(problem, config),
             "STRIPS": strips(config),
-            "REUSE": int(s.reuse),
+            "REUSE": int(reuse(problem)),
             "SUM_ROWS": _sum_rows(problem, config),
-            "SLICES": config.slices,
-            "STAGES": config.stages,
             "STAGE_BYTES": stage_bytes(problem, config),
-            "WARP_IN": j.in_units,
-            "WARP_OUT": j.out_units,
-            "WARP_COLUMNS": j.columns,
-            "BUNDLES": j.bundles,
-            "IN_JOBS": j.in_jobs,
-            "OUT_JOBS": j.out_jobs,
-            "COLUMN_JOBS": j.column_jobs,
+            **field_macros(job(problem, config)),
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        s, (height, width) = plane(problem), x_box(problem, config)
+        p, g, (height, width) = problem, plane(problem), x_box(problem, config)
+        x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, width, height, config.images))
         dy_width = _above(config.columns, OCTET)
-        return (
-            _map(problem, 0, s.size, problem.in_channels, (config.in_block, width, height, config.images)),
-            _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
-        )
+        dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, dy_width, config.rows, config.images))
+        return tuple(dataclasses.replace(box_map(p, *each), swizzle=_SWIZZLES[each[2][0] * 2]) for each in (x, dy))
 
-    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
-        s = plane(p)
-        each, more = divmod(self.reduction_blocks(p, config), config.splits)
-        stride = partial_stride(p) if config.splits > 1 else 0
-        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
+    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
+        return threads(problem, config)
 
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        return self.split_launches(
-            problem,
-            config,
-            threads=threads(problem, config),
-            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
-            shared_bytes=shared_bytes(problem, config),
-        )
+    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
+        return shared_bytes(problem, config)
+
+    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
+        g = plane(problem)
+        each, more = divmod(self.reduction_blocks(problem, config), config.splits)
+        return {
+            "out_channels": problem.out_channels,
+            "stride": partial_stride(problem) if config.splits > 1 else 0,  # from split to split
+            "out": Dims2(*g.out),
+            "pad": Dims2(*g.pad),
+            "each": each,  # tiles of a split
+            "more": more,  # of the splits, the first, have another one
+        }
 
 
 FAMILY = Grouped(Config)

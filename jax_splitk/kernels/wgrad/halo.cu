@@ -56,7 +56,7 @@ struct Geometry {
   int x_bytes, dy_offset, buffer_bytes;  // of an X line; of dY in a buffer
 
   __device__ explicit Geometry(const Args& g)
-      : halo((TAPS_H - 1) * g.dilation_h), lines(g.tile_p + halo), x_bytes(g.pitch * PIXEL_BYTES) {
+      : halo((TAPS_H - 1) * g.dilation.h), lines(g.tile_p + halo), x_bytes(g.pitch * PIXEL_BYTES) {
     dy_offset = (lines * g.pitch + 7) / 8 * 8 * PIXEL_BYTES;
     buffer_bytes = dy_offset + g.tile_p * DY_BYTES;
   }
@@ -93,8 +93,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
   const Geometry at(g);
   for (Position buffer; u < end; ++u, buffer.advance(g.buffers)) {
     const Unit unit = unit_of(g, u);
-    const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
-    const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
+    const int w = unit.q0 - g.pad.w + tile.s0 * g.dilation.w;
+    const int h = unit.p0 - g.pad.h + tile.r0 * g.dilation.h;
     const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
 #pragma unroll 1
     for (int line = 0; line < at.lines; ++line) {
@@ -130,7 +130,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
   const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
-  const uint64_t b0 = operand(x + warpgroup * g.dilation_h * at.x_bytes, g.dilation_w * PIXEL_BYTES,
+  const uint64_t b0 = operand(x + warpgroup * g.dilation.h * at.x_bytes, g.dilation.w * PIXEL_BYTES,
                               ROWS == 2 ? at.x_bytes : 8 * PIXEL_BYTES);
   const int first = buffer.stage * at.lines;
   int waited = 0;
@@ -187,8 +187,8 @@ struct Place {
 __device__ inline Place place_of(const Args& g, const Tile& tile, int thread) {
   const int r = tile.r0 + thread / 128, lane = thread % 32;
   const int c = tile.c0 + 2 * (lane % 4), k = tile.k0 + thread % 128 / 32 * 16 + lane / 4;
-  return {((r * g.filter_w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c,
-          g.out_channels - k, r < g.filter_h ? g.filter_w - tile.s0 : 0};
+  return {((r * g.filter.w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c,
+          g.out_channels - k, r < g.filter.h ? g.filter.w - tile.s0 : 0};
 }
 
 __device__ inline void store(const Args& g, const Place& place, Output* out, int i, const float (&v)[4]) {

@@ -129,9 +129,9 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
 #if X_TILED
   load_matrix(map, full, to, c, at, g.x_once);
 #else
-  const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
+  const int w = at.q * g.stride.w - g.pad.w, h = at.p * g.stride.h - g.pad.h;
 #if RANK3
-  const int d = at.o * g.stride_d - g.pad_d;
+  const int d = at.o * g.stride.d - g.pad.d;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
 #else
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
@@ -144,10 +144,10 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
   int s = tap - row * g.kernel_w;
 #if RANK3
   int t = row / g.kernel_h;
-  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h),
-          uint16_t(s * g.dilation_w)};
+  return {uint16_t(t * g.dilation.d), uint16_t((row - t * g.kernel_h) * g.dilation.h),
+          uint16_t(s * g.dilation.w)};
 #else
-  return {0, uint16_t(row * g.dilation_h), uint16_t(s * g.dilation_w)};
+  return {0, uint16_t(row * g.dilation.h), uint16_t(s * g.dilation.w)};
 #endif
 }
 

@@ -1,27 +1,32 @@
 """Kernel family: convolution weight gradients on Hopper by TMA im2col and WGMMA (device code: wgrad/im2col.cu).
 
-The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
-block computes one tile of one split. A split is a range of pixels, or takes turns with the others at blocks of them
-(see `takes_turns`). With more than one split the fp32 partial sums meet in the workspace, where a second kernel,
-launched with programmatic dependent launch, adds them in a fixed order, so that the result is deterministic, bit for
-bit.
+The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits: implicit
+GEMM with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM Convolution" in CUTLASS's documentation), rebuilt
+on the Hopper atoms of CuTe.
 
 The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
 padding) are folded into the dimension before them: see `folded`.
-
-The method is implicit-GEMM weight gradient with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM
-Convolution" in CUTLASS's documentation), rebuilt on the Hopper atoms of CuTe.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.device.structs import Dims3, Divisor, Struct
+from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, one_block_apart, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.family import (
+    SplitFamily,
+    box_map,
+    nearby,
+    one_block_apart,
+    partial_stride,
+    type_macros,
+)
+from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -40,19 +45,9 @@ TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
-    (64, 64),
-    (64, 128),
-    (64, 192),
-    (64, 256),
-    (128, 64),
-    (128, 128),
-    (128, 192),
-    (128, 256),
-    (192, 64),
-    (192, 128),
-    (192, 192),
-    (256, 64),
-    (256, 128),
+    *itertools.product((64, 128), (64, 128, 192, 256)),
+    *itertools.product((192,), (64, 128, 192)),
+    *itertools.product((256,), (64, 128)),
 )
 
 LINE_FLOATS = 32  # of an L2 line
@@ -177,23 +172,13 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, BLOCK_K)
 
 
-def _is_plain(p: ConvWgradProblem, axis: int) -> bool:
-    """Whether the convolution moves nothing along a spatial dimension."""
-    return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
-
-
-def is_matrix_product(p: ConvWgradProblem) -> bool:
-    """A 1x1 filter with unit strides and no padding: X is a plain matrix, and im2col's limits do not apply."""
-    return all(_is_plain(p, axis) for axis in range(p.rank))
-
-
 @functools.lru_cache(maxsize=256)
 def folded(p: ConvWgradProblem) -> ConvWgradProblem:
     """The same matrix product with two or three spatial dimensions: a plain dimension that follows another, or the
     batch, in memory becomes part of that, and leading dimensions of size 1 fill up to two."""
     batch, kept, after_plain = p.batch, [], True
     for axis in range(p.rank):
-        plain, size = _is_plain(p, axis), p.input_spatial[axis]
+        plain, size = is_plain(p, axis), p.input_spatial[axis]
         if not (plain and after_plain):
             filter_of_axis = (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis], p.rhs_dilation[axis])
             kept.append((size, p.output_spatial[axis], *filter_of_axis))
@@ -237,53 +222,6 @@ _REDUCE_SECONDS = 0.8e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernels; depth (d, o) counts under RANK3 only.
-
-    Attributes:
-      channels, out_channels, taps: C and K of a group, and T*R*S.
-      pitch: K of all groups.
-      slots: blocks of 64 channels of a tap.
-      kernel_h, kernel_w: R and S.
-      out_d, out_h, out_w: O, P and Q.
-      columns: tiles along N.
-      k_tiles, k_tiles_per_split: blocks of BLOCK_K pixels; under TURNS the fewest of a split.
-      step, step_n, step_o, step_p, step_q: pixels from a split's block to its next, and that as a mixed-radix number.
-      x_once, dy_once: under TURNS, whether a single tile reads any of the operand.
-    """
-
-    channels: int
-    out_channels: int
-    taps: int
-    pitch: int
-    slots: Divisor
-    kernel_h: Divisor
-    kernel_w: Divisor
-    out_d: Divisor
-    out_h: Divisor
-    out_w: Divisor
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    columns: Divisor
-    k_tiles: int
-    k_tiles_per_split: int
-    step: int
-    step_n: int
-    step_o: int
-    step_p: int
-    step_q: int
-    x_once: int
-    dy_once: int
-
-
-@dataclasses.dataclass(frozen=True)
 class TailArgs(Struct):
     """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of these."""
 
@@ -292,101 +230,26 @@ class TailArgs(Struct):
     splits: int
 
 
-def _args(problem: ConvWgradProblem, config: Config) -> Args:
-    p = folded(problem)
-
-    def three(values: Iterable[int], missing: int) -> tuple[int, int, int]:
-        """Of depth, height and width, with `missing` where there is no depth."""
-        depth, height, width = (*(missing,) * (3 - p.rank), *values)
-        return depth, height, width
-
-    out, strides, dilations = (three(v, 1) for v in (p.output_spatial, p.window_strides, p.rhs_dilation))
-    pads = three((low for low, _ in p.padding), 0)
-    turns = takes_turns(problem, config)
-    step = rest = BLOCK_K * (config.splits if turns else 1)
-    rest, step_q = divmod(rest, out[2])
-    rest, step_p = divmod(rest, out[1])
-    step_n, step_o = divmod(rest, out[0])
-    blocks, channels = k_tiles(problem), problem.group_channels
-    tiles_m, tiles_n = tile_counts(problem, config)
-    x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
-    return Args(
-        channels=channels[0],
-        out_channels=channels[1],
-        taps=problem.taps,
-        pitch=problem.out_channels,
-        slots=Divisor.of(-(-channels[0] // SLOT)),
-        kernel_h=Divisor.of(p.kernel_spatial[-2]),
-        kernel_w=Divisor.of(p.kernel_spatial[-1]),
-        out_d=Divisor.of(out[0]),
-        out_h=Divisor.of(out[1]),
-        out_w=Divisor.of(out[2]),
-        stride_d=strides[0],
-        stride_h=strides[1],
-        stride_w=strides[2],
-        pad_d=pads[0],
-        pad_h=pads[1],
-        pad_w=pads[2],
-        dilation_d=dilations[0],
-        dilation_h=dilations[1],
-        dilation_w=dilations[2],
-        columns=Divisor.of(tiles_n),
-        k_tiles=blocks,
-        k_tiles_per_split=blocks // config.splits if turns else -(-blocks // config.splits),
-        step=step,
-        step_n=step_n,
-        step_o=step_o,
-        step_p=step_p,
-        step_q=step_q,
-        x_once=int(turns and dy_tiles == 1),
-        dy_once=int(turns and x_tiles == 1),
-    )
-
-
 def _x_map(problem: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
     if is_matrix_product(problem):
-        return _matrix_map(0, problem.dtype, problem.in_channels, problem.reduction_size)
+        return _matrix_map(problem, 0, problem.in_channels)
     p = folded(problem)
-    inner_first = range(p.rank - 1, -1, -1)
-    dims = (p.in_channels, *(p.input_spatial[axis] for axis in inner_first), p.batch)
-    reach = [(size - 1) * dilation for size, dilation in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
+    dims, reach = p.lhs_shape[::-1], geometry(p, p.rank).reach
     return plan.Im2colMap(
         buffer=0,
         dtype=p.dtype,
         dims=dims,
         strides=plan.tensor_map_strides(dims, 2),
-        element_strides=(1, *(p.window_strides[axis] for axis in inner_first), 1),
-        lower=tuple(-p.padding[axis][0] for axis in inner_first),
-        upper=tuple(p.padding[axis][1] - reach[axis] for axis in inner_first),
+        element_strides=(1, *p.window_strides[::-1], 1),
+        lower=tuple(-low for low, _ in p.padding[::-1]),
+        upper=tuple(p.padding[axis][1] - reach[axis] for axis in range(p.rank))[::-1],
         channels=SLOT,
         pixels=BLOCK_K,
     )
 
 
-def _matrix_map(buffer: int, dtype: str, channels: int, pixels: int) -> plan.TiledMap:
-    dims = (channels, pixels)
-    return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, 2), box=(SLOT, BLOCK_K))
-
-
-def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-    rest, args = rest_tiles(problem, config), _args(problem, config).param()
-    tail = TailArgs(config.whole_tiles, rest, config.splits).param()
-    chunks = config.tile_m * config.tile_n // 4
-    main = plan.Launch(
-        kernel="wgrad_tail",
-        grid=(config.whole_tiles + rest * config.splits, 1, 1),
-        block=(128 * (config.consumers + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), args, tail, plan.Pointer(2), plan.Pointer(3)),
-        shared_bytes=config.shared_bytes,
-    )
-    reduce = plan.Launch(
-        kernel="reduce_tail",
-        grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
-        block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(args, tail, plan.Pointer(3), plan.Pointer(2)),
-        programmatic=True,
-    )
-    return main, reduce
+def _matrix_map(p: ConvWgradProblem, buffer: int, channels: int) -> plan.TiledMap:
+    return box_map(p, buffer, (p.reduction_size, channels), (SLOT, BLOCK_K))
 
 
 class Im2col(SplitFamily[Config]):
@@ -395,7 +258,7 @@ class Im2col(SplitFamily[Config]):
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (*SplitFamily.structs, Args, TailArgs)
+    structs = (*SplitFamily.structs, TailArgs)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -440,6 +303,9 @@ class Im2col(SplitFamily[Config]):
 
     def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
         return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+
+    def grid_groups(self, problem: ConvWgradProblem) -> int:
+        return problem.feature_group_count
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         return config.blocks_per_sm
@@ -507,10 +373,7 @@ class Im2col(SplitFamily[Config]):
         """Dtypes and tile, hardly sizes."""
         return {
             **type_macros(problem),
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "STAGES": config.stages,
-            "SWAP": int(config.swap),
+            **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
             "X_TILED": int(is_matrix_product(problem)),
             "CTAS_PER_SM": config.blocks_per_sm,
             "RANK3": int(folded(problem).rank == 3),
@@ -519,19 +382,67 @@ class Im2col(SplitFamily[Config]):
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
-        return _x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size)
+        return _x_map(problem), _matrix_map(problem, 1, problem.out_channels)
+
+    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
+        return 128 * (config.consumers + 1)
+
+    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
+        return config.shared_bytes
+
+    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
+        """Depth (d, o) counts under RANK3 only."""
+        g, (channels, out_channels) = geometry(folded(problem), 3), problem.group_channels
+        turns = takes_turns(problem, config)
+        # From a split's block of pixels to its next, and that as a mixed-radix number.
+        step = BLOCK_K * (config.splits if turns else 1)
+        rest, step_q = divmod(step, g.out[2])
+        rest, step_p = divmod(rest, g.out[1])
+        step_n, step_o = divmod(rest, g.out[0])
+        blocks, (tiles_m, tiles_n) = k_tiles(problem), tile_counts(problem, config)
+        x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
+        return {
+            "channels": channels,
+            "out_channels": out_channels,
+            "taps": problem.taps,
+            "pitch": problem.out_channels,
+            "slots": Divisor.of(-(-channels // SLOT)),  # of a tap
+            "kernel_h": Divisor.of(g.kernel[1]),
+            "kernel_w": Divisor.of(g.kernel[2]),
+            **{f"out_{axis}": Divisor.of(size) for axis, size in zip("dhw", g.out, strict=True)},
+            "stride": Dims3(*g.stride),
+            "pad": Dims3(*g.pad),
+            "dilation": Dims3(*g.dilation),
+            "columns": Divisor.of(tiles_n),
+            "k_tiles": blocks,
+            "k_tiles_per_split": blocks // config.splits if turns else -(-blocks // config.splits),  # turns: the fewest
+            **{"step": step, "step_n": step_n, "step_o": step_o, "step_p": step_p, "step_q": step_q},
+            # Whether a single tile reads any of the operand.
+            "x_once": int(turns and dy_tiles == 1),
+            "dy_once": int(turns and x_tiles == 1),
+        }
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        if config.whole_tiles:
-            return _tail_launches(problem, config)
-        return self.split_launches(
-            problem,
-            config,
-            threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
+        if not config.whole_tiles:
+            return super().launches(problem, config)
+        rest = rest_tiles(problem, config)
+        tail = TailArgs(config.whole_tiles, rest, config.splits).param()
+        chunks = config.tile_m * config.tile_n // 4
+        main = plan.Launch(
+            kernel="wgrad_tail",
+            grid=(config.whole_tiles + rest * config.splits, 1, 1),
+            block=(self.threads(problem, config), 1, 1),
+            params=(*self.params(problem, config), tail, plan.Pointer(2), plan.Pointer(3)),
             shared_bytes=config.shared_bytes,
-            groups=problem.feature_group_count,
         )
+        reduce = plan.Launch(
+            kernel="reduce_tail",
+            grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
+            block=(split_k.REDUCE_THREADS, 1, 1),
+            params=(self.args_param(problem, config), tail, plan.Pointer(3), plan.Pointer(2)),
+            programmatic=True,
+        )
+        return main, reduce
 
 
 FAMILY = Im2col(Config)

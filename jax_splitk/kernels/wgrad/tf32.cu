@@ -77,7 +77,7 @@ struct Unit {
 
 __device__ inline Unit unit_of(const Args& g, int index) {
   const int rest = index / g.tiles_q, images = rest / g.tiles_p;
-  const int p0 = (rest - images * g.tiles_p) * g.tile_p, rows = min(g.tile_p, g.out_h - p0);
+  const int p0 = (rest - images * g.tiles_p) * g.tile_p, rows = min(g.tile_p, g.out.h - p0);
   return {images * TILE_IMAGES, p0, (index - rest * g.tiles_q) * TILE_Q, rows,
           (rows - 1) * STRIDE_H + REACH + 1};
 }
@@ -108,8 +108,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
   Position x_at, raw_at;
   for (; unit < end; ++unit) {
     const Unit u = unit_of(g, unit);
-    const int h = u.p0 * STRIDE_H - g.pad_h + tile.r0 * DILATION_H;
-    const int w = u.q0 * STRIDE_W - g.pad_w + tile.s0 * DILATION_W;
+    const int h = u.p0 * STRIDE_H - g.pad.h + tile.r0 * DILATION_H;
+    const int w = u.q0 * STRIDE_W - g.pad.w + tile.s0 * DILATION_W;
 #pragma unroll 1
     for (int line = 0; line < u.lines; ++line, x_at.advance(X_STAGES)) {
       if (line % STRIDE_H == 0 && line / STRIDE_H < u.rows) {
@@ -364,7 +364,7 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
         pipelines.dy.wait_full({int(row % DY_STAGES), row / DY_STAGES & 1});
       }
       pipelines.x.wait_full(at);
-      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
+      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out.w - u.q0, acc);
       __syncwarp();  // what other lanes have read is released too
       if (leads) {
         pipelines.x.release(at.stage);
@@ -387,14 +387,14 @@ __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgr
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int s = tile.s0 + warpgroup % TAPS_W;
   const int c = tile.c0 + warpgroup / TAPS_W * 64 + warp * 16 + lane / 4 * 2;
-  if (s >= g.filter_w) return;
+  if (s >= g.filter.w) return;
 #pragma unroll
   for (int tap = 0; tap < TAPS_H; ++tap) {
     const int r = tile.r0 + tap;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (r >= g.filter_h || c + half >= g.channels) continue;
-      T* to = out + (size_t(r * g.filter_w + s) * g.channels + c + half) * g.out_channels;
+      if (r >= g.filter.h || c + half >= g.channels) continue;
+      T* to = out + (size_t(r * g.filter.w + s) * g.channels + c + half) * g.out_channels;
 #pragma unroll
       for (int box = 0; box < DY_BOXES; ++box) {
 #pragma unroll

@@ -22,7 +22,7 @@ from tests.structs import arguments
 PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES]
 GEOMETRY = (
     *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
-    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "TAPS"),
+    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "SIZE_W"),
 )
 
 
@@ -67,7 +67,7 @@ def test_no_tap_reaches_from_one_image_into_the_next() -> None:
             p = problem((size, 12), (kernel, 1), stride=(stride, 1), rhs_dilation=(dilation, 1),
                         padding=((low, high), (0, 0)))  # fmt: skip
             axis, pitch = depthwise.geometry(p).height, depthwise.geometry(p).pitch
-            assert pitch == axis.size_out + axis.gap <= axis.size_out + axis.reach
+            assert pitch == axis.output + axis.gap <= axis.output + axis.reach
             for taps in taps_of_blocks(axis):
                 if not taps:
                     continue
@@ -86,8 +86,8 @@ def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
                 t, g = depthwise.tiling(p, config), depthwise.geometry(p)
                 assert t.columns % 8 == 0
                 assert t.columns <= t.segment * segments
-                assert (t.tiles - 1) * t.columns < g.width.size_out <= t.tiles * t.columns
-                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.size_out - 1
+                assert (t.tiles - 1) * t.columns < g.width.output <= t.tiles * t.columns
+                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.output - 1
                 assert last // 8 == t.blocks - 1
                 splits = FAMILY.with_splits(p, config, int(rng.integers(1, 50))).splits
                 each = math.ceil(t.blocks / splits)
@@ -104,7 +104,7 @@ def test_arguments_and_macros() -> None:
     defines = dict(made.source.defines)
     assert {name: defines[name] for name in GEOMETRY} == {
         "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
-        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "TAPS": 1,
+        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "SIZE_W": 1,
     }  # fmt: skip
 
 

@@ -31,8 +31,8 @@ def test_blocks_and_jobs_cover_every_pair_of_a_group_once() -> None:
                 c0 = first * bundle_in + part // out_parts * config.in_block
                 k0 = first * bundle_out + part % out_parts * config.out_block
                 jobs = itertools.product(
-                    range(bundles), range(in_units // j.in_units), range(out_units // j.out_units),
-                    range(-(-taps_w // j.columns)),
+                    range(bundles), range(in_units // j.warp_in), range(out_units // j.warp_out),
+                    range(-(-taps_w // j.warp_columns)),
                 )  # fmt: skip
                 assert len(list(jobs)) == j.jobs
                 for b in range(bundles):
