@@ -37,19 +37,16 @@
 // Barriers: a stage holds the planes of a block; `full` has an arrival of every producer warp, `empty` one of
 // every consumer warp, after its products.
 //
-// Macros: ELEMENT_BF16, OUT (output.cuh), CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS
-// (1, 2 or 4 along a row), IMAGES, ROWS (of a block), COLUMNS (of dY in a tile, a multiple of 8), USED (of
-// these, columns of the image at most), X_PAD (columns of zeros, an even number, to the left of what is kept of
-// X), X_COLUMNS (of X in a tile, from there on), TAPS (of a block of taps, along a row), SHIFT (columns from
-// tap to tap), REACH (from the first tap to the last), PITCH, TILES (in a row of dY), MULTIPLIER, BLOCKS_H,
-// BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), INPUT_H, INPUT_W, IN_CHANNELS,
-// OUTPUT_H, OUTPUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W, SHIFT_H (rows of X,
-// as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H, KERNEL_W, STEP_W (of the filter;
-// `Taps`), WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums leave the tensor cores, a
-// power of two; 0: at the end), STAGE_BYTES, X_*, Y_* (fields of `Operand` in depthwise.py), SUMS (floats for
-// a channel's taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler
-// for the sake of addresses: whatever runs once before the first loads or after the last products is fetched
-// from L2 at every launch.
+// Macros: ELEMENT_BF16, OUT; the fields of depthwise.py's Axis (_H and _W), of its Operand (X_ and Y_) and of
+// its Tiling: SEGMENT (8 or 16 columns), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns
+// of the image at most), TILES (in a row of dY), X_PAD (columns of zeros, an even number, to the left of what
+// is kept of X), X_COLUMNS (of X in a tile, from there on); CHANNELS (of a thread block), SEGMENTS (1, 2 or 4
+// along a row), IMAGES, ROWS (of a block), PITCH, MULTIPLIER, TAP_BLOCKS_W (along a row), TAP_BLOCKS (in
+// all), IN_CHANNELS, OUT_CHANNELS, WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums
+// leave the tensor cores, a power of two; 0: at the end), STAGE_BYTES, SUMS (floats for a channel's taps),
+// SCRATCH (floats for a product). What could be arguments as well is known to the compiler for the sake of
+// addresses: whatever runs once before the first loads or after the last products is fetched from L2 at every
+// launch.
 
 #include <cute/arch/mma_sm80.hpp>
 

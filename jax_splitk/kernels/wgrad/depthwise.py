@@ -14,7 +14,7 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_macros, field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
 from jax_splitk.kernels.wgrad.geometry import geometry as geometry_of
@@ -354,14 +354,15 @@ class Depthwise(SplitFamily[Config]):
             return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
         return split_k.splits_refusal(config.splits, t.blocks, "blocks of rows")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiling(problem, config).blocks
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
+        """Blocks of taps, and of channels."""
+        return geometry(problem).tap_blocks, tiling(problem, config).groups
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
+        return (tiling(problem, config).blocks,)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return geometry(problem).tap_blocks * tiling(problem, config).groups
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
@@ -382,7 +383,7 @@ class Depthwise(SplitFamily[Config]):
         wanted = {config.splits // 2, config.splits * 2} | one_block_apart(config.splits, t.blocks)
         depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
         found = self.other_splits(problem, config, wanted)
-        return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
+        return found + varied(config, stages=sorted(depths))
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""

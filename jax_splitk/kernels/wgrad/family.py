@@ -58,8 +58,12 @@ class SplitFamily(WgradFamily[_Config]):
     structs = (ReduceArgs,)
 
     @abc.abstractmethod
-    def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Blocks of the reduction, of which each split has as many or one less."""
+    def tile_counts(self, problem: ConvWgradProblem, config: _Config) -> tuple[int, ...]:
+        """Tiles of the output along each of its dimensions: thread blocks of one split."""
+
+    @abc.abstractmethod
+    def block_counts(self, problem: ConvWgradProblem, config: _Config) -> tuple[int, ...]:
+        """Blocks along each dimension of the reduction."""
 
     @abc.abstractmethod
     def longest_chain(self, problem: ConvWgradProblem, config: _Config) -> int:
@@ -69,12 +73,16 @@ class SplitFamily(WgradFamily[_Config]):
         result keeps it; in a 16-bit one rounding hides it.
         """
 
-    @abc.abstractmethod
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Of one split."""
+        return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Of which each split has as many or one less."""
+        return math.prod(self.block_counts(problem, config))
 
     def grid_groups(self, problem: ConvWgradProblem) -> int:
-        """Of these thread blocks, in the grid's last dimension."""
+        """Products that have such tiles each; the grid's last dimension."""
         del problem
         return 1
 

@@ -1,8 +1,8 @@
 // Split-k convolution weight gradient for Hopper where TMA cannot load X or where X is float32: any channel
 // counts, any strides, dilations (of either side) and padding, one to three spatial dimensions.
 //
-//   dW[tap, c, k] = sum over pixels (n, o, p, q) of X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p,
-//   q, k]
+//   dW[tap, c, k] = sum over pixels (n, o, p, q) of
+//       X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p, q, k]
 //
 // A stage of the pipeline holds a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels: dY as WGMMA's B
 // operand (MN-major, 128-byte swizzle), and all of X that the windows of these pixels touch, once, as it is
@@ -22,21 +22,19 @@
 // whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
 //
 // Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers,
-// then the epilogue.
-// Barriers, per stage: `full` (each producer thread arrives when its cp.asyncs are complete and when its own
-// stores are made, one thread for TMA's bytes) and `empty` (one arrival per consumer warp, once the WGMMAs
-// that follow its reads have retired).
+// then the epilogue. `full` has an arrival of each producer thread when its cp.asyncs are complete and when
+// its own stores are made, and one for TMA's bytes; `empty` one of each consumer warp, once the WGMMAs that
+// follow its reads have retired.
 //
-// Macros: ELEMENT, OUT (output.cuh); PARTS (1; for float 2 or 3), COPIES (bf16 parts of an operand: h, m,
-// (l,) f); CONSUMERS warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, STAGE_BYTES, CTAS_PER_SM,
-// PRODUCER_REGS, CONSUMER_REGS; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_D, KERNEL_H, KERNEL_W (the window); CHAIN
-// (times 16 pixels from one rounding addition to the next, with three parts); RAGGED (some tiles reach beyond
-// the output); DY_TMA, DY_VEC (elements of one load of dY without TMA). X's stage, in elements:
+// Macros: OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS and what gather.py takes from its Config (CONSUMERS
+// warpgroups of BLOCKS 64-row blocks), Volume and Layout: X's stage, in elements, is
 // [TILE_IMAGES][KERNEL_D][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
 // rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
 // (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next. TAP_COL, TAP_ROW: from one
-// tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H, LHS_W: dilation of X. SEGMENTS
-// of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the first element.
+// tap to the next. GRANULE: bytes of one copy. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of
+// which PARITY (0 or 1) come before the first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN:
+// times 16 pixels from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond
+// the output. DY_VEC: elements of one load of dY without DY_TMA.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -493,8 +491,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
   fence(acc);
 }
 
-// Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem. WGMMA's
-// accumulator holds, for lane l, rows l/4 (+8) of the warp's 16 and columns 8*j + 2*(l%4) (+1).
+// Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem.
 template <class T>
 __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2,

@@ -15,7 +15,7 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.structs import Dims3, Struct
-from jax_splitk.kernels.family import field_macros, field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import RankedFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
@@ -142,16 +142,6 @@ def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
 
 
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
-def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """(slices of channels, tiles along M of one slice, tiles along N)."""
-    v = volume(p)
-    return (
-        -(-v.channels // config.slice),
-        -(-layout(v, config).gemm_rows(v, config.slice) // config.tile_m),
-        -(-v.out_channels // config.tile_n),
-    )
 
 
 def _steps_add_up(config: Config) -> bool:
@@ -304,19 +294,22 @@ class Gather(RankedFamily[Config]):
             return None
         return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Tiles of pixels."""
-        v, rows, columns = volume(problem), config.tile_p, config.tile_q
-        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Slices of channels, tiles along M of one slice, tiles along N."""
+        v = volume(problem)
+        rows = layout(v, config).gemm_rows(v, config.slice)
+        return -(-v.channels // config.slice), -(-rows // config.tile_m), -(-v.out_channels // config.tile_n)
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Tiles of pixels: groups of images, planes, rows, columns."""
+        (n, p, q), v = config.tile, volume(problem)
+        return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
         if v.parts == 3:
             return MAX_ROUNDED_CHAIN * chain(v, config) // steps
         return MAX_FLOAT32_CHAIN // (steps * v.products)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config))
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         return blocks_per_sm(volume(problem), config)
@@ -347,7 +340,7 @@ class Gather(RankedFamily[Config]):
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
         found = self.other_splits(problem, config, nearby(config.splits, self.wave(problem, config, target)))
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
         for tile_p in (config.tile_p * 2, config.tile_p // 2):
             if tile_p:
                 other = dataclasses.replace(config, tile_p=tile_p)
@@ -408,7 +401,8 @@ class Gather(RankedFamily[Config]):
 
     def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
         v, tiles = volume(problem), self.reduction_blocks(problem, config)
-        _, m_tiles, n_tiles = tile_counts(problem, config)
+        _, m_tiles, n_tiles = self.tile_counts(problem, config)
+        _, _, tiles_h, tiles_w = self.block_counts(problem, config)
         return {
             "batch": v.batch,
             "in": Dims3(*v.size),
@@ -419,8 +413,8 @@ class Gather(RankedFamily[Config]):
             "pad": Dims3(*v.pad),
             "m_tiles": m_tiles,  # of one slice of channels
             "n_tiles": n_tiles,
-            "tiles_h": -(-v.out[1] // config.tile_p),
-            "tiles_w": -(-v.out[2] // config.tile_q),
+            "tiles_h": tiles_h,
+            "tiles_w": tiles_w,
             "k_tiles": tiles,  # of pixels
             "k_tiles_per_split": -(-tiles // config.splits),
             "partial_stride": partial_stride(problem),

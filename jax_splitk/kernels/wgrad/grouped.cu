@@ -23,18 +23,14 @@
 // What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
 // the convolution does not multiply.
 //
-// Roles: the last warp is the producer (one thread issues TMA), the others are consumers, then the epilogue.
-// Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
-// consumer warp after its last ldmatrix). The producer fills all stages before the block's other warps have
-// even begun.
+// Roles: the last warp is the producer (one thread issues TMA) and fills all stages before the block's other
+// warps, the consumers, have even begun. `empty` has an arrival of each of these after its last ldmatrix.
 //
-// Macros: ELEMENT_BF16, OUT (output.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W;
-// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one),
-// IN_BLOCK, OUT_BLOCK, BUNDLES (of a block; 1 also where the block is a part of a bundle), IN_PARTS,
-// OUT_PARTS (blocks of a bundle), SUM_ROWS; IMAGES, ROWS, COLUMNS, RAGGED (the last tile of an image may have
-// fewer rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
-// STAGE_BYTES, STRIPS (of a row), REUSE; WARP_IN, WARP_OUT (units of a job), WARP_COLUMNS (tap columns of a
-// job), IN_JOBS, OUT_JOBS, COLUMN_JOBS (of a bundle), SLICES, STAGES, CTAS_PER_SM.
+// Macros: ELEMENT_BF16, OUT, CTAS_PER_SM, what grouped.py takes from its Config and Job; KERNEL_H to
+// DILATION_W; GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of
+// one), IN_PARTS, OUT_PARTS (blocks of a bundle), SUM_ROWS; RAGGED (the last tile of an image may have fewer
+// rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
+// STAGE_BYTES, STRIPS (of a row), REUSE.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Dims2, Struct
-from jax_splitk.kernels.family import field_macros, field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import SplitFamily, box_map, nearby, partial_stride, type_macros
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
@@ -199,12 +199,6 @@ def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
 
 
-def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """Tiles along (batch, height, width)."""
-    out_h, out_w = plane(p).out
-    return -(-p.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
-
-
 def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
@@ -382,17 +376,18 @@ class Grouped(SplitFamily[Config]):
             return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
         return None
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Tiles of pixels."""
-        return math.prod(tile_counts(problem, config))
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Blocks of channels: of bundles, and of a bundle's input and output channels."""
+        bundles = problem.feature_group_count // bundle(problem)[0]
+        return (-(-bundles // job(problem, config).bundles), *_parts(problem, config))
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Tiles of pixels: groups of images, rows, columns."""
+        out_h, out_w = plane(problem).out
+        return -(-problem.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Blocks of channels."""
-        bundles = problem.feature_group_count // bundle(problem)[0]
-        return -(-bundles // job(problem, config).bundles) * math.prod(_parts(problem, config))
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         """By shared memory and registers; 0 where none fits."""
@@ -452,14 +447,13 @@ class Grouped(SplitFamily[Config]):
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """One stage or slice more or less, other images and rows, and split counts nearby, doubled and halved."""
         wanted, least = nearby(config.splits, self.wave(problem, config, target)), self.least_splits(problem, config)
-        found = [dataclasses.replace(config, splits=s) for s in sorted(wanted) if s >= least]
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
-        found += [dataclasses.replace(config, slices=slices) for slices in (config.slices // 2, config.slices * 2)]
-        found += [dataclasses.replace(config, images=images) for images in (config.images // 2, config.images * 2)]
-        found += [dataclasses.replace(config, rows=rows) for rows in (config.rows // 2, config.rows * 2)]
+        sizes = {"slices": config.slices, "images": config.images, "rows": config.rows}
+        found = varied(config, splits=[s for s in sorted(wanted) if s >= least])
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
+        found += varied(config, **{field: (value // 2, value * 2) for field, value in sizes.items()})
         if config.images > 1:  # less is left to do once the last tile has come
             half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
-            found += [dataclasses.replace(half, slices=n) for n in sorted({1, min(config.slices, strips(half))})]
+            found += varied(half, slices=sorted({1, min(config.slices, strips(half))}))
         return found
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -486,7 +480,7 @@ class Grouped(SplitFamily[Config]):
         g, (group_in, group_out) = plane(problem), problem.group_channels
         groups, bundle_in, bundle_out = bundle(problem)
         in_parts, out_parts = _parts(problem, config)
-        _, tiles_h, tiles_w = tile_counts(problem, config)
+        _, tiles_h, tiles_w = self.block_counts(problem, config)
         x_height, x_width = x_box(problem, config)
         return {
             **type_macros(problem),

@@ -11,18 +11,16 @@
 // reduction is 16 pixels of a row or, where TILE_Q is odd eights, 8 pixels of each of two rows: nothing but
 // the problem's own pixels is ever multiplied.
 //
-// A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. A tile
-// with a single split is stored; otherwise each split goes to the workspace, in the accumulators' order, and
-// `reduce_tiles` adds them in a fixed order.
+// A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. Partial
+// sums go to the workspace in the accumulators' order, and `reduce_tiles` adds them.
 //
-// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers.
-// A stage of the pipeline is a line: a row of X, and the row of dY that completes what it allows. `full` has
-// the producer's arrival and the bytes, `empty` one arrival per consumer warpgroup. A buffer is the lines of
-// a unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
+// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers. A stage of the
+// pipeline is a line: a row of X, and the row of dY that completes what it allows. A buffer is the lines of a
+// unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
 // products of its rows are done.
 //
-// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip), BATCH_ROWS
-// (output rows whose products are issued and waited for together), OUT (output.cuh).
+// Macros: ELEMENT_BF16, OUT, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip),
+// BATCH_ROWS (output rows whose products are issued and waited for together).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -176,8 +174,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   }
 }
 
-// Where a consumer thread's accumulators belong in out[R][S][C][K]. Element 4*i + j is column 8*i +
-// 2*(lane%4) + j%2 and row 16*warp + lane/4 + 8*(j/2) of the warpgroup's tile.
+// Where a consumer thread's accumulators belong in out[R][S][C][K].
 struct Place {
   int offset;  // of the tile's first column, in the thread's row
   // How many are left from the thread's first on: channels, output channels, filter columns.

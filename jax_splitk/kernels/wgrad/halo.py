@@ -198,19 +198,19 @@ class Halo(SplitFamily[Config]):
             return f"{self.thread_blocks(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "strips")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Strips."""
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Blocks of filter rows and columns, of input channels, of output channels."""
+        r, s = problem.kernel_spatial
+        slots, k_blocks = (-(-channels // CHANNELS) for channels in problem.group_channels)
+        return -(-r // config.taps_h), -(-s // config.taps_w), slots, k_blocks
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Images, strips of rows, strips of columns."""
         p, q = problem.output_spatial
-        return problem.batch * -(-p // config.tile_p) * (q // config.tile_q)
+        return problem.batch, -(-p // config.tile_p), q // config.tile_q
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_PIXELS // (config.tile_p * config.tile_q)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Blocks of taps, of input and of output channels."""
-        r, s = problem.kernel_spatial
-        groups = -(-r // config.taps_h) * -(-s // config.taps_w)
-        return groups * -(-problem.in_channels // CHANNELS) * -(-problem.out_channels // CHANNELS)
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Strips that fit, with the split counts that fill 1 to 4 whole waves of the machine."""
@@ -270,18 +270,19 @@ class Halo(SplitFamily[Config]):
 
     def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
         p, units = problem, self.reduction_blocks(problem, config)
-        height, width = p.output_spatial
+        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
+        batch, _, tiles_q = self.block_counts(p, config)
         return {
             "channels": p.in_channels,
             "out_channels": p.out_channels,
             "filter": Dims2(*p.kernel_spatial),
-            "groups_w": Divisor.of(-(-p.kernel_spatial[1] // config.taps_w)),  # blocks of taps along S
-            "slots": Divisor.of(-(-p.in_channels // CHANNELS)),  # blocks of input channels
-            "k_blocks": Divisor.of(-(-p.out_channels // CHANNELS)),
-            "out_h": height,
+            "groups_w": Divisor.of(groups_w),  # blocks of taps along S
+            "slots": Divisor.of(slots),  # blocks of input channels
+            "k_blocks": Divisor.of(k_blocks),
+            "out_h": p.output_spatial[0],
             "tile_p": config.tile_p,
-            "in_image": Divisor.of(units // p.batch),  # strips
-            "tiles_q": Divisor.of(width // config.tile_q),
+            "in_image": Divisor.of(units // batch),  # strips
+            "tiles_q": Divisor.of(tiles_q),
             "pitch": pitch(p, config),  # pixels of an X line
             "pad": Dims2(p.padding[0][0], p.padding[1][0]),
             "dilation": Dims2(*p.rhs_dilation),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.kernels import host
+from jax_splitk.kernels.family import varied
 from jax_splitk.kernels.host import HostFamily, aligned, ceil_div
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
@@ -55,6 +56,7 @@ class _Layout:
     """Twin of `SetLayout` in ffi/host_wgrad.cc, which explains the fields and refuses any other size."""
 
     direct: bool
+    cuts: int  # of the result, by input channels or taps
     slices: int
     slots: int
     partial_bytes: int
@@ -77,7 +79,7 @@ def _layout(problem: ConvWgradProblem, config: Config) -> _Layout:
     if not direct and problem.dtype != "float32":
         slot_bytes += aligned(4 * config.block * min(n, _CHUNK))
     total_bytes = host.ALIGN + config.splits * partial_bytes + slots * slot_bytes
-    return _Layout(direct, slices, slots, partial_bytes, slot_bytes, total_bytes)
+    return _Layout(direct, cuts, slices, slots, partial_bytes, slot_bytes, total_bytes)
 
 
 def _most_splits(problem: ConvWgradProblem) -> int:
@@ -176,22 +178,15 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Splits and block doubled and halved."""
         splits = host.halved_and_doubled(config.splits, _most_splits(problem))
-        blocks = host.halved_and_doubled(config.block, _MAX_BLOCK, _MIN_BLOCK)
-        found = [dataclasses.replace(config, splits=s) for s in splits]
-        return found + [dataclasses.replace(config, block=b) for b in blocks]
+        return varied(config, splits=splits, block=host.halved_and_doubled(config.block, _MAX_BLOCK, _MIN_BLOCK))
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """The first phase's work, stretched by how unevenly its tasks fall on the threads, then the partials' sum."""
         layout = _layout(problem, config)
-        m = problem.gemm_shape[0]
-        cuts = (
-            ceil_div(problem.out_channels, _TILE)
-            if layout.direct
-            else (ceil_div(m, _TILE) * problem.feature_group_count)
-        )
-        share = ceil_div(max(cuts, 1), layout.slices) / max(cuts, 1)
+        cuts = max(layout.cuts, 1)
+        share = ceil_div(cuts, layout.slices) / cuts
         if layout.direct:
-            share = min(1.0, share * max(cuts, 1) * _TILE / max(problem.out_channels, 1))
+            share = min(1.0, share * cuts * _TILE / max(problem.out_channels, 1))
         rounds = ceil_div(config.splits * layout.slices, min(target.cores, layout.slots))
         task = host.TASK_SECONDS + _work_seconds(problem, config, layout) * share / config.splits
         return host.CALL_SECONDS + rounds * task + host.sum_seconds((config.splits + 1) * layout.partial_bytes, target)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Dims3, Divisor, Struct
-from jax_splitk.kernels.family import field_macros
+from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
     SplitFamily,
@@ -126,20 +126,6 @@ def discards(problem: ConvWgradProblem, config: Config) -> bool:
     stride = partial_stride(problem)
     many = config.splits * stride * 4 >= DISCARD_BYTES
     return takes_turns(problem, config) and stride % LINE_FLOATS == 0 and many
-
-
-def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(tiles along M, tiles along N) of a feature group."""
-    channels, n = problem.group_channels
-    m = problem.taps * -(-channels // SLOT) * SLOT
-    if config.swap:
-        m, n = n, m
-    return -(-m // config.tile_m), -(-n // config.tile_n)
-
-
-def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
-    """Tiles that are split."""
-    return math.prod(tile_counts(problem, config)) - config.whole_tiles
 
 
 def _group_refusal(p: ConvWgradProblem) -> str | None:
@@ -285,7 +271,7 @@ class Im2col(SplitFamily[Config]):
         if splits is not None:
             return splits
         if config.whole_tiles:
-            tiles = math.prod(tile_counts(problem, config))
+            tiles = math.prod(self.tile_counts(problem, config))
             if config.splits == 1 or problem.feature_group_count != 1:
                 return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
             if not 0 < config.whole_tiles < tiles:
@@ -295,14 +281,23 @@ class Im2col(SplitFamily[Config]):
                 return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
         return None
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return k_tiles(problem)
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
+        """(tiles along M, tiles along N) of a feature group."""
+        channels, n = problem.group_channels
+        m = problem.taps * -(-channels // SLOT) * SLOT
+        if config.swap:
+            m, n = n, m
+        return -(-m // config.tile_m), -(-n // config.tile_n)
+
+    def rest_tiles(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Tiles of a feature group that are split."""
+        return math.prod(self.tile_counts(problem, config)) - config.whole_tiles
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
+        return (k_tiles(problem),)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config)) * problem.feature_group_count
 
     def grid_groups(self, problem: ConvWgradProblem) -> int:
         return problem.feature_group_count
@@ -333,10 +328,8 @@ class Im2col(SplitFamily[Config]):
         """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""
         wanted = nearby(config.splits, self.wave(problem, config, target))
         wanted |= one_block_apart(config.splits, k_tiles(problem))
-        found = self.other_splits(problem, config, wanted)
-        found.append(dataclasses.replace(config, swap=not config.swap))
-        found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > MIN_STAGES)
-        return found
+        fewer = [config.stages - 1] if config.stages > MIN_STAGES else []
+        return self.other_splits(problem, config, wanted) + varied(config, swap=[not config.swap], stages=fewer)
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction.
@@ -351,13 +344,13 @@ class Im2col(SplitFamily[Config]):
         load = config.stage_bytes / _L2_BYTES_PER_SM
         step = max(mma, load) + _SHADOW * min(mma, load)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
-        blocks = rest_tiles(problem, config) * problem.feature_group_count * config.splits
+        blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
         steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
         seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
-        crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
+        crowd = _CROWDED if math.prod(self.tile_counts(problem, config)) > _SHARERS else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
@@ -366,7 +359,7 @@ class Im2col(SplitFamily[Config]):
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Where only the last tiles are split, theirs."""
         if config.whole_tiles:
-            return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
+            return self.rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
         return super().workspace_bytes(problem, config)
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
@@ -399,7 +392,7 @@ class Im2col(SplitFamily[Config]):
         rest, step_q = divmod(step, g.out[2])
         rest, step_p = divmod(rest, g.out[1])
         step_n, step_o = divmod(rest, g.out[0])
-        blocks, (tiles_m, tiles_n) = k_tiles(problem), tile_counts(problem, config)
+        blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
         return {
             "channels": channels,
@@ -425,7 +418,7 @@ class Im2col(SplitFamily[Config]):
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         if not config.whole_tiles:
             return super().launches(problem, config)
-        rest = rest_tiles(problem, config)
+        rest = self.rest_tiles(problem, config)
         tail = TailArgs(config.whole_tiles, rest, config.splits).param()
         chunks = config.tile_m * config.tile_n // 4
         main = plan.Launch(

@@ -26,16 +26,14 @@
 // Both inputs are rounded to tf32 (to nearest): the tensor cores would truncate, an error of one sign.
 //
 // Roles: warp 0 is the producer (one thread issues TMA), warps 1 to 3 transpose, the other warpgroups are
-// consumers, then the epilogue.
-// Barriers, per stage: x and raw: filled by TMA's bytes; emptied by consumer warps (4 * CONSUMERS) and by
-// transposers (3). dy: filled by transposers (3), emptied by consumer warps once the products of the last
-// line that meets the row have retired. Every pipeline is walked in order, by units (images, strip of output
-// rows, strip of columns), rows and lines; row p of a unit is loaded and needed from line p * STRIDE_H on.
+// consumers, then the epilogue. Every pipeline is walked in order, by units (images, strip of output rows,
+// strip of columns), rows and lines; row p of a unit is loaded and needed from line p * STRIDE_H on. A row of
+// dy is empty once the products of the last line that meets it have retired.
 //
-// Macros: OUT (output.cuh), TAPS_H, TAPS_W, BLOCKS, TILE_N, TILE_IMAGES, TILE_Q (output columns of a strip),
-// STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, COLUMNS (of a line), REACH (lines beyond a row's first one),
-// PITCH_BYTES (32 channels of an image's line), X_BYTES (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES,
-// DY_STAGES, CONSUMERS, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips reach beyond the output's columns).
+// Macros: OUT, those that tf32.py takes from its Config, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, COLUMNS
+// (of a line), REACH (lines beyond a row's first one), PITCH_BYTES (32 channels of an image's line), X_BYTES
+// (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES, DY_STAGES, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips
+// reach beyond the output's columns).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -379,9 +377,8 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
 
-// Writes a warpgroup's sums into out[R][S][C][K]. WGMMA's accumulator holds, for lane l, rows l/4 (+8) of the
-// warp's 16 and columns 8*j + 2*(l%4) (+1); gather() makes rows l/4 and l/4 + 8 channels 2*(l/4) and the
-// next.
+// Writes a warpgroup's sums into out[R][S][C][K]. Of a warp's 16 rows gather() makes l/4 and l/4 + 8 channels
+// 2*(l/4) and the next.
 template <class T>
 __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgroup, const Accumulator& acc) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

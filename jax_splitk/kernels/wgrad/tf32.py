@@ -11,7 +11,7 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
 from jax_splitk.kernels.device.structs import Dims2, Struct
-from jax_splitk.kernels.family import field_macros, field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import RankedFamily, box_map, partial_stride
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry, is_matrix_product
@@ -159,19 +159,6 @@ def _shared_bytes(v: View, config: Config) -> int:
 # ---- tiles and splits ----------------------------------------------------------------------------------------------
 
 
-def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """(blocks of taps, of input channels, of output channels)."""
-    v = view(problem)
-    taps = -(-v.kernel[0] // config.taps_h) * -(-v.kernel[1] // config.taps_w)
-    slots = -(-problem.in_channels // (BLOCK_CHANNELS * config.blocks))
-    return taps, slots, -(-problem.out_channels // config.tile_n)
-
-
-def _strip_counts(v: View, config: Config) -> tuple[int, int, int]:
-    """(groups of images, strips of rows, strips of columns)."""
-    return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
-
-
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
@@ -248,7 +235,7 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
     until lines of X have come, as far as its other stages do not hide it."""
     v = view(p)
-    steps, rows = config.pixels // 8, v.out[0] / _strip_counts(v, config)[1]
+    steps, rows = config.pixels // 8, v.out[0] / -(-v.out[0] // config.tile_p)
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
     products = config.consumers * rows * steps * config.taps_h
     line = config.images * columns(v, config) * config.blocks * 2 * PIXEL_BYTES
@@ -321,15 +308,19 @@ class Tf32(RankedFamily[Config]):
             return f"{count} strips of {tiles} tiles; accepted: at most {INT32_MAX} each"
         return split_k.splits_refusal(config.splits, count, "strips")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Strips."""
-        return math.prod(_strip_counts(view(problem), config))
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Blocks of filter rows and columns, of input channels, of output channels."""
+        r, s = view(problem).kernel
+        slots = -(-problem.in_channels // (BLOCK_CHANNELS * config.blocks))
+        return -(-r // config.taps_h), -(-s // config.taps_w), slots, -(-problem.out_channels // config.tile_n)
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Groups of images, strips of rows, strips of columns."""
+        v = view(problem)
+        return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config))
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs, the most promising first; their splits fill the machine once."""
@@ -366,7 +357,7 @@ class Tf32(RankedFamily[Config]):
         wave = max(1, target.cores // self.thread_blocks(problem, config))
         wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
         found = self.other_splits(problem, config, wanted)
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
         for tile_p in (config.tile_p * 2, -(-config.tile_p // 2)):
             if tile_p not in (config.tile_p, *range(problem.output_spatial[0] + 1, tile_p + 1)):
                 other = dataclasses.replace(config, tile_p=tile_p)
@@ -423,13 +414,13 @@ class Tf32(RankedFamily[Config]):
 
     def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
         v, count = view(problem), self.reduction_blocks(problem, config)
-        _, slots, k_blocks = tile_counts(problem, config)
-        _, tiles_p, tiles_q = _strip_counts(v, config)
+        _, groups_w, slots, k_blocks = self.tile_counts(problem, config)
+        _, tiles_p, tiles_q = self.block_counts(problem, config)
         return {
             "channels": problem.in_channels,
             "out_channels": problem.out_channels,
             "filter": Dims2(*v.kernel),
-            "groups_w": -(-v.kernel[1] // config.taps_w),  # blocks of taps along S
+            "groups_w": groups_w,  # blocks of taps along S
             "slots": slots,  # blocks of input channels
             "k_blocks": k_blocks,
             "out": Dims2(*v.out),

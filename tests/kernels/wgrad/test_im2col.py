@@ -99,7 +99,7 @@ def test_tile_counts_cover_the_output_and_no_more() -> None:
             if config.swap:
                 sides.reverse()
             expected = tuple(len(range(0, side, size)) for side, size in zip(sides, tile, strict=True))
-            assert im2col.tile_counts(p, config) == expected, (p, config)
+            assert im2col.FAMILY.tile_counts(p, config) == expected, (p, config)
 
 
 def work_of_block(p: ConvWgradProblem, config: Config, index: int, rest: int) -> tuple[int, int, int]:
@@ -117,7 +117,7 @@ def test_tail_covers_every_block_of_every_tile_once() -> None:
         for _ in range(60):
             p = random_case(rng).problem()
             variant = FAMILY.with_splits(p, list(im2col.variants())[int(rng.integers(0, 20))], int(rng.integers(2, 9)))
-            tiles = math.prod(im2col.tile_counts(p, variant))
+            tiles = math.prod(im2col.FAMILY.tile_counts(p, variant))
             if tiles < 2 or variant.splits == 1:
                 continue
             config = dataclasses.replace(variant, whole_tiles=int(rng.integers(1, tiles)))
