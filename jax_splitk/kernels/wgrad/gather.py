@@ -297,7 +297,7 @@ class Gather(RankedFamily[Config]):
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Slices of channels, tiles along M of one slice, tiles along N."""
         v = volume(problem)
-        rows = layout(v, config).gemm_rows(v, config.slice)
+        rows = layout(v, config).gemm_rows
         return -(-v.channels // config.slice), -(-rows // config.tile_m), -(-v.out_channels // config.tile_n)
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
@@ -327,7 +327,7 @@ class Gather(RankedFamily[Config]):
                         shallow = dataclasses.replace(config, stages=2)
                         if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
-        rows = {c: layout(v, c).gemm_rows(v, c.slice) for c in found}
+        rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
 
         def seconds(config: Config) -> float:
@@ -379,10 +379,6 @@ class Gather(RankedFamily[Config]):
             "DY_TMA": int(tma),
             "DY_VEC": 8 if tma else math.gcd(v.out_channels, 4),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
-            "SEGMENT": x.segment(v, config.slice),
-            "SEGMENT_ROWS": x.segment_rows(v, config.slice),
-            "SEGMENTS": x.segments(v),
-            "PARITY": x.parity,
             **field_macros(x),
         }
 
