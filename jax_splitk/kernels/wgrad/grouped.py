@@ -7,6 +7,7 @@ one dimension is one over images of height 1.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -76,12 +77,6 @@ def plane(p: ConvWgradProblem) -> Geometry:
     return geometry(p, 2)
 
 
-def reuse(p: ConvWgradProblem) -> bool:
-    """Whether a row of X is loaded once, for all tap rows."""
-    g = plane(p)
-    return g.stride[0] == g.dilation[0] == 1 and g.kernel[0] > 1
-
-
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     """(groups, input channels, output channels) of a bundle."""
     group_in, group_out = p.group_channels
@@ -89,22 +84,36 @@ def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     return groups, groups * group_in, groups * group_out
 
 
-def _parts(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """Blocks along the input and the output channels of a bundle."""
-    _, bundle_in, bundle_out = bundle(p)
-    return max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
+def _above(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns.
+class Tiling:
+    """A thread block's work. The device code has the fields as macros.
 
     Attributes:
-      warp_in, warp_out, warp_columns: units of X and of dY, and tap columns.
-      bundles: of a thread block; 1 also where the block is a part of a bundle.
+      in_parts, out_parts: blocks along the input and the output channels of a bundle.
+      sum_rows: input channels with which an output channel of the block has sums: at most those of its group.
+      x_height, x_width, dy_width: pixels of a tile's boxes; widths in whole octets.
+      dy_offset: of dY in a stage, in bytes.
+      strips: pairs of octets of a tile's row.
+      reuse: whether a row of X is loaded once, for all tap rows.
+      warp_in, warp_out, warp_columns: a warp's job: units of X and of dY of one bundle, and tap columns.
+      bundles: of the block; 1 also where it is a part of a bundle.
       in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
     """
 
+    in_parts: int
+    out_parts: int
+    sum_rows: int
+    x_height: int
+    x_width: int
+    dy_width: int
+    dy_offset: int
+    stage_bytes: int
+    strips: int
+    reuse: bool
     warp_in: int
     warp_out: int
     warp_columns: int
@@ -115,88 +124,68 @@ class Job:
 
     @property
     def jobs(self) -> int:
-        """Of a thread block."""
         return self.bundles * self.in_jobs * self.out_jobs * self.column_jobs
 
     @property
     def pairs(self) -> int:
+        """Of a job's units of X."""
         return -(-self.warp_in * self.warp_columns // 2)
 
 
-def job(p: ConvWgradProblem, config: Config) -> Job:
-    """The largest job whose accumulators leave room for other registers."""
-    kernel_h, kernel_w = plane(p).kernel
-    bundles = max(1, config.in_block // bundle(p)[1])
+@functools.lru_cache(maxsize=4096)
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    """With the largest jobs whose accumulators leave room for other registers."""
+    g, (_, bundle_in, bundle_out) = plane(p), bundle(p)
+    pixels = config.images * config.rows
+    x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
+    x_width = _above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
+    dy_width = _above(config.columns, OCTET)
+    x_bytes = _above(config.images * x_height * x_width * config.in_block * 2, 1024)
+    bundles = max(1, config.in_block // bundle_in)
     in_units, out_units = config.in_block // UNIT // bundles, config.out_block // UNIT // bundles
-    mine_in, mine_out, columns = min(2, in_units), min(4, out_units), kernel_w
-    while kernel_h * -(-mine_in * columns // 2) * mine_out * 4 > MAX_ACCUMULATORS and (mine_out > 1 or columns > 1):
-        if mine_out > 1:
-            mine_out //= 2
+    warp_in, warp_out, columns = min(2, in_units), min(4, out_units), g.kernel[1]
+    while g.kernel[0] * -(-warp_in * columns // 2) * warp_out * 4 > MAX_ACCUMULATORS and (warp_out > 1 or columns > 1):
+        if warp_out > 1:
+            warp_out //= 2
         else:
             columns = -(-columns // 2)
-    parts = (in_units // mine_in, out_units // mine_out, -(-kernel_w // columns))
-    return Job(mine_in, mine_out, columns, bundles, *parts)
+    return Tiling(
+        in_parts=max(1, bundle_in // config.in_block),
+        out_parts=max(1, bundle_out // config.out_block),
+        sum_rows=min(config.in_block, p.group_channels[0]),
+        x_height=x_height,
+        x_width=x_width,
+        dy_width=dy_width,
+        dy_offset=x_bytes,
+        stage_bytes=x_bytes + _above(pixels * dy_width * config.out_block * 2, 1024),
+        strips=-(-(dy_width // OCTET * config.images) // 2),
+        reuse=g.stride[0] == g.dilation[0] == 1 and g.kernel[0] > 1,
+        **{"warp_in": warp_in, "warp_out": warp_out, "warp_columns": columns, "bundles": bundles},
+        in_jobs=in_units // warp_in,
+        out_jobs=out_units // warp_out,
+        column_jobs=-(-g.kernel[1] // columns),
+    )
 
 
-def accumulators(p: ConvWgradProblem, config: Config) -> int:
-    """Of a thread."""
-    j = job(p, config)
-    return plane(p).kernel[0] * j.pairs * j.warp_out * 4
-
-
-def registers(p: ConvWgradProblem, config: Config) -> int:
+def registers(p: ConvWgradProblem, t: Tiling) -> int:
     """What a thread needs, at most: accumulators, rows of dY, two rows of X, addresses and the rest."""
-    j = job(p, config)
-    rows = plane(p).kernel[0] if reuse(p) else 1
-    count = accumulators(p, config) + 2 * rows * j.warp_out + 8 * j.pairs + 2 * (j.pairs + j.warp_out) + 28
+    height = plane(p).kernel[0]
+    rows = height if t.reuse else 1
+    count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
     return _above(count, 8)
 
 
 def _fits_registers(p: ConvWgradProblem, config: Config, together: int) -> bool:
-    warps = -(-together * threads(p, config) // 128)  # of a quarter of an SM
-    return warps * 32 * registers(p, config) <= REGISTERS
-
-
-def threads(p: ConvWgradProblem, config: Config) -> int:
-    return 32 * (job(p, config).jobs * config.slices + 1)
-
-
-def _above(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def x_box(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(rows, columns) of input that a tile reads; columns in whole octets."""
-    s, (reach_h, reach_w) = plane(p), plane(p).reach
-    height = (config.rows - 1) * s.stride[0] + reach_h + 1
-    return height, _above((config.columns - 1) * s.stride[1] + reach_w + 1, OCTET)
-
-
-def strips(config: Config) -> int:
-    """Pairs of octets of a tile's row."""
-    return -(-(_above(config.columns, OCTET) // OCTET * config.images) // 2)
-
-
-def _x_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """Of a stage: dY follows from there on."""
-    height, width = x_box(p, config)
-    return _above(config.images * height * width * config.in_block * 2, 1024)
-
-
-def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
-    dy = config.images * config.rows * _above(config.columns, OCTET) * config.out_block * 2
-    return _x_bytes(p, config) + _above(dy, 1024)
-
-
-def _sum_rows(p: ConvWgradProblem, config: Config) -> int:
-    """Input channels with which an output channel of the block has sums: at most those of its group."""
-    return min(config.in_block, p.group_channels[0])
+    t = tiling(p, config)
+    warps = -(-together * (t.jobs * config.slices + 1) // 4)  # of a quarter of an SM
+    return warps * 32 * registers(p, t) <= REGISTERS
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """The pipeline, which the slices' sums take over at the end."""
-    sums = math.prod(plane(p).kernel) * _sum_rows(p, config) * config.out_block * 4
-    return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
+    t = tiling(p, config)
+    sums = math.prod(plane(p).kernel) * t.sum_rows * config.out_block * 4
+    return max(config.stages * t.stage_bytes, config.slices * sums) + ALIGNMENT_BYTES
 
 
 def _group_refusal(p: ConvWgradProblem) -> str | None:
@@ -224,7 +213,7 @@ def _window_refusal(p: ConvWgradProblem) -> str | None:
         if s.kernel[axis] > MAX_KERNEL:
             return f"kernel size {s.kernel[axis]} {where}; accepted: at most {MAX_KERNEL}"
     smallest = _smallest(p)
-    height, width = x_box(p, smallest)
+    height, width = tiling(p, smallest).x_height, tiling(p, smallest).x_width
     if max(height, width) > MAX_BOX:
         return (
             f"window stride {p.window_strides} and rhs_dilation {p.rhs_dilation}: {height}x{width} pixels of input for "
@@ -294,25 +283,23 @@ _LAUNCH_SECONDS = 4.5e-6
 
 def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], float]:
     """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
-    s, j = plane(p), job(p, config)
-    steps = j.jobs * strips(config) * config.rows
-    x_rows = x_box(p, config)[0] if reuse(p) else config.rows * s.kernel[0]
-    mmas = steps * s.kernel[0] * j.pairs * j.warp_out
+    g, t = plane(p), tiling(p, config)
+    strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
+    x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
+    row_mmas = g.kernel[0] * t.pairs * t.warp_out  # of a strip's row
     # Rows of ldmatrix that a stride brings to the same banks.
-    conflicts = math.gcd(s.stride[1], 8)
-    x_wavefronts = j.jobs * strips(config) * x_rows * j.pairs * 4 * conflicts
-    wavefronts = x_wavefronts + steps * j.warp_out * 2
-    loads = j.jobs * strips(config) * x_rows * j.pairs + steps * -(-j.warp_out // 2)
-    issued = mmas + 3 * loads + j.jobs * strips(config) * (_STRIP_INSTRUCTIONS + 4 * j.pairs)
-    warp_rows = -(-strips(config) // config.slices) * x_rows
-    warp_mmas = -(-strips(config) // config.slices) * config.rows * s.kernel[0] * j.pairs * j.warp_out
+    conflicts = math.gcd(g.stride[1], 8)
+    wavefronts = strips * x_rows * t.pairs * 4 * conflicts + steps * t.warp_out * 2
+    loads = strips * x_rows * t.pairs + steps * -(-t.warp_out // 2)
+    issued = steps * row_mmas + 3 * loads + strips * (_STRIP_INSTRUCTIONS + 4 * t.pairs)
     shared_by_all = {
-        "mma": mmas * _MMA_CLOCKS,
-        "shared": wavefronts + stage_bytes(p, config) / _SHARED_BYTES_PER_CLOCK,
+        "mma": steps * row_mmas * _MMA_CLOCKS,
+        "shared": wavefronts + t.stage_bytes / _SHARED_BYTES_PER_CLOCK,
         "issue": issued / _ISSUE_PER_CLOCK,
-        "l2": stage_bytes(p, config) / _L2_BYTES_PER_CLOCK,
+        "l2": t.stage_bytes / _L2_BYTES_PER_CLOCK,
     }
-    return shared_by_all, warp_rows * _ROW_CLOCKS + warp_mmas * _WARP_MMA_CLOCKS
+    of_warp = -(-t.strips // config.slices)
+    return shared_by_all, of_warp * x_rows * _ROW_CLOCKS + of_warp * config.rows * row_mmas * _WARP_MMA_CLOCKS
 
 
 class Grouped(SplitFamily[Config]):
@@ -353,21 +340,18 @@ class Grouped(SplitFamily[Config]):
             return reason
         if config.columns != out_w and (config.columns < 1 or config.columns % OCTET or config.columns > out_w):
             return f"columns {config.columns}; accepted: {out_w}, or a multiple of {OCTET} below it"
-        if max(*x_box(problem, config), _above(config.columns, OCTET)) > MAX_BOX:
-            height, width = x_box(problem, config)
-            return (
-                f"rows {config.rows}, columns {config.columns}: {height}x{width} pixels of input; "
-                f"accepted: at most {MAX_BOX} a side"
-            )
-        warps = job(problem, config).jobs * config.slices
-        if not (1 <= config.slices <= strips(config) and warps <= MAX_WARPS):
-            return (
-                f"slices {config.slices}, with {job(problem, config).jobs} jobs each; accepted: 1 to {strips(config)}, "
-                f"and at most {MAX_WARPS} warps"
-            )
+        t = tiling(problem, config)
+        if max(t.x_height, t.x_width, t.dy_width) > MAX_BOX:
+            tile = f"rows {config.rows}, columns {config.columns}"
+            return f"{tile}: {t.x_height}x{t.x_width} pixels of input; accepted: at most {MAX_BOX} a side"
+        warps = t.jobs * config.slices
+        if not (1 <= config.slices <= t.strips and warps <= MAX_WARPS):
+            accepted = f"1 to {t.strips}, and at most {MAX_WARPS} warps"
+            return f"slices {config.slices}, with {t.jobs} jobs each; accepted: {accepted}"
         if not _fits_registers(problem, config, 1):
-            most = REGISTERS // 32 // registers(problem, config) * 4 - 1
-            return f"{warps} warps of {registers(problem, config)} registers a thread; accepted: at most {most} warps"
+            count = registers(problem, t)
+            most = REGISTERS // 32 // count * 4 - 1
+            return f"{warps} warps of {count} registers a thread; accepted: at most {most} warps"
         if shared_bytes(problem, config) > SHARED_BYTES:
             return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         tiles = self.reduction_blocks(problem, config)
@@ -378,8 +362,8 @@ class Grouped(SplitFamily[Config]):
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Blocks of channels: of bundles, and of a bundle's input and output channels."""
-        bundles = problem.feature_group_count // bundle(problem)[0]
-        return (-(-bundles // job(problem, config).bundles), *_parts(problem, config))
+        bundles, t = problem.feature_group_count // bundle(problem)[0], tiling(problem, config)
+        return -(-bundles // t.bundles), t.in_parts, t.out_parts
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Tiles of pixels: groups of images, rows, columns."""
@@ -387,7 +371,7 @@ class Grouped(SplitFamily[Config]):
         return -(-problem.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
-        return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
+        return MAX_FLOAT32_CHAIN // (-(-tiling(problem, config).strips // config.slices) * config.rows)
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         """By shared memory and registers; 0 where none fits."""
@@ -432,13 +416,14 @@ class Grouped(SplitFamily[Config]):
 
     def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
         """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
-        jobs = job(problem, config).jobs
+        t = tiling(problem, config)
+        jobs, strips = t.jobs, t.strips
         for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
             # Slices take whole strips: no more than a quarter of the warps may wait.
-            if slices > strips(config) or strips(config) < 0.75 * -(-strips(config) // slices) * slices:
+            if slices > strips or strips < 0.75 * -(-strips // slices) * slices:
                 continue
             rooms = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
-            depths = {room // stage_bytes(problem, config) for room in rooms}
+            depths = {room // t.stage_bytes for room in rooms}
             for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
                 sliced = dataclasses.replace(config, slices=slices, stages=stages)
                 if self.config_refusal(problem, sliced) is None:
@@ -453,7 +438,7 @@ class Grouped(SplitFamily[Config]):
         found += varied(config, **{field: (value // 2, value * 2) for field, value in sizes.items()})
         if config.images > 1:  # less is left to do once the last tile has come
             half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
-            found += varied(half, slices=sorted({1, min(config.slices, strips(half))}))
+            found += varied(half, slices=sorted({1, min(config.slices, tiling(problem, half).strips)}))
         return found
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -479,38 +464,28 @@ class Grouped(SplitFamily[Config]):
         """The window, the groups and the image's tiles, not splits."""
         g, (group_in, group_out) = plane(problem), problem.group_channels
         groups, bundle_in, bundle_out = bundle(problem)
-        in_parts, out_parts = _parts(problem, config)
         _, tiles_h, tiles_w = self.block_counts(problem, config)
-        x_height, x_width = x_box(problem, config)
         return {
             **type_macros(problem),
             **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
             **{"GROUP_IN": group_in, "GROUP_OUT": group_out},
             **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
-            **{"IN_PARTS": in_parts, "OUT_PARTS": out_parts, "TILES_H": tiles_h, "TILES_W": tiles_w},
             **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
+            **field_macros(tiling(problem, config)),
             "RAGGED": int(g.out[0] % config.rows != 0),
-            "X_HEIGHT": x_height,
-            "X_WIDTH": x_width,
-            "DY_WIDTH": _above(config.columns, OCTET),
-            "DY_OFFSET": _x_bytes(problem, config),
-            "STRIPS": strips(config),
-            "REUSE": int(reuse(problem)),
-            "SUM_ROWS": _sum_rows(problem, config),
-            "STAGE_BYTES": stage_bytes(problem, config),
-            **field_macros(job(problem, config)),
+            "TILES_H": tiles_h,
+            "TILES_W": tiles_w,
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        p, g, (height, width) = problem, plane(problem), x_box(problem, config)
-        x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, width, height, config.images))
-        dy_width = _above(config.columns, OCTET)
-        dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, dy_width, config.rows, config.images))
+        p, g, t = problem, plane(problem), tiling(problem, config)
+        x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
+        dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
         return tuple(dataclasses.replace(box_map(p, *each), swizzle=_SWIZZLES[each[2][0] * 2]) for each in (x, dy))
 
     def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return threads(problem, config)
+        return 32 * (tiling(problem, config).jobs * config.slices + 1)
 
     def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         return shared_bytes(problem, config)
