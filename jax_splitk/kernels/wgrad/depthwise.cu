@@ -37,7 +37,7 @@
 // Barriers: a stage holds the planes of a block; `full` has an arrival of every producer warp, `empty` one of
 // every consumer warp, after its products.
 //
-// Macros: ELEMENT_BF16, OUT; the fields of depthwise.py's Axis (_H and _W), of its Operand (X_ and Y_) and of
+// Macros: ELEMENT, OUT; the fields of depthwise.py's Axis (_H and _W), of its Operand (X_ and Y_) and of
 // its Tiling: SEGMENT (8 or 16 columns), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns
 // of the image at most), TILES (in a row of dY), X_PAD (columns of zeros, an even number, to the left of what
 // is kept of X), X_COLUMNS (of X in a tile, from there on); CHANNELS (of a thread block), SEGMENTS (1, 2 or 4
@@ -62,13 +62,9 @@ constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, SIZE_W
 // Of a thread block's along a row: how many, columns from one to the next and from the first to the last.
 constexpr int TAPS = SIZE_W, SHIFT = SHIFT_W, REACH = (TAPS - 1) * SHIFT;
 
-#if ELEMENT_BF16
-using Element = __nv_bfloat16;
-using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-#else
-using Element = __half;
-using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-#endif
+using Element = TypeOf<ELEMENT>::type;
+using Mma = cute::conditional_t<ELEMENT == BF16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
+                                cute::SM80_16x8x16_F32F16F16F32_TN>;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -577,4 +573,4 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
   }
 }
 
-SPLIT_K_KERNELS(1, (const __grid_constant__ Args g, const Element* x, const Element* y), (g, x, y))
+SPLIT_K_KERNELS((const __grid_constant__ Args g, const Element* x, const Element* y), (g, x, y))

@@ -13,11 +13,10 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
-from jax_splitk.kernels.wgrad.geometry import geometry as geometry_of
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.geometry import geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -117,7 +116,7 @@ class Axis:
 
 def _axis(p: ConvWgradProblem, axis: int, reach: int, taps: int) -> Axis:
     """With blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
-    g = geometry_of(p, 2)
+    g = geometry(p, 2)
     kernel, stride, dilation = g.kernel[axis], g.stride[axis], g.dilation[axis]
     common = math.gcd(stride, dilation)
     step, shift = stride // common, dilation // common
@@ -129,7 +128,7 @@ def _axis(p: ConvWgradProblem, axis: int, reach: int, taps: int) -> Axis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
+class Axes:
     """The convolution as the kernel sees it, in two spatial dimensions."""
 
     height: Axis
@@ -142,10 +141,10 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(p: ConvWgradProblem) -> Geometry:
+def axes(p: ConvWgradProblem) -> Axes:
     height = _axis(p, 0, MAX_ROW_REACH, MAX_ROW_REACH + 1)
     width = _axis(p, 1, MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
-    return Geometry(height, width, height.output + height.gap)
+    return Axes(height, width, height.output + height.gap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,14 +227,10 @@ class Tiling:
         return min(MAX_STAGES, (SHARED_BYTES - self.sums_bytes) // self.planes_bytes)
 
 
-def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
-    return _tiling(p, config.channels, config.segments)
-
-
 @functools.lru_cache(maxsize=4096)
-def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
-    config = Config(channels, segments, 2, 1)
-    g = geometry(p)
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    channels, segments = config.channels, config.segments
+    g = axes(p)
     width = g.width.output
     segment = 8 if width <= 8 and segments == 1 else 16
     columns = -(-width // -(-width // (segment * segments)))
@@ -284,7 +279,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
             return f"padding {low} {where}; accepted: {-MAX_EXTENT} to {MAX_EXTENT}"
         if reach > MAX_EXTENT:
             return f"dilated window's reach {reach} {where}; accepted: at most {MAX_EXTENT}"
-    g = geometry(p)
+    g = axes(p)
     for what, size in (
         ("input rows", g.height.input),
         ("input columns", g.width.input),
@@ -340,7 +335,7 @@ class Depthwise(SplitFamily[Config]):
         reason = field_refusal(config, channels=CHANNELS, segments=SEGMENTS)
         if reason is not None:
             return reason
-        g, t = geometry(problem), tiling(problem, config)
+        g, t = axes(problem), tiling(problem, config)
         if config.channels == 32:
             if problem.in_channels != problem.out_channels:
                 each = problem.out_channels // problem.in_channels
@@ -356,7 +351,7 @@ class Depthwise(SplitFamily[Config]):
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
         """Blocks of taps, and of channels."""
-        return geometry(problem).tap_blocks, tiling(problem, config).groups
+        return axes(problem).tap_blocks, tiling(problem, config).groups
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
         return (tiling(problem, config).blocks,)
@@ -387,7 +382,7 @@ class Depthwise(SplitFamily[Config]):
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
-        g, t = geometry(problem), tiling(problem, config)
+        g, t = axes(problem), tiling(problem, config)
         blocks = -(-t.blocks // config.splits) + 1
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
@@ -406,45 +401,36 @@ class Depthwise(SplitFamily[Config]):
         seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """All but the batch, stages and splits."""
-        t, g = tiling(problem, config), geometry(problem)
-        return {
-            **type_macros(problem),
-            **field_macros(config, "channels", "segments", "images", "warps"),
-            **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
-            **field_macros(g.height, name="{}_H"),
-            **field_macros(g.width, name="{}_W"),
-            **field_macros(t.x, name="X_{}"),
-            **field_macros(t.y, name="Y_{}"),
-            "ROWS": ROWS,
-            "PITCH": g.pitch,
-            "MULTIPLIER": problem.out_channels // problem.in_channels,
-            "IN_CHANNELS": problem.in_channels,
-            "OUT_CHANNELS": problem.out_channels,
-            "TAP_BLOCKS_W": g.width.tap_blocks,
-            "TAP_BLOCKS": g.tap_blocks,
-            "PRODUCERS": PRODUCERS,
-            "MAX_STAGES": MAX_STAGES,
-            "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
-            "STAGE_BYTES": t.planes_bytes,
-            "SUMS": _channel_sums(g.width.size),
-            "SCRATCH": _SCRATCH,
-        }
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 32 * (config.warps + PRODUCERS)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiling(problem, config).shared_bytes(config.stages)
-
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
-        blocks = self.reduction_blocks(problem, config)
-        each = -(-blocks // config.splits)
-        return {"batch": problem.batch, "blocks": blocks, "blocks_per_split": each, "stages": config.stages}
-
-    def params(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Param, ...]:
-        return self.args_param(problem, config), plan.Pointer(0), plan.Pointer(1)
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to all but the batch, stages and splits."""
+        t, g = tiling(problem, config), axes(problem)
+        each = -(-t.blocks // config.splits)
+        return Kernel(
+            32 * (config.warps + PRODUCERS),
+            t.shared_bytes(config.stages),
+            {
+                **field_macros(config, "channels", "segments", "images", "warps"),
+                **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
+                **field_macros(g.height, name="{}_H"),
+                **field_macros(g.width, name="{}_W"),
+                **field_macros(t.x, name="X_{}"),
+                **field_macros(t.y, name="Y_{}"),
+                **field_macros(problem, "in_channels", "out_channels"),
+                "ROWS": ROWS,
+                "PITCH": g.pitch,
+                "MULTIPLIER": problem.out_channels // problem.in_channels,
+                "TAP_BLOCKS_W": g.width.tap_blocks,
+                "TAP_BLOCKS": g.tap_blocks,
+                "PRODUCERS": PRODUCERS,
+                "MAX_STAGES": MAX_STAGES,
+                "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
+                "STAGE_BYTES": t.planes_bytes,
+                "SUMS": _channel_sums(g.width.size),
+                "SCRATCH": _SCRATCH,
+            },
+            {"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
+            after=(plan.Pointer(0), plan.Pointer(1)),
+        )
 
 
 FAMILY = Depthwise(Config)

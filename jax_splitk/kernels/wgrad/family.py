@@ -17,7 +17,7 @@ from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceA
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Buffer, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
+from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
@@ -35,9 +35,33 @@ class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
         return tuple(Buffer(size, 16) for size in sizes)
 
 
-def type_macros(problem: ConvWgradProblem) -> dict[str, int]:
-    """Of inputs of 16 bits and of the result."""
-    return {"ELEMENT_BF16": int(problem.dtype == "bfloat16"), "OUT": OUT_CODES[problem.out_dtype]}
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel for a problem and config.
+
+    Attributes:
+      threads, shared_bytes: of a thread block; without the shared memory that the device code declares.
+      macros: what the device code is specialised to, besides types and thread blocks of a multiprocessor.
+      args: its struct `Args`.
+      maps: tensor maps.
+      before, after: parameters between the maps and Args, and after Args. Where the kernel writes comes last.
+    """
+
+    threads: int
+    shared_bytes: int
+    macros: dict[str, int]
+    args: dict[str, int | Struct]
+    maps: tuple[TiledMap | Im2colMap, ...] = ()
+    before: tuple[Param, ...] = ()
+    after: tuple[Param, ...] = ()
+
+    @property
+    def struct(self) -> Values:
+        return Values("Args", **self.args)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (*map(MapParam, range(len(self.maps))), *self.before, self.struct.param(), *self.after)
 
 
 class _Split(Protocol):
@@ -135,37 +159,29 @@ class SplitFamily(WgradFamily[_Config]):
         return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
 
     @abc.abstractmethod
-    def args(self, problem: ConvWgradProblem, config: _Config) -> dict[str, int | Struct]:
-        """The struct `Args` of the device code."""
+    def kernel(self, problem: ConvWgradProblem, config: _Config) -> Kernel:
+        """What the plan is made of."""
 
-    @abc.abstractmethod
-    def threads(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Of a thread block."""
+    def macros(self, problem: ConvWgradProblem, config: _Config) -> dict[str, int]:
+        types = {"ELEMENT": OUT_CODES[problem.dtype], "OUT": OUT_CODES[problem.out_dtype]}
+        return {**types, "CTAS_PER_SM": self.blocks_per_sm(problem, config), **self.kernel(problem, config).macros}
 
-    @abc.abstractmethod
-    def shared_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Of a thread block, without what the device code declares."""
+    def maps(self, problem: ConvWgradProblem, config: _Config) -> tuple[TiledMap | Im2colMap, ...]:
+        return self.kernel(problem, config).maps
 
     def source(self, problem: ConvWgradProblem, config: _Config) -> Source:
-        structs = declarations(*self.structs, Values("Args", **self.args(problem, config)))
+        structs = declarations(*self.structs, self.kernel(problem, config).struct)
         return Source(self.file, tuple(self.macros(problem, config).items()), structs)
-
-    def args_param(self, problem: ConvWgradProblem, config: _Config) -> Param:
-        return Values("Args", **self.args(problem, config)).param()
-
-    def params(self, problem: ConvWgradProblem, config: _Config) -> tuple[Param, ...]:
-        """The kernel's parameters but for the last, where it writes."""
-        return MapParam(0), MapParam(1), self.args_param(problem, config)
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
         """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`."""
-        split, groups = config.splits > 1, self.grid_groups(problem)
+        kernel, split, groups = self.kernel(problem, config), config.splits > 1, self.grid_groups(problem)
         main = Launch(
             kernel="wgrad_partial" if split else "wgrad_direct",
             grid=(self.thread_blocks(problem, config) // groups, config.splits, groups),
-            block=(self.threads(problem, config), 1, 1),
-            params=(*self.params(problem, config), Pointer(3 if split else 2)),
-            shared_bytes=self.shared_bytes(problem, config),
+            block=(kernel.threads, 1, 1),
+            params=(*kernel.params, Pointer(3 if split else 2)),
+            shared_bytes=kernel.shared_bytes,
         )
         if not split:
             return (main,)

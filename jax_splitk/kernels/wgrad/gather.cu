@@ -50,11 +50,7 @@ using Gradient = TensorMap;
 using Gradient = const Element*;
 #endif
 
-#if ELEMENT == 2
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
 constexpr int PRODUCERS = 128;                         // threads
@@ -552,6 +548,5 @@ __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x
   }
 }
 
-SPLIT_K_KERNELS(CTAS_PER_SM,
-                (const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),
+SPLIT_K_KERNELS((const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),
                 (dy, g, x))

@@ -14,10 +14,10 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
-from jax_splitk.kernels.device.structs import Dims3, Struct
+from jax_splitk.kernels.device.structs import Dims3
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import RankedFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
 from jax_splitk.kernels.wgrad.geometry import axis_macros
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
@@ -42,8 +42,6 @@ RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 EXACT_REGISTERS = 224  # with three parts ptxas spills above
 _OTHER_REGISTERS = 26
 _PIXEL_TILES = 8  # shapes that are tried
-
-_ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro ELEMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +248,7 @@ class Gather(RankedFamily[Config]):
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         pixels = problem.batch * math.prod(problem.input_spatial)
         return (
-            refusals.dtypes(problem, tuple(_ELEMENTS))
+            refusals.dtypes(problem, tuple(split_k.OUT_CODES))
             or refusals.groups(problem)
             or refusals.input_pixels(problem)
             or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
@@ -361,64 +359,49 @@ class Gather(RankedFamily[Config]):
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window, channels and tiles, not batch, sizes or splits."""
-        v = volume(problem)
-        x, tma = layout(v, config), _dy_by_tma(v)
-        return {
-            "ELEMENT": _ELEMENTS[problem.dtype],
-            **field_macros(v, "parts", "copies"),
-            **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
-            "CHAIN": chain(v, config),
-            "OUT": split_k.OUT_CODES[problem.out_dtype],
-            "STAGE_BYTES": _stage_bytes(v, config),
-            "CTAS_PER_SM": blocks_per_sm(v, config),
-            **share_macros(blocks_per_sm(v, config), config.consumers),
-            "TILE_IMAGES": config.images,
-            "RAGGED": int(is_ragged(v, config)),
-            "DY_TMA": int(tma),
-            "DY_VEC": 8 if tma else math.gcd(v.out_channels, 4),
-            **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
-            **field_macros(x),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        v = volume(problem)
-        if not _dy_by_tma(v):
-            return ()
-        box = (64, config.tile_q, config.tile_p, 1, config.images)
-        return (box_map(problem, 1, (v.batch, *v.out, v.out_channels), box),)
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 128 * (config.consumers + 1)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return shared_bytes(volume(problem), config)
-
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window, channels and tiles, not to batch, sizes or splits."""
         v, tiles = volume(problem), self.reduction_blocks(problem, config)
+        dy_box = (64, config.tile_q, config.tile_p, 1, config.images)
+        dy_map = (box_map(problem, 1, (v.batch, *v.out, v.out_channels), dy_box),) if _dy_by_tma(v) else ()
         _, m_tiles, n_tiles = self.tile_counts(problem, config)
         _, _, tiles_h, tiles_w = self.block_counts(problem, config)
-        return {
-            "batch": v.batch,
-            "in": Dims3(*v.size),
-            "channels": v.channels,
-            "out_channels": v.out_channels,
-            "out": Dims3(*v.out),
-            "stride": Dims3(*v.stride),
-            "pad": Dims3(*v.pad),
-            "m_tiles": m_tiles,  # of one slice of channels
-            "n_tiles": n_tiles,
-            "tiles_h": tiles_h,
-            "tiles_w": tiles_w,
-            "k_tiles": tiles,  # of pixels
-            "k_tiles_per_split": -(-tiles // config.splits),
-            "partial_stride": partial_stride(problem),
-        }
-
-    def params(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Param, ...]:
-        dy = plan.MapParam(0) if _dy_by_tma(volume(problem)) else plan.Pointer(1)
-        return dy, self.args_param(problem, config), plan.Pointer(0)
+        return Kernel(
+            128 * (config.consumers + 1),
+            shared_bytes(v, config),
+            {
+                **field_macros(v, "parts", "copies"),
+                **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
+                "TILE_IMAGES": config.images,
+                "CHAIN": chain(v, config),
+                "STAGE_BYTES": _stage_bytes(v, config),
+                **share_macros(blocks_per_sm(v, config), config.consumers),
+                "RAGGED": int(is_ragged(v, config)),
+                "DY_TMA": len(dy_map),
+                "DY_VEC": 8 if dy_map else math.gcd(v.out_channels, 4),
+                **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
+                **field_macros(layout(v, config)),
+            },
+            {
+                "batch": v.batch,
+                "in": Dims3(*v.size),
+                "channels": v.channels,
+                "out_channels": v.out_channels,
+                "out": Dims3(*v.out),
+                "stride": Dims3(*v.stride),
+                "pad": Dims3(*v.pad),
+                "m_tiles": m_tiles,  # of one slice of channels
+                "n_tiles": n_tiles,
+                "tiles_h": tiles_h,
+                "tiles_w": tiles_w,
+                "k_tiles": tiles,  # of pixels
+                "k_tiles_per_split": -(-tiles // config.splits),
+                "partial_stride": partial_stride(problem),
+            },
+            dy_map,
+            before=() if dy_map else (plan.Pointer(1),),
+            after=(plan.Pointer(0),),
+        )
 
 
 FAMILY = Gather(Config)

@@ -26,7 +26,7 @@
 // Roles: the last warp is the producer (one thread issues TMA) and fills all stages before the block's other
 // warps, the consumers, have even begun. `empty` has an arrival of each of these after its last ldmatrix.
 //
-// Macros: ELEMENT_BF16, OUT, CTAS_PER_SM, what grouped.py takes from its Config and Job; KERNEL_H to
+// Macros: ELEMENT, OUT, CTAS_PER_SM, what grouped.py takes from its Config and Job; KERNEL_H to
 // DILATION_W; GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of
 // one), IN_PARTS, OUT_PARTS (blocks of a bundle), SUM_ROWS; RAGGED (the last tile of an image may have fewer
 // rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
@@ -36,7 +36,7 @@
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 
-using Element = TypeOf<ELEMENT_BF16 ? BF16 : HALF_FLOAT>::type;
+using Element = TypeOf<ELEMENT>::type;
 
 constexpr int IN_UNITS = IN_JOBS * WARP_IN, OUT_UNITS = OUT_JOBS * WARP_OUT;  // of one bundle in a block
 constexpr int JOBS = BUNDLES * IN_JOBS * OUT_JOBS * COLUMN_JOBS;
@@ -389,7 +389,6 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   store_sums(g, out + size_t(split) * g.stride, channels, stages);
 }
 
-SPLIT_K_KERNELS(CTAS_PER_SM,
-                (const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
+SPLIT_K_KERNELS((const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
                  const __grid_constant__ Args g),
                 (x_map, dy_map, g))

@@ -13,14 +13,13 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Dims2, Struct
+from jax_splitk.kernels.device.structs import Dims2
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, box_map, nearby, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
@@ -460,47 +459,37 @@ class Grouped(SplitFamily[Config]):
         seconds = max(busy, memory) + _SHADOW * min(busy, memory) + ramps + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window, the groups and the image's tiles, not splits."""
-        g, (group_in, group_out) = plane(problem), problem.group_channels
-        groups, bundle_in, bundle_out = bundle(problem)
-        _, tiles_h, tiles_w = self.block_counts(problem, config)
-        return {
-            **type_macros(problem),
-            **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
-            **{"GROUP_IN": group_in, "GROUP_OUT": group_out},
-            **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
-            **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
-            **field_macros(tiling(problem, config)),
-            "RAGGED": int(g.out[0] % config.rows != 0),
-            "TILES_H": tiles_h,
-            "TILES_W": tiles_w,
-            "CTAS_PER_SM": self.blocks_per_sm(problem, config),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window, the groups and the image's tiles, not to splits."""
         p, g, t = problem, plane(problem), tiling(problem, config)
+        groups, bundle_in, bundle_out = bundle(p)
+        _, tiles_h, tiles_w = self.block_counts(p, config)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
         x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
         dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
-        return tuple(dataclasses.replace(box_map(p, *each), swizzle=_SWIZZLES[each[2][0] * 2]) for each in (x, dy))
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 32 * (tiling(problem, config).jobs * config.slices + 1)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return shared_bytes(problem, config)
-
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
-        g = plane(problem)
-        each, more = divmod(self.reduction_blocks(problem, config), config.splits)
-        return {
-            "out_channels": problem.out_channels,
-            "stride": partial_stride(problem) if config.splits > 1 else 0,  # from split to split
-            "out": Dims2(*g.out),
-            "pad": Dims2(*g.pad),
-            "each": each,  # tiles of a split
-            "more": more,  # of the splits, the first, have another one
-        }
+        return Kernel(
+            32 * (t.jobs * config.slices + 1),
+            shared_bytes(p, config),
+            {
+                **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
+                **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
+                **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+                **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
+                **field_macros(t),
+                "RAGGED": int(g.out[0] % config.rows != 0),
+                "TILES_H": tiles_h,
+                "TILES_W": tiles_w,
+            },
+            {
+                "out_channels": p.out_channels,
+                "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
+                "out": Dims2(*g.out),
+                "pad": Dims2(*g.pad),
+                "each": each,  # tiles of a split
+                "more": more,  # of the splits, the first, have another one
+            },
+            tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
+        )
 
 
 FAMILY = Grouped(Config)

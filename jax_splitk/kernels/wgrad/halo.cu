@@ -19,7 +19,7 @@
 // unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
 // products of its rows are done.
 //
-// Macros: ELEMENT_BF16, OUT, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip),
+// Macros: ELEMENT, OUT, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip),
 // BATCH_ROWS (output rows whose products are issued and waited for together).
 
 #include "device/pipeline.cuh"
@@ -27,11 +27,7 @@
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-#if ELEMENT_BF16
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
 constexpr int CHANNELS = 64;  // of a block, on both sides
 constexpr int PIXEL_BYTES = CHANNELS * 2;

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Dims2, Divisor, Struct
+from jax_splitk.kernels.device.structs import Dims2, Divisor
 from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, box_map, type_macros
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -74,6 +74,10 @@ def buffers(problem: ConvWgradProblem, config: Config) -> int:
     """Strips that fit in shared memory at a time; 0 where none does."""
     fitting = (SHARED_BYTES - RESERVED_BYTES) // buffer_bytes(problem, config)
     return min(fitting, MAX_LINES // lines(problem, config))
+
+
+def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
+    return max(1, buffers(problem, config)) * buffer_bytes(problem, config) + RESERVED_BYTES
 
 
 def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
@@ -192,8 +196,8 @@ class Halo(SplitFamily[Config]):
             return f"rows of {pitch(problem, config)} pixels; accepted: at most {MAX_PITCH}"
         if lines(problem, config) > MAX_LINES:
             return f"{lines(problem, config)} rows; accepted: at most {MAX_LINES}"
-        if self.shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{self.shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if shared_bytes(problem, config) > SHARED_BYTES:
+            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         if self.thread_blocks(problem, config) > split_k.MAX_GRID_Y:
             return f"{self.thread_blocks(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "strips")
@@ -243,70 +247,62 @@ class Halo(SplitFamily[Config]):
         """fp32 partial sums, in whole tiles."""
         return 0 if config.splits == 1 else self.thread_blocks(problem, config) * config.splits * config.tile_bytes
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Dtypes, taps and the strip's geometry."""
-        return {
-            **type_macros(problem),
-            **field_macros(config, "taps_h", "taps_w", "tile_q"),
-            "TILE_N": CHANNELS * config.taps_w,
-            "BATCH_ROWS": batch_rows(problem, config),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        return (
-            box_map(problem, 0, problem.lhs_shape, (CHANNELS, pitch(problem, config), 1, 1)),
-            box_map(problem, 1, problem.g_shape, (CHANNELS, config.tile_q, 1, 1)),
-        )
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 128 * (config.taps_h + 1)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return max(1, buffers(problem, config)) * buffer_bytes(problem, config) + RESERVED_BYTES
-
     def _lanes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Threads of a block of the reduction that share an element's splits."""
         return split_k.reduce_lanes(self.thread_blocks(problem, config) * config.tile_bytes // 16, config.splits)
 
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to taps and the strip's geometry."""
         p, units = problem, self.reduction_blocks(problem, config)
         _, groups_w, slots, k_blocks = self.tile_counts(p, config)
         batch, _, tiles_q = self.block_counts(p, config)
-        return {
-            "channels": p.in_channels,
-            "out_channels": p.out_channels,
-            "filter": Dims2(*p.kernel_spatial),
-            "groups_w": Divisor.of(groups_w),  # blocks of taps along S
-            "slots": Divisor.of(slots),  # blocks of input channels
-            "k_blocks": Divisor.of(k_blocks),
-            "out_h": p.output_spatial[0],
-            "tile_p": config.tile_p,
-            "in_image": Divisor.of(units // batch),  # strips
-            "tiles_q": Divisor.of(tiles_q),
-            "pitch": pitch(p, config),  # pixels of an X line
-            "pad": Dims2(p.padding[0][0], p.padding[1][0]),
-            "dilation": Dims2(*p.rhs_dilation),
-            "units_per_tile": units,
-            "units_per_split": -(-units // config.splits),
-            "buffers": buffers(p, config),
-            "splits": config.splits,
-            "lanes": self._lanes(p, config),
-        }
+        x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
+        dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
+        return Kernel(
+            128 * (config.taps_h + 1),
+            shared_bytes(p, config),
+            {
+                **field_macros(config, "taps_h", "taps_w", "tile_q"),
+                "TILE_N": CHANNELS * config.taps_w,
+                "BATCH_ROWS": batch_rows(p, config),
+            },
+            {
+                "channels": p.in_channels,
+                "out_channels": p.out_channels,
+                "filter": Dims2(*p.kernel_spatial),
+                "groups_w": Divisor.of(groups_w),  # blocks of taps along S
+                "slots": Divisor.of(slots),  # blocks of input channels
+                "k_blocks": Divisor.of(k_blocks),
+                "out_h": p.output_spatial[0],
+                "tile_p": config.tile_p,
+                "in_image": Divisor.of(units // batch),  # strips
+                "tiles_q": Divisor.of(tiles_q),
+                "pitch": pitch(p, config),  # pixels of an X line
+                "pad": Dims2(p.padding[0][0], p.padding[1][0]),
+                "dilation": Dims2(*p.rhs_dilation),
+                "units_per_tile": units,
+                "units_per_split": -(-units // config.splits),
+                "buffers": buffers(p, config),
+                "splits": config.splits,
+                "lanes": self._lanes(p, config),
+            },
+            (x_map, dy_map),
+        )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        args, count = self.args_param(problem, config), self.thread_blocks(problem, config)
+        kernel, count = self.kernel(problem, config), self.thread_blocks(problem, config)
         main = plan.Launch(
             kernel="wgrad_halo",
             grid=(count, config.splits, 1),
-            block=(self.threads(problem, config), 1, 1),
-            params=(*self.params(problem, config), plan.Pointer(2), plan.Pointer(3)),
-            shared_bytes=self.shared_bytes(problem, config),
+            block=(kernel.threads, 1, 1),
+            params=(*kernel.params, plan.Pointer(2), plan.Pointer(3)),
+            shared_bytes=kernel.shared_bytes,
         )
         reduce = plan.Launch(
             kernel="reduce_tiles",
             grid=(config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(plan.Pointer(3), plan.Pointer(2), args),
+            params=(plan.Pointer(3), plan.Pointer(2), kernel.struct.param()),
             programmatic=True,
         )
         return (main,) if config.splits == 1 else (main, reduce)

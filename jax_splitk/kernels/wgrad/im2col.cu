@@ -15,18 +15,14 @@
 // Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
 // of it.
 //
-// Macros: ELEMENT_BF16, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
+// Macros: ELEMENT, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
 // matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
-#if ELEMENT_BF16
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
 // A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
 // memory.
@@ -72,8 +68,10 @@ struct Tap {
 };
 
 __device__ inline Pixel pixel_at(const Args& g, int index) {
-  const int row = index / g.out_w, plane = row / g.out_h, n = RANK3 ? plane / g.out_d : plane;
-  return {index, n, RANK3 ? plane - n * g.out_d : 0, row - plane * g.out_h, index - row * g.out_w};
+  const int row = index / g.out_w, q = index - row * g.out_w;
+  const int plane = row / g.out_h, p = row - plane * g.out_h;
+  const int n = RANK3 ? plane / g.out_d : plane;
+  return {index, n, RANK3 ? plane - n * g.out_d : 0, p, q};
 }
 
 __device__ inline void advance(const Args& g, Pixel& at) {

@@ -19,12 +19,12 @@ from jax_splitk.kernels.device.structs import Dims3, Divisor, Struct
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
+    Kernel,
     SplitFamily,
     box_map,
     nearby,
     one_block_apart,
     partial_stride,
-    type_macros,
 )
 from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -362,29 +362,8 @@ class Im2col(SplitFamily[Config]):
             return self.rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
         return super().workspace_bytes(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Dtypes and tile, hardly sizes."""
-        return {
-            **type_macros(problem),
-            **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
-            "X_TILED": int(is_matrix_product(problem)),
-            "CTAS_PER_SM": config.blocks_per_sm,
-            "RANK3": int(folded(problem).rank == 3),
-            "TAIL": int(config.whole_tiles > 0),
-            "DISCARD": int(discards(problem, config)),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
-        return _x_map(problem), _matrix_map(problem, 1, problem.out_channels)
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 128 * (config.consumers + 1)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return config.shared_bytes
-
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
-        """Depth (d, o) counts under RANK3 only."""
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to tile and rank, hardly to sizes. Depth (d, o) counts under RANK3 only."""
         g, (channels, out_channels) = geometry(folded(problem), 3), problem.group_channels
         turns = takes_turns(problem, config)
         # From a split's block of pixels to its next, and that as a mixed-radix number.
@@ -394,45 +373,57 @@ class Im2col(SplitFamily[Config]):
         step_n, step_o = divmod(rest, g.out[0])
         blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
-        return {
-            "channels": channels,
-            "out_channels": out_channels,
-            "taps": problem.taps,
-            "pitch": problem.out_channels,
-            "slots": Divisor.of(-(-channels // SLOT)),  # of a tap
-            "kernel_h": Divisor.of(g.kernel[1]),
-            "kernel_w": Divisor.of(g.kernel[2]),
-            **{f"out_{axis}": Divisor.of(size) for axis, size in zip("dhw", g.out, strict=True)},
-            "stride": Dims3(*g.stride),
-            "pad": Dims3(*g.pad),
-            "dilation": Dims3(*g.dilation),
-            "columns": Divisor.of(tiles_n),
-            "k_tiles": blocks,
-            "k_tiles_per_split": blocks // config.splits if turns else -(-blocks // config.splits),  # turns: the fewest
-            **{"step": step, "step_n": step_n, "step_o": step_o, "step_p": step_p, "step_q": step_q},
-            # Whether a single tile reads any of the operand.
-            "x_once": int(turns and dy_tiles == 1),
-            "dy_once": int(turns and x_tiles == 1),
-        }
+        return Kernel(
+            128 * (config.consumers + 1),
+            config.shared_bytes,
+            {
+                **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
+                "X_TILED": int(is_matrix_product(problem)),
+                "RANK3": int(folded(problem).rank == 3),
+                "TAIL": int(config.whole_tiles > 0),
+                "DISCARD": int(discards(problem, config)),
+            },
+            {
+                "channels": channels,
+                "out_channels": out_channels,
+                "taps": problem.taps,
+                "pitch": problem.out_channels,
+                "slots": Divisor.of(-(-channels // SLOT)),  # of a tap
+                "kernel_h": Divisor.of(g.kernel[1]),
+                "kernel_w": Divisor.of(g.kernel[2]),
+                **{f"out_{axis}": Divisor.of(size) for axis, size in zip("dhw", g.out, strict=True)},
+                "stride": Dims3(*g.stride),
+                "pad": Dims3(*g.pad),
+                "dilation": Dims3(*g.dilation),
+                "columns": Divisor.of(tiles_n),
+                "k_tiles": blocks,
+                "k_tiles_per_split": blocks // config.splits if turns else -(-blocks // config.splits),
+                **{"step": step, "step_n": step_n, "step_o": step_o, "step_p": step_p, "step_q": step_q},
+                # Whether a single tile reads any of the operand.
+                "x_once": int(turns and dy_tiles == 1),
+                "dy_once": int(turns and x_tiles == 1),
+            },
+            (_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
+        )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         if not config.whole_tiles:
             return super().launches(problem, config)
-        rest = self.rest_tiles(problem, config)
+        kernel, rest = self.kernel(problem, config), self.rest_tiles(problem, config)
         tail = TailArgs(config.whole_tiles, rest, config.splits).param()
         chunks = config.tile_m * config.tile_n // 4
         main = plan.Launch(
             kernel="wgrad_tail",
             grid=(config.whole_tiles + rest * config.splits, 1, 1),
-            block=(self.threads(problem, config), 1, 1),
-            params=(*self.params(problem, config), tail, plan.Pointer(2), plan.Pointer(3)),
-            shared_bytes=config.shared_bytes,
+            block=(kernel.threads, 1, 1),
+            params=(*kernel.params, tail, plan.Pointer(2), plan.Pointer(3)),
+            shared_bytes=kernel.shared_bytes,
         )
         reduce = plan.Launch(
             kernel="reduce_tail",
             grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(self.args_param(problem, config), tail, plan.Pointer(3), plan.Pointer(2)),
+            params=(kernel.struct.param(), tail, plan.Pointer(3), plan.Pointer(2)),
             programmatic=True,
         )
         return main, reduce

@@ -10,10 +10,10 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
-from jax_splitk.kernels.device.structs import Dims2, Struct
+from jax_splitk.kernels.device.structs import Dims2
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import RankedFamily, box_map, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, partial_stride
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry, is_matrix_product
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -151,7 +151,7 @@ def _row_bytes(config: Config) -> int:
     return config.pixels * config.tile_n * 4
 
 
-def _shared_bytes(v: View, config: Config) -> int:
+def shared_bytes(v: View, config: Config) -> int:
     rows = RAW_STAGES + dy_stages(v, config)
     return config.stages * _line_bytes(v, config) + rows * _row_bytes(config) + RESERVED_BYTES
 
@@ -163,18 +163,15 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
-    reason = refusals.padded_input(p, MAX_PIXELS)
-    if reason is not None:
+    if (reason := refusals.padded_input(p, MAX_PIXELS)) is not None or _fits(view(p), 2, 4):
         return reason
-    if not _fits(view(p), 2, 4):
-        return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
-    return None
+    return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
 
 
 def _fits(v: View, images: int, tile_q: int) -> bool:
     """Whether such lines fit in shared memory for the smallest tile."""
     smallest = Config(1, 1, 1, TILE_N[0], images, 1, tile_q, 2, 1)
-    return columns(v, smallest) <= MAX_BOX and _shared_bytes(v, smallest) <= SHARED_BYTES
+    return columns(v, smallest) <= MAX_BOX and shared_bytes(v, smallest) <= SHARED_BYTES
 
 
 def _equal_parts(size: int, most: int) -> list[int]:
@@ -296,8 +293,8 @@ class Tf32(RankedFamily[Config]):
             return f"{line}; accepted: {accepted}, products that are multiples of 8 up to {MAX_PIXELS}"
         if columns(v, config) > MAX_BOX:
             return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
-        if _shared_bytes(v, config) > SHARED_BYTES:
-            needed = _shared_bytes(v, config)
+        if shared_bytes(v, config) > SHARED_BYTES:
+            needed = shared_bytes(v, config)
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
         if barriers > BARRIER_BYTES:
@@ -376,62 +373,50 @@ class Tf32(RankedFamily[Config]):
         seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window's geometry and the tile, not sizes or splits."""
-        v = view(problem)
-        return {
-            "OUT": split_k.OUT_CODES[problem.out_dtype],
-            **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
-            "TILE_IMAGES": config.images,
-            **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
-            **share_macros(1, config.consumers),
-            "COLUMNS": columns(v, config),
-            "REACH": reach(v, config),
-            "PITCH_BYTES": _pitch_bytes(v, config),
-            "X_BYTES": _line_bytes(v, config),
-            "DY_BYTES": _row_bytes(config),
-            "X_STAGES": config.stages,
-            "RAW_STAGES": RAW_STAGES,
-            "DY_STAGES": dy_stages(v, config),
-            "RAGGED": int(v.out[1] % config.tile_q > 0),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        v = view(problem)
-        x_dims = (problem.in_channels, v.size[1], v.size[0], v.batch)
-        x_box = (BOX_CHANNELS, columns(v, config), 1, 1)
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window's geometry and the tile, not to sizes or splits."""
+        p, v, count = problem, view(problem), self.reduction_blocks(problem, config)
+        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
+        _, tiles_p, tiles_q = self.block_counts(p, config)
+        x_dims, x_box = (p.in_channels, v.size[1], v.size[0], v.batch), (BOX_CHANNELS, columns(v, config), 1, 1)
+        x_map = plan.TiledMap(0, p.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box)
         dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
-        return (
-            plan.TiledMap(0, problem.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box),
-            box_map(problem, 1, (v.batch, *v.out, problem.out_channels), dy_box),
+        return Kernel(
+            128 * (config.consumers + 1),
+            shared_bytes(v, config),
+            {
+                **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
+                "TILE_IMAGES": config.images,
+                **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
+                **share_macros(1, config.consumers),
+                "COLUMNS": columns(v, config),
+                "REACH": reach(v, config),
+                "PITCH_BYTES": _pitch_bytes(v, config),
+                "X_BYTES": _line_bytes(v, config),
+                "DY_BYTES": _row_bytes(config),
+                "X_STAGES": config.stages,
+                "RAW_STAGES": RAW_STAGES,
+                "DY_STAGES": dy_stages(v, config),
+                "RAGGED": int(v.out[1] % config.tile_q > 0),
+            },
+            {
+                "channels": p.in_channels,
+                "out_channels": p.out_channels,
+                "filter": Dims2(*v.kernel),
+                "groups_w": groups_w,  # blocks of taps along S
+                "slots": slots,  # blocks of input channels
+                "k_blocks": k_blocks,
+                "out": Dims2(*v.out),
+                "tile_p": config.tile_p,
+                "tiles_p": tiles_p,
+                "tiles_q": tiles_q,
+                "pad": Dims2(*v.pad),
+                "units": count,  # strips of all images
+                "units_per_split": -(-count // config.splits),
+                "partial_stride": partial_stride(p),
+            },
+            (x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
         )
-
-    def threads(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 128 * (config.consumers + 1)
-
-    def shared_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return _shared_bytes(view(problem), config)
-
-    def args(self, problem: ConvWgradProblem, config: Config) -> dict[str, int | Struct]:
-        v, count = view(problem), self.reduction_blocks(problem, config)
-        _, groups_w, slots, k_blocks = self.tile_counts(problem, config)
-        _, tiles_p, tiles_q = self.block_counts(problem, config)
-        return {
-            "channels": problem.in_channels,
-            "out_channels": problem.out_channels,
-            "filter": Dims2(*v.kernel),
-            "groups_w": groups_w,  # blocks of taps along S
-            "slots": slots,  # blocks of input channels
-            "k_blocks": k_blocks,
-            "out": Dims2(*v.out),
-            "tile_p": config.tile_p,
-            "tiles_p": tiles_p,
-            "tiles_q": tiles_q,
-            "pad": Dims2(*v.pad),
-            "units": count,  # strips of all images
-            "units_per_split": -(-count // config.splits),
-            "partial_stride": partial_stride(problem),
-        }
 
 
 FAMILY = Tf32(Config)
