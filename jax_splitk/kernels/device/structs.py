@@ -1,13 +1,12 @@
-"""C structs of 32-bit integers that the host fills and device code reads, declared once, in Python: as dataclasses, or
-by their values (`Values`).
+"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses,
+or by their values (`Values`).
 
 `declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
-gives the kernel parameter. A field is an `int` or a `Divisor`, of `Values` also any struct without bases. A
-subclass of a struct is one in C, too.
+gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is one in C, too.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Self
 
 from jax_splitk.runtime.plan import Int32Struct
@@ -55,46 +54,35 @@ class Divisor(Struct):
         return cls(value, multiplier - (1 << 32), shift)
 
 
-@dataclasses.dataclass(frozen=True)
-class Dims2(Struct):
-    """A number for each of two spatial dimensions."""
-
-    h: int
-    w: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims3(Struct):
-    """A number for each of three spatial dimensions."""
-
-    d: int
-    h: int
-    w: int
+Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...]
 
 
 class Values(Struct):
-    """A struct by the values of its fields, which have the values' types."""
+    """A struct by the values of its fields. A tuple is one for each of the last of the dimensions d, h and w."""
 
-    def __init__(self, name: str, **values: int | Struct) -> None:
+    def __init__(self, name: str, values: dict[str, Field]) -> None:
         self.name, self.values = name, values
 
     def _words(self) -> Iterator[int]:
         for value in self.values.values():
-            yield from value._words() if isinstance(value, Struct) else (int(value),)
+            for each in value if isinstance(value, tuple) else (value,):
+                yield from each._words() if isinstance(each, Divisor) else (each,)
+
+    def declaration(self) -> str:
+        members = {}
+        for name, value in self.values.items():
+            first, axes = (value[0], ", ".join("dhw"[-len(value) :])) if isinstance(value, tuple) else (value, "")
+            of = type(first).__name__
+            members[name] = f"struct {{ {of} {axes}; }}" if axes else of
+        return _c_struct(self.name, members)
 
 
 def declarations(*structs: type[Struct] | Values) -> str:
-    """The C declarations of structs, in this order; what a struct consists of comes before it."""
-    wanted = [needed for struct in structs for needed in _needed(struct)]
-    return "\n".join((_HEADER, *map(_declaration, dict.fromkeys(wanted)), ""))
-
-
-def _needed(struct: type[Struct] | Values) -> Sequence[type[Struct] | Values]:
-    """The structs that it consists of, and itself."""
-    if isinstance(struct, Values):
-        members = {type(value) for value in struct.values.values() if isinstance(value, Struct)}
-        return [*sorted(members - {Divisor}, key=lambda member: member.__name__), struct]
-    return _line(struct)
+    """The C declarations of structs, in this order; a struct's bases come before it."""
+    found: list[str] = []
+    for struct in structs:
+        found += [struct.declaration()] if isinstance(struct, Values) else map(_declaration, _line(struct))
+    return "\n".join((_HEADER, *dict.fromkeys(found), ""))
 
 
 def _line(struct: type[Struct]) -> list[type[Struct]]:
@@ -102,10 +90,7 @@ def _line(struct: type[Struct]) -> list[type[Struct]]:
     return [base for base in reversed(struct.__mro__) if issubclass(base, Struct) and base is not Struct]
 
 
-def _declaration(struct: type[Struct] | Values) -> str:
-    if isinstance(struct, Values):
-        types = {name: type(v).__name__ if isinstance(v, Struct) else "int" for name, v in struct.values.items()}
-        return _c_struct(struct.name, types)
+def _declaration(struct: type[Struct]) -> str:
     *bases, _ = _line(struct)
     inherited = {name for base in bases for name in base.__annotations__}
     types = {}

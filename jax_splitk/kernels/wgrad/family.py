@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
-from jax_splitk.kernels.device.structs import Struct, Values, declarations
+from jax_splitk.kernels.device.structs import Field, Values, declarations
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
@@ -50,14 +50,14 @@ class Kernel:
     threads: int
     shared_bytes: int
     macros: dict[str, int]
-    args: dict[str, int | Struct]
+    args: dict[str, Field]
     maps: tuple[TiledMap | Im2colMap, ...] = ()
     before: tuple[Param, ...] = ()
     after: tuple[Param, ...] = ()
 
     @property
     def struct(self) -> Values:
-        return Values("Args", **self.args)
+        return Values("Args", self.args)
 
     @property
     def params(self) -> tuple[Param, ...]:

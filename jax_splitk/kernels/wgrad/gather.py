@@ -14,7 +14,6 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
-from jax_splitk.kernels.device.structs import Dims3
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, nearby, partial_stride
@@ -384,12 +383,12 @@ class Gather(RankedFamily[Config]):
             },
             {
                 "batch": v.batch,
-                "in": Dims3(*v.size),
+                "in": v.size,
                 "channels": v.channels,
                 "out_channels": v.out_channels,
-                "out": Dims3(*v.out),
-                "stride": Dims3(*v.stride),
-                "pad": Dims3(*v.pad),
+                "out": v.out,
+                "stride": v.stride,
+                "pad": v.pad,
                 "m_tiles": m_tiles,  # of one slice of channels
                 "n_tiles": n_tiles,
                 "tiles_h": tiles_h,

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Dims2
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
@@ -483,8 +482,8 @@ class Grouped(SplitFamily[Config]):
             {
                 "out_channels": p.out_channels,
                 "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
-                "out": Dims2(*g.out),
-                "pad": Dims2(*g.pad),
+                "out": g.out,
+                "pad": g.pad,
                 "each": each,  # tiles of a split
                 "more": more,  # of the splits, the first, have another one
             },

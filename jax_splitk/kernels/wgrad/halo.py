@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Dims2, Divisor
+from jax_splitk.kernels.device.structs import Divisor
 from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map
@@ -269,7 +269,7 @@ class Halo(SplitFamily[Config]):
             {
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
-                "filter": Dims2(*p.kernel_spatial),
+                "filter": p.kernel_spatial,
                 "groups_w": Divisor.of(groups_w),  # blocks of taps along S
                 "slots": Divisor.of(slots),  # blocks of input channels
                 "k_blocks": Divisor.of(k_blocks),
@@ -278,8 +278,8 @@ class Halo(SplitFamily[Config]):
                 "in_image": Divisor.of(units // batch),  # strips
                 "tiles_q": Divisor.of(tiles_q),
                 "pitch": pitch(p, config),  # pixels of an X line
-                "pad": Dims2(p.padding[0][0], p.padding[1][0]),
-                "dilation": Dims2(*p.rhs_dilation),
+                "pad": (p.padding[0][0], p.padding[1][0]),
+                "dilation": p.rhs_dilation,
                 "units_per_tile": units,
                 "units_per_split": -(-units // config.splits),
                 "buffers": buffers(p, config),

@@ -68,27 +68,27 @@ struct Tap {
 };
 
 __device__ inline Pixel pixel_at(const Args& g, int index) {
-  const int row = index / g.out_w, q = index - row * g.out_w;
-  const int plane = row / g.out_h, p = row - plane * g.out_h;
-  const int n = RANK3 ? plane / g.out_d : plane;
-  return {index, n, RANK3 ? plane - n * g.out_d : 0, p, q};
+  const int row = index / g.out.w, q = index - row * g.out.w;
+  const int plane = row / g.out.h, p = row - plane * g.out.h;
+  const int n = RANK3 ? plane / g.out.d : plane;
+  return {index, n, RANK3 ? plane - n * g.out.d : 0, p, q};
 }
 
 __device__ inline void advance(const Args& g, Pixel& at) {
   at.index = int(at.index + (TURNS ? uint32_t(g.step) : BLOCK_K));  // may wrap, after the last block
   at.q += g.step_q;
-  if (at.q >= g.out_w) {
-    at.q -= g.out_w;
+  if (at.q >= g.out.w) {
+    at.q -= g.out.w;
     ++at.p;
   }
   at.p += g.step_p;
-  if (at.p >= g.out_h) {
-    at.p -= g.out_h;
+  if (at.p >= g.out.h) {
+    at.p -= g.out.h;
     ++(RANK3 ? at.o : at.n);
   }
   if (RANK3) at.o += g.step_o;
-  if (RANK3 && at.o >= g.out_d) {
-    at.o -= g.out_d;
+  if (RANK3 && at.o >= g.out.d) {
+    at.o -= g.out.d;
     ++at.n;
   }
   at.n += g.step_n;
@@ -118,9 +118,10 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
 }
 
 __device__ inline Tap tap_at(const Args& g, int tap) {
-  const int row = tap / g.kernel_w, s = tap - row * g.kernel_w;
-  const int t = RANK3 ? row / g.kernel_h : 0, r = row - t * g.kernel_h;
-  return {uint16_t(t * g.dilation.d), uint16_t(r * g.dilation.h), uint16_t(s * g.dilation.w)};
+  const int row = tap / g.kernel.w, s = tap - row * g.kernel.w;
+  const int t = RANK3 ? row / g.kernel.h : 0;
+  return {uint16_t(t * g.dilation.d), uint16_t((row - t * g.kernel.h) * g.dilation.h),
+          uint16_t(s * g.dilation.w)};
 }
 
 // One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Dims3, Divisor, Struct
+from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
@@ -389,12 +389,11 @@ class Im2col(SplitFamily[Config]):
                 "taps": problem.taps,
                 "pitch": problem.out_channels,
                 "slots": Divisor.of(-(-channels // SLOT)),  # of a tap
-                "kernel_h": Divisor.of(g.kernel[1]),
-                "kernel_w": Divisor.of(g.kernel[2]),
-                **{f"out_{axis}": Divisor.of(size) for axis, size in zip("dhw", g.out, strict=True)},
-                "stride": Dims3(*g.stride),
-                "pad": Dims3(*g.pad),
-                "dilation": Dims3(*g.dilation),
+                "kernel": tuple(map(Divisor.of, g.kernel[1:])),
+                "out": tuple(map(Divisor.of, g.out)),
+                "stride": g.stride,
+                "pad": g.pad,
+                "dilation": g.dilation,
                 "columns": Divisor.of(tiles_n),
                 "k_tiles": blocks,
                 "k_tiles_per_split": blocks // config.splits if turns else -(-blocks // config.splits),

@@ -10,7 +10,6 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
-from jax_splitk.kernels.device.structs import Dims2
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, partial_stride
@@ -402,15 +401,15 @@ class Tf32(RankedFamily[Config]):
             {
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
-                "filter": Dims2(*v.kernel),
+                "filter": v.kernel,
                 "groups_w": groups_w,  # blocks of taps along S
                 "slots": slots,  # blocks of input channels
                 "k_blocks": k_blocks,
-                "out": Dims2(*v.out),
+                "out": v.out,
                 "tile_p": config.tile_p,
                 "tiles_p": tiles_p,
                 "tiles_q": tiles_q,
-                "pad": Dims2(*v.pad),
+                "pad": v.pad,
                 "units": count,  # strips of all images
                 "units_per_split": -(-count // config.splits),
                 "partial_stride": partial_stride(p),
