@@ -63,6 +63,14 @@ class Kernel:
     def params(self) -> tuple[Param, ...]:
         return (*map(MapParam, range(len(self.maps))), *self.before, self.struct.param(), *self.after)
 
+    def launch(self, kernel: str, grid: tuple[int, int, int], *more: Param) -> Launch:
+        return Launch(kernel, grid, (self.threads, 1, 1), (*self.params, *more), self.shared_bytes)
+
+
+def reduction(kernel: str, grid: tuple[int, int, int], *params: Param) -> Launch:
+    """Of a kernel that adds partial sums, and waits for them itself."""
+    return Launch(kernel, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
+
 
 class _Split(Protocol):
     """A frozen dataclass with a split count."""
@@ -139,6 +147,11 @@ class SplitFamily(WgradFamily[_Config]):
         found = {self.with_splits(problem, config, splits) for splits in wanted}
         return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
 
+    def filling(self, problem: ConvWgradProblem, config: _Config, target: Target) -> _Config:
+        """The config with the splits that fill the machine at most once, or the fewest there may be."""
+        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
+        return self.with_splits(problem, config, max(self.least_splits(problem, config), slots // blocks))
+
     def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
         """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
         least = self.least_splits(problem, config)
@@ -175,27 +188,16 @@ class SplitFamily(WgradFamily[_Config]):
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
         """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`."""
-        kernel, split, groups = self.kernel(problem, config), config.splits > 1, self.grid_groups(problem)
-        main = Launch(
-            kernel="wgrad_partial" if split else "wgrad_direct",
-            grid=(self.thread_blocks(problem, config) // groups, config.splits, groups),
-            block=(kernel.threads, 1, 1),
-            params=(*kernel.params, Pointer(3 if split else 2)),
-            shared_bytes=kernel.shared_bytes,
-        )
-        if not split:
-            return (main,)
+        kernel, groups = self.kernel(problem, config), self.grid_groups(problem)
+        grid = (self.thread_blocks(problem, config) // groups, config.splits, groups)
+        if config.splits == 1:
+            return (kernel.launch("wgrad_direct", grid, Pointer(2)),)
         size = math.prod(problem.out_shape)
         lanes = reduce_lanes(size // 4, config.splits)
         args = ReduceArgs(size, partial_stride(problem), config.splits, lanes).param()
-        reduce = Launch(
-            kernel="reduce_splits",
-            grid=(-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1),
-            block=(REDUCE_THREADS, 1, 1),
-            params=(Pointer(3), Pointer(2), args),
-            programmatic=True,
-        )
-        return main, reduce
+        reduce_grid = (-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1)
+        reduce = reduction("reduce_splits", reduce_grid, Pointer(3), Pointer(2), args)
+        return kernel.launch("wgrad_partial", grid, Pointer(3)), reduce
 
 
 class RankedFamily(SplitFamily[_Config]):

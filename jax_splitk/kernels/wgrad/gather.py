@@ -149,16 +149,6 @@ def _steps_add_up(config: Config) -> bool:
     return 8 % config.tile_q == 0 and (row % 8 == 0 or 8 % row == 0)
 
 
-def _span_refusal(v: Volume, rank: int) -> str | None:
-    for axis in range(3):
-        span = abs(v.pad[axis]) + (v.out[axis] + MAX_PIXELS) * v.stride[axis] + v.kernel[axis] * v.dilation[axis]
-        span *= v.channels if axis == 2 else 1
-        if span > INT32_MAX:
-            where = f"in spatial dimension {axis - 3 + rank}"
-            return f"padded input of up to {span} elements {where}; accepted: at most {INT32_MAX}"
-    return None
-
-
 def _window_refusal(v: Volume) -> str | None:
     """Whether the smallest stage's X fits in shared memory."""
     tiles = ((32, 1, 1), (16, 1, 2), (4, 1, 8), (1, 1, 32), (4, 8, 1), (1, 32, 1))
@@ -254,7 +244,7 @@ class Gather(RankedFamily[Config]):
             # A tile may reach beyond the output, by less than MAX_PIXELS in each dimension.
             or refusals.output_pixels(problem, INT32_MAX - MAX_PIXELS**2)
             or refusals.weights(problem)
-            or _span_refusal(volume(problem), problem.rank)
+            or refusals.coordinates(volume(problem), problem.rank, MAX_PIXELS, row=problem.in_channels)
             or _window_refusal(volume(problem))
         )
 
@@ -327,12 +317,7 @@ class Gather(RankedFamily[Config]):
         rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
 
-        def seconds(config: Config) -> float:
-            slots = target.cores * blocks_per_sm(v, config)
-            splits = max(self.least_splits(problem, config), slots // self.thread_blocks(problem, config))
-            return self.estimate(problem, self.with_splits(problem, config, splits), target)
-
-        return sorted(useful, key=seconds)
+        return sorted(useful, key=lambda c: self.estimate(problem, self.filling(problem, c, target), target))
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""

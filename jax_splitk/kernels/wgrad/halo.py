@@ -15,7 +15,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor
 from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, reduction
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -291,21 +291,12 @@ class Halo(SplitFamily[Config]):
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         kernel, count = self.kernel(problem, config), self.thread_blocks(problem, config)
-        main = plan.Launch(
-            kernel="wgrad_halo",
-            grid=(count, config.splits, 1),
-            block=(kernel.threads, 1, 1),
-            params=(*kernel.params, plan.Pointer(2), plan.Pointer(3)),
-            shared_bytes=kernel.shared_bytes,
-        )
-        reduce = plan.Launch(
-            kernel="reduce_tiles",
-            grid=(config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1),
-            block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(plan.Pointer(3), plan.Pointer(2), kernel.struct.param()),
-            programmatic=True,
-        )
-        return (main,) if config.splits == 1 else (main, reduce)
+        out, partials = plan.Pointer(2), plan.Pointer(3)
+        main = kernel.launch("wgrad_halo", (count, config.splits, 1), out, partials)
+        if config.splits == 1:
+            return (main,)
+        grid = (config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
+        return main, reduction("reduce_tiles", grid, partials, out, kernel.struct.param())
 
 
 FAMILY = Halo(Config)

@@ -25,6 +25,7 @@ from jax_splitk.kernels.wgrad.family import (
     nearby,
     one_block_apart,
     partial_stride,
+    reduction,
 )
 from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -410,22 +411,11 @@ class Im2col(SplitFamily[Config]):
             return super().launches(problem, config)
         kernel, rest = self.kernel(problem, config), self.rest_tiles(problem, config)
         tail = TailArgs(config.whole_tiles, rest, config.splits).param()
-        chunks = config.tile_m * config.tile_n // 4
-        main = plan.Launch(
-            kernel="wgrad_tail",
-            grid=(config.whole_tiles + rest * config.splits, 1, 1),
-            block=(kernel.threads, 1, 1),
-            params=(*kernel.params, tail, plan.Pointer(2), plan.Pointer(3)),
-            shared_bytes=kernel.shared_bytes,
-        )
-        reduce = plan.Launch(
-            kernel="reduce_tail",
-            grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
-            block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(kernel.struct.param(), tail, plan.Pointer(3), plan.Pointer(2)),
-            programmatic=True,
-        )
-        return main, reduce
+        grid = (config.whole_tiles + rest * config.splits, 1, 1)
+        reduce_grid = (config.tile_m * config.tile_n // 4 // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1)
+        out, partials = plan.Pointer(2), plan.Pointer(3)
+        main = kernel.launch("wgrad_tail", grid, tail, out, partials)
+        return main, reduction("reduce_tail", reduce_grid, kernel.struct.param(), tail, partials, out)
 
 
 FAMILY = Im2col(Config)

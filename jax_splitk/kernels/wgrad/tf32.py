@@ -336,8 +336,7 @@ class Tf32(RankedFamily[Config]):
                 config = dataclasses.replace(deepest, tile_p=rows)
                 if rows * config.pixels > MAX_FLOAT32_CHAIN and rows > 1:
                     continue
-                wanted = max(self.least_splits(problem, config), target.cores // self.thread_blocks(problem, config))
-                config = self.with_splits(problem, config, wanted)
+                config = self.filling(problem, config, target)
                 if self.config_refusal(problem, config) is None:
                     strips[config] = self.estimate(problem, config, target)
             found |= {config: strips[config] for config in sorted(strips, key=lambda c: strips[c])[:_STRIPS]}
