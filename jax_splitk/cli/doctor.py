@@ -25,7 +25,6 @@ _PACKAGES = (
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-cccl",
     "nvidia-cuda-runtime",
-    "scipy",
 )
 
 
