@@ -1,11 +1,14 @@
-"""Tells XLA about the C++ handlers of jax_splitk._ffi. Runs once, on import of the package."""
+"""What happens once, on import of the package: XLA learns of the C++ handlers of jax_splitk._ffi, the user of mistakes
+in the environment."""
 
 import functools
+import logging
 
 import jax
 import scipy.linalg.cython_blas
 
 from jax_splitk import _ffi
+from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
 
 
@@ -18,3 +21,5 @@ def register() -> None:
     _ffi.set_sgemm(scipy.linalg.cython_blas.__pyx_capi__["sgemm"])
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
+    for mistake in settings.mistakes():
+        logging.getLogger("jax_splitk").warning("%s", mistake)

@@ -126,6 +126,11 @@ def key_from_dict(data: Any) -> Key:
     return Key(problem_from_dict(data["op"], problem), environment)
 
 
+def problem_as_dict(problem: Problem) -> dict[str, Any]:
+    """Plain data, which the command line accepts."""
+    return {"op": problem.op, **dataclasses.asdict(problem)}
+
+
 def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:
     """A problem from plain data, e.g. from an entry or a command line.
 

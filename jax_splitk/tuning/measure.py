@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,12 +67,16 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
-def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Any]:
+class GivenUp(BaseException):
+    """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
+
+
+def compile_ahead(problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event) -> dict[Candidate, Any]:
     """The plans of our candidates, or why there is none, after their device code is compiled in parallel processes."""
     plans = {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
-        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)})
+        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
     return plans
 
 
@@ -88,14 +93,14 @@ class Bench:
 
     Attributes:
       running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
-      abandoned: set by that thread when it gives up: nothing more is run.
+      given_up: set by that thread: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
-    abandoned = False
 
-    def __init__(self, problem: Problem, platform: str):
+    def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
         self.problem = problem
+        self.given_up = given_up
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
@@ -108,8 +113,7 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        self._check_abandoned()
-        plans = compile_ahead(self.problem, candidates)
+        plans = compile_ahead(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
@@ -127,6 +131,7 @@ class Bench:
 
     @usual_settings()  # it runs in the threads of a pool
     def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
+        self._check_given_up()
         problem = self.problem
         if isinstance(plan, str):
             raise RuntimeError(plan)
@@ -217,16 +222,16 @@ class Bench:
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
-        self._check_abandoned()
+        self._check_given_up()
         self.running = (candidate, time.monotonic())
         try:
             return work()
         finally:
             self.running = None
 
-    def _check_abandoned(self) -> None:
-        if self.abandoned:
-            raise RuntimeError("the measurement was given up")
+    def _check_given_up(self) -> None:
+        if self.given_up.is_set():
+            raise GivenUp
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import toolchain
+from jax_splitk.runtime import disk, toolchain
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
@@ -127,10 +127,10 @@ def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | N
 def _say_what_does_not_match(tuning: Any, key: Key) -> None:
     """One log line where a TuningResult has the problem, but not for this machine."""
     others = [other for other, _ in tuning if other.problem == key.problem]
-    if others and session().is_first("mismatch", key):
+    if others:
         machines = "; ".join(str(other.environment) for other in others)
-        said = "%s: the TuningResult in force is passed over: it decides for %s, and this is %s"
-        _logger.warning(said, key.problem, machines, key.environment)
+        passed_over = f"{key.problem}: the TuningResult in force is passed over"
+        disk.warn_once(f"{passed_over}: it decides for {machines}, and this is {key.environment}")
 
 
 def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:

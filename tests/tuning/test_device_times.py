@@ -1,6 +1,7 @@
 """Times by the profiler, on a device that the tests play."""
 
 import pathlib
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,7 @@ class FakeDevice:
     def bench(self) -> Bench:
         bench = Bench.__new__(Bench)
         bench.problem, bench.platform, bench.sets = CASE.problem(), "cuda", 1
+        bench.given_up = threading.Event()
         return bench
 
 
