@@ -170,53 +170,41 @@ class Bench:
                     else:
                         contestant.times.append(timed)
 
-    def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
+    def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
-        is as large as the differences. False, and nothing changed, where there are none (on the CPU, or while the
-        user takes a profile)."""
-
-        def repeats(contestant: Contestant) -> int:
-            wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
-            return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
-
-        rounds: list[Sequence[float]] = []
-        for _ in range(DEVICE_ROUNDS):
-            rounds.append(self._device_times(contestants, repeats))
-            if not rounds[-1]:
-                return False
-        for contestant, times in zip(contestants, zip(*rounds, strict=True), strict=True):
+        is as large as the differences. A single round is of a few calls. False, and nothing changed, where there are
+        none (on the CPU, or while the user takes a profile)."""
+        if self.platform != "cuda" or not contestants:
+            return False
+        counts = [self._calls(contestant, rounds) for contestant in contestants]
+        try:
+            found = [self._device_times(contestants, counts) for _ in range(rounds)]
+        except Exception as error:
+            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            return False
+        for contestant, times in zip(contestants, zip(*found, strict=True), strict=True):
             contestant.device_times = list(times)
         return True
 
-    def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
-        """One device time of each contestant: where kernels are so short that a wall clock shows the host. False, and
-        nothing changed, where there are none."""
-        times = self._device_times(contestants, lambda _: max(1, SCREENING_CALLS // self.sets))
-        if not times:
-            return False
-        for contestant, us in zip(contestants, times, strict=True):
-            contestant.device_times = [us]
-        return True
+    def _calls(self, contestant: Contestant, rounds: int) -> int:
+        """How often to run it while a profile is taken."""
+        if rounds == 1:
+            return max(1, SCREENING_CALLS // self.sets)
+        wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
+        return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
 
-    def _device_times(self, contestants: Sequence[Contestant], repeats: Callable[[Contestant], int]) -> Sequence[float]:
+    def _device_times(self, contestants: Sequence[Contestant], counts: Sequence[int]) -> list[float]:
         """Microseconds a call of each contestant, all from one profile, in which pauses tell them apart: to start and
-        read a profile takes longer than what it shows. Nothing where they cannot be had."""
-        if self.platform != "cuda" or not contestants:
-            return ()
-        counts = [repeats(contestant) for contestant in contestants]
+        read a profile takes longer than what it shows."""
 
         def work() -> None:
             for contestant, count in zip(contestants, counts, strict=True):
                 time.sleep(PAUSE_SECONDS)
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        try:
-            parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
-            if len(parts) != len(contestants):
-                raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
-        except Exception as error:
-            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
-            return ()
+        parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
+        if len(parts) != len(contestants):
+            raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
         busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
         return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]
 

@@ -93,7 +93,7 @@ class Search:
             taken = self._prepare_first(bench, first)
             bench.time([xla, *self.contestants], 3, self._deadline)
             host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US
-            screened = host_bound and bench.screen_on_device(_working([xla, *self.contestants]))
+            screened = host_bound and bench.time_on_device(_working([xla, *self.contestants]), rounds=1)
             self._refine(bench, taken, screened)
             finalists = self._time_finalists(bench, xla)
         if xla.error is not None:
@@ -164,7 +164,7 @@ class Search:
             joined = self._prepare(bench, new)
             bench.time(joined, 3, self._deadline)
             if screened:
-                bench.screen_on_device(_working(joined))
+                bench.time_on_device(_working(joined), rounds=1)
             self.contestants += joined
             if _fastest(self.contestants) is best and best.error is None:
                 break

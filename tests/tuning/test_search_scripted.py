@@ -79,17 +79,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
-            def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
+            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3) -> bool:
                 if script.device_us is None:
                     return False
-                script.screened += [contestant.candidate for contestant in contestants]
-                return self._by_device(contestants, 1)
-
-            def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
-                return script.device_us is not None and self._by_device(contestants, 3)
-
-            def _by_device(self, contestants: Sequence[Contestant], rounds: int) -> bool:
-                assert script.device_us is not None
+                script.screened += [contestant.candidate for contestant in contestants if rounds == 1]
                 for contestant in contestants:
                     contestant.device_times = [script.device_us(contestant.candidate)] * rounds
                 return True
