@@ -161,16 +161,14 @@ def _left_to_lax(
 
 
 def _canonical(x: jax.Array, y: jax.Array, dimension_numbers: Any) -> DimensionNumbers:
-    """Plain tuples of dimensions that are not negative; raises TypeError, as lax does, where they do not belong to the
-    operands."""
+    """Plain tuples of dimensions; raises TypeError, as lax does, where they do not belong to the operands."""
     jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *_of_one_dtype(x, y))
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
 
-    def plain(dims: Sequence[int], rank: int) -> tuple[int, ...]:
-        return tuple(int(i) % rank for i in dims)
+    def plain(dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(int(i) for i in dims)
 
-    contracting = (plain(lhs_contracting, x.ndim), plain(rhs_contracting, y.ndim))
-    return contracting, (plain(lhs_batch, x.ndim), plain(rhs_batch, y.ndim))
+    return (plain(lhs_contracting), plain(rhs_contracting)), (plain(lhs_batch), plain(rhs_batch))
 
 
 def _of_one_dtype(x: jax.Array, y: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

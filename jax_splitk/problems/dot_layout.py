@@ -59,8 +59,11 @@ def _operand(shape: Sequence[int], contracting: Sequence[int], batch: Sequence[i
     in_place = len(set(order)) == len(order) and order[-1:] != "b" and all(_ascends(dims[x], shape) for x in order)
     if not in_place:
         canonical = f"b{free_letter}k" if free_letter == "m" else "bkn"
-        return Operand((*batch, *(free + dims["k"] if free_letter == "m" else dims["k"] + free)), canonical,
-                       tuple(sizes[letter] for letter in canonical))
+        return Operand(
+            (*batch, *(free + dims["k"] if free_letter == "m" else dims["k"] + free)),
+            canonical,
+            tuple(sizes[letter] for letter in canonical),
+        )
     for letter in (free_letter, "k", "b"):  # those of size 1 are put where they change nothing
         if letter not in order:
             order = letter + order

@@ -15,9 +15,7 @@ def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Arra
     dimensions = (((left.index("k"),), (right.index("k"),)), ((left.index("b"),), (right.index("b"),)))
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
     wide = jnp.promote_types(problem.dtype, problem.out_dtype)
-    out = lax.dot_general(
-        lhs, rhs, dimensions, precision=_PRECISIONS[problem.precision], preferred_element_type=wide
-    )
+    out = lax.dot_general(lhs, rhs, dimensions, precision=_PRECISIONS[problem.precision], preferred_element_type=wide)
     return out.astype(problem.out_dtype)
 
 

@@ -71,7 +71,12 @@ def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]],
     subprocess.run(command, input=DRIVER, text=True, check=True)
     command = [sys.executable, "-c", CALLS, str(_ffi.__file__)]
     ran = subprocess.run(
-        command, input=json.dumps(calls), env={"LD_LIBRARY_PATH": str(folder)}, text=True, check=True, capture_output=True
+        command,
+        input=json.dumps(calls),
+        env={"LD_LIBRARY_PATH": str(folder)},
+        text=True,
+        check=True,
+        capture_output=True,
     )
     return ran.stdout.split("\n")[: len(calls)]
 

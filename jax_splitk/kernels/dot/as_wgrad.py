@@ -1,6 +1,5 @@
-"""Matrix products that are weight gradients: lhs [k, m] and rhs [k, n] are the operands of a 1x1 convolution over k pixels
-with m input and n output channels. So its families compute them too: what needs no kernel of its own is not written
-twice.
+"""Matrix products that are weight gradients: lhs [k, m] and rhs [k, n] are the operands of a 1x1 convolution over k
+pixels, with m input and n output channels. So the families of weight gradients compute them too.
 """
 
 import dataclasses

@@ -87,12 +87,12 @@ class Config:
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
-def _least_stages(tile_m: int, tile_n: int) -> int:
+def least_stages(tile_m: int, tile_n: int) -> int:
     """So many as hold the fp32 sums of a tile, whose rows are 8 longer."""
     return max(MIN_STAGES, -(-tile_m * (tile_n + 8) * 4 // ((tile_m + tile_n) * ROW_BYTES)))
 
 
-def _most_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
+def most_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
     """The deepest pipeline that fits in shared memory and is of use."""
     room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + tile_n) * ROW_BYTES)
     return min(MAX_STAGES, room)
@@ -193,7 +193,7 @@ class Tma(CudaFamily[DotProblem, Config]):
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
         if (config.tile_m, config.tile_n) not in TILES:
             return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-        stages = range(_least_stages(config.tile_m, config.tile_n), _most_stages(config.tile_m, config.tile_n) + 1)
+        stages = range(least_stages(config.tile_m, config.tile_n), most_stages(config.tile_m, config.tile_n) + 1)
         reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
@@ -202,6 +202,14 @@ class Tma(CudaFamily[DotProblem, Config]):
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
             return f"splits {config.splits} in a cluster; accepted: at most {MAX_CLUSTER}"
         return split_k.splits_refusal(config.splits, k_blocks(problem), "blocks of k")
+
+    def unmeasured_refusal(self, problem: DotProblem) -> str | None:
+        """XLA's library is as fast where tiles fill the machine by themselves, and on long products."""
+        tiles = -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
+        seconds = max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _HBM_BYTES)
+        if tiles <= _FEW_TILES and seconds < _SHORT_SECONDS:
+            return None
+        return f"{problem} was not measured, and XLA's product is as fast as ours for most of its size"
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -232,9 +240,9 @@ class Tma(CudaFamily[DotProblem, Config]):
         """Of every tile the best few ways to split by the model."""
         found: list[Config] = []
         for tile_m, tile_n in TILES:
-            depths = {_most_stages(tile_m, tile_n)}
+            depths = {most_stages(tile_m, tile_n)}
             if tile_m == 64 and tile_n <= 192:
-                depths.add(_most_stages(tile_m, tile_n, blocks_per_sm=2))
+                depths.add(most_stages(tile_m, tile_n, blocks_per_sm=2))
             for stages in sorted(depths):
                 splits = self._splits(problem, Config(tile_m, tile_n, stages), target)
                 legal = [c for c in splits if self.config_refusal(problem, c) is None]
@@ -349,6 +357,10 @@ class Tma(CudaFamily[DotProblem, Config]):
         return main, reduce
 
 
+# Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
+_LIBRARY_FLOPS = 790e12
+_FEW_TILES = 64
+_SHORT_SECONDS = 10e-6
 # Those of wgrad_im2col, and what was measured of clusters.
 _MMA_FLOPS_PER_SM = 990e12 / 132
 _ONE_WARPGROUP = 0.86

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import tiles
-from jax_splitk.kernels.quantized.dequantize import TYPE_CODES, has_zero, per_channel
+from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
