@@ -29,7 +29,7 @@ MAX_STAGES = 14  # barriers
 SHARED_BYTES = 227 * 1024
 INT32_MAX = 2**31 - 1
 
-_SLOTS = 2
+_INBOXES = 2
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
@@ -108,11 +108,11 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The pipeline, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
+    """The pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
-    slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
+    inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
-    rest = config.stages * stage_bytes(p, config) + sums + slots + _BARRIER_BYTES
+    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
 
