@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.registers import tma_share_macros
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
@@ -245,7 +246,7 @@ class Im2col(SplitFamily[Config]):
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (*SplitFamily.structs, TailArgs)
+    structs = (TailArgs,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -379,6 +380,7 @@ class Im2col(SplitFamily[Config]):
             config.shared_bytes,
             {
                 **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
+                **tma_share_macros(config.consumers),
                 "X_TILED": int(is_matrix_product(problem)),
                 "RANK3": int(folded(problem).rank == 3),
                 "TAIL": int(config.whole_tiles > 0),

@@ -274,8 +274,7 @@ class Tf32(RankedFamily[Config]):
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         v = view(problem)
         fixed = {"taps_h": range(1, MAX_TAPS_H + 1), "tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
-        reason = field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))
-        if reason is not None:
+        if (reason := field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))) is not None:
             return reason
         if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
             return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
