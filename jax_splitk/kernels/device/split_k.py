@@ -20,16 +20,16 @@ def reduce_args(size: int, stride: int, splits: int) -> Values:
     return Values("ReduceArgs", {"size": size, "stride": stride, "splits": splits, "lanes": lanes})
 
 
-def splits_refusal(splits: int, blocks: int, what: str, least: int = 1) -> str | None:
+def splits_refusal(splits: int, blocks: int, what: str, uneven: bool = False) -> str | None:
     """Why a reduction over so many blocks, which are `what`, cannot be cut so; None where it can.
 
-    No split may be without a block. `least` is 0 where that is a schedule of its own.
+    No split may be without a block. They have as many each but for the last, or differ by one at most (`uneven`).
     """
     most = min(blocks, MAX_GRID_Y)
-    if not least <= splits <= most:
-        return f"splits {splits}; accepted for {blocks} {what}: {least} to {most}"
+    if not 1 <= splits <= most:
+        return f"splits {splits}; accepted for {blocks} {what}: 1 to {most}"
     nearest = whole_splits(blocks, splits)
-    if splits and nearest != splits:
+    if nearest != splits and not uneven:
         return f"splits {splits} leaves some of {blocks} {what}' splits empty; use {nearest}"
     return None
 
