@@ -11,10 +11,14 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "device/ptx.cuh"
-#include "device/tensor_map.cuh"
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// A TMA descriptor, which the launcher encodes: by value, as a `__grid_constant__` parameter.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
 
 // Where a role is in a pipeline: the stage, and the parity of its barriers' phase.
 struct Position {
@@ -74,3 +78,12 @@ struct Pipeline {
 // A warp's number, uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the
 // warp's lanes.
 __device__ inline int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
+// Registers of a consumer's thread where one of the producers' warpgroup has so many: what is left of the
+// register file's share of each of `blocks` thread blocks (setmaxnreg wants multiples of 8, 240 at most
+// here).
+constexpr int consumer_registers(int consumers, int producer_registers, int blocks = 1) {
+  const int at_launch = 65536 / blocks / (128 * (consumers + 1)) / 8 * 8;
+  const int registers = (at_launch * (consumers + 1) - producer_registers) / consumers / 8 * 8;
+  return registers < 240 ? registers : 240;
+}

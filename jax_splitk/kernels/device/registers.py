@@ -1,10 +1,10 @@
-"""The register file, shared out by role: a warpgroup of producers, and consumer warpgroups.
+"""The register file, shared out by role: a warpgroup of producers, which compute addresses or convert what they load,
+and consumer warpgroups.
 
 The instruction for it (setmaxnreg) wants multiples of 8. Device code has a thread's as PRODUCER_REGS and CONSUMER_REGS.
 """
 
-# By (thread blocks on an SM, consumer warpgroups): a producer thread's and a consumer thread's. Producers compute
-# addresses or convert what they load.
+# By (thread blocks on an SM, consumer warpgroups): a producer thread's and a consumer thread's.
 _SHARES = {
     (1, 1): (104, 240),
     (1, 2): (88, 208),
@@ -14,8 +14,6 @@ _SHARES = {
     (2, 2): (64, 88),
     (2, 3): (40, 72),
 }
-# Producers issue TMA.
-_TMA_SHARES = {1: (40, 240), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
 
 
 def consumer_registers(blocks_per_sm: int, consumers: int) -> int:
@@ -24,12 +22,5 @@ def consumer_registers(blocks_per_sm: int, consumers: int) -> int:
 
 
 def share_macros(blocks_per_sm: int, consumers: int) -> dict[str, int]:
-    return _macros(*_SHARES[blocks_per_sm, consumers])
-
-
-def tma_share_macros(consumers: int) -> dict[str, int]:
-    return _macros(*_TMA_SHARES[consumers])
-
-
-def _macros(producer: int, consumer: int) -> dict[str, int]:
+    producer, consumer = _SHARES[blocks_per_sm, consumers]
     return {"PRODUCER_REGS": producer, "CONSUMER_REGS": consumer}

@@ -40,6 +40,8 @@ constexpr int ACCUMULATORS = TILE_N / 2;
 constexpr int CONSUMERS = TAPS_H;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_FLOATS = CONSUMERS * 128 * ACCUMULATORS;
+constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 using Accumulator = float[ACCUMULATORS];
 

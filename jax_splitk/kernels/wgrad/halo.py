@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.registers import tma_share_macros
 from jax_splitk.kernels.device.structs import Divisor
 from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
@@ -264,7 +263,6 @@ class Halo(SplitFamily[Config]):
             shared_bytes(p, config),
             {
                 **field_macros(config, "taps_h", "taps_w", "tile_q"),
-                **tma_share_macros(config.taps_h),
                 "TILE_N": CHANNELS * config.taps_w,
                 "BATCH_ROWS": batch_rows(p, config),
             },

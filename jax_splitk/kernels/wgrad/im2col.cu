@@ -44,6 +44,8 @@ constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = 128 + CONSUMER_THREADS;
 // One consumer has enough registers without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 struct Slot {
   int tap, c0;

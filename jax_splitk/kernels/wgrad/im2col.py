@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.registers import tma_share_macros
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
@@ -379,7 +378,6 @@ class Im2col(SplitFamily[Config]):
             config.shared_bytes,
             {
                 **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
-                **tma_share_macros(config.consumers),
                 "X_TILED": int(is_matrix_product(problem)),
                 "RANK3": int(folded(problem).rank == 3),
                 "TAIL": int(config.whole_tiles > 0),
