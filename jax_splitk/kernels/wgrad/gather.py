@@ -258,8 +258,7 @@ class Gather(RankedFamily[Config]):
             )
         if config.slice not in slices(v):
             return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
-        needed = shared_bytes(v, config)
-        if needed > SHARED_BYTES:
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 

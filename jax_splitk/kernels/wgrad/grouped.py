@@ -345,8 +345,8 @@ class Grouped(SplitFamily[Config]):
             count = registers(problem, t)
             most = REGISTERS // 32 // count * 4 - 1
             return f"{warps} warps of {count} registers a thread; accepted: at most {most} warps"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:

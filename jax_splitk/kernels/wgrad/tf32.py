@@ -279,8 +279,7 @@ class Tf32(RankedFamily[Config]):
             return f"{line}; accepted: {accepted}, products that are multiples of 8 up to {MAX_PIXELS}"
         if columns(v, config) > MAX_BOX:
             return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
-        if shared_bytes(v, config) > SHARED_BYTES:
-            needed = shared_bytes(v, config)
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
         if barriers > BARRIER_BYTES:
