@@ -1,10 +1,13 @@
-"""Tells XLA about the C++ handlers of jax_splitk._ffi. Runs once, on import of the package."""
+"""What happens once, on import of the package: XLA learns of the C++ handlers of jax_splitk._ffi, the user of mistakes
+in the environment."""
 
 import functools
+import logging
 
 import jax
 
 from jax_splitk import _ffi
+from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
 
 
@@ -15,3 +18,5 @@ def register() -> None:
     jax.ffi.register_ffi_target(LAUNCH_TARGET, _ffi.launch_handlers(), platform="CUDA")
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
+    for mistake in settings.mistakes():
+        logging.getLogger("jax_splitk").warning("%s", mistake)
