@@ -16,7 +16,7 @@ from jax_splitk.runtime.target import target_for
 
 _PACKAGES = (
     *("jax_splitk", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cutlass", "nvidia-cuda-nvrtc"),
-    *("nvidia-cuda-cccl", "nvidia-cuda-runtime", "scipy"),
+    *("nvidia-cuda-cccl", "nvidia-cuda-runtime"),
 )
 
 
