@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.family import CudaFamily, field_refusal
+from jax_splitk.kernels.device.structs import Divisor, Values, declarations
+from jax_splitk.kernels.family import CudaFamily, field_refusal, varied
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
 ROW_BYTES = 128  # of shared memory: the swizzle
@@ -108,25 +109,25 @@ def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of `dot`.
-
-    Attributes:
-      rows, columns: tiles along m and n.
-      k_blocks: blocks of the reduction of a split, of which the first `longer` splits have one more.
-      a_once, b_once: whether a single tile reads any of the operand, so that it need not stay in the L2.
-    """
-
-    m: int
-    n: int
-    rows: Divisor
-    columns: Divisor
-    splits: Divisor
-    k_blocks: int
-    longer: int
-    a_once: int
-    b_once: int
+def _args(problem: DotProblem, config: Config) -> Values:
+    """Of the kernels: tiles along m and n; blocks of the reduction of a split, of which the first `longer` splits have
+    one more; whether a single tile reads any of the operand, so that it need not stay in the L2."""
+    rows, columns = tile_counts(problem, config)
+    blocks, longer = divmod(k_blocks(problem), config.splits)
+    return Values(
+        "Args",
+        {
+            "m": problem.m,
+            "n": problem.n,
+            "rows": Divisor.of(rows),
+            "columns": Divisor.of(columns),
+            "splits": Divisor.of(config.splits),
+            "k_blocks": blocks,
+            "longer": longer,
+            "a_once": int(columns == 1),
+            "b_once": int(rows == 1),
+        },
+    )
 
 
 def _is_whole(size: int) -> bool:
@@ -161,7 +162,6 @@ class Tma(CudaFamily[DotProblem, Config]):
     name = "dot_tma"
     ABI = 1
     file = "dot/tma.cu"
-    structs = (split_k.ReduceArgs, Args)
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Tma(CudaFamily[DotProblem, Config]):
             return f"reduction {config.reduction!r} of {config.splits} splits; accepted: 'none' of 1, others of more"
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
             return f"splits {config.splits} in a cluster; accepted: at most {MAX_CLUSTER}"
-        return split_k.splits_refusal(config.splits, k_blocks(problem), "blocks of k")
+        return split_k.splits_refusal(config.splits, k_blocks(problem), "blocks of k", uneven=True)
 
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
         """XLA's library is as fast where tiles fill the machine by themselves, and on long products."""
@@ -231,9 +231,9 @@ class Tma(CudaFamily[DotProblem, Config]):
         if least == 1:
             yield config
         for splits in range(max(2, least), MAX_CLUSTER + 1):
-            if split_k.whole_splits(blocks, splits) == splits and tiles * splits <= 2 * slots:
+            if splits <= blocks and tiles * splits <= 2 * slots:
                 yield dataclasses.replace(config, splits=splits, reduction="cluster")
-        for splits in sorted({split_k.whole_splits(blocks, splits) for splits in wanted} - {1}):
+        for splits in sorted({min(splits, blocks) for splits in wanted} - {0, 1}):
             yield dataclasses.replace(config, splits=splits, reduction="workspace")
 
     def candidates(self, problem: DotProblem, target: Target) -> list[Config]:
@@ -257,8 +257,8 @@ class Tma(CudaFamily[DotProblem, Config]):
             other = "cluster" if config.reduction == "workspace" else "workspace"
             found.append(dataclasses.replace(config, reduction=other))
             near = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2}
-            whole = {split_k.whole_splits(blocks, splits) for splits in near if splits >= max(2, least)}
-            found += [dataclasses.replace(config, splits=splits) for splits in sorted(whole - {1, config.splits})]
+            near = {min(splits, blocks) for splits in near if splits >= max(2, least)} - {1, config.splits}
+            found += varied(config, splits=sorted(near))
         return found
 
     def estimate(self, problem: DotProblem, config: Config, target: Target) -> float:
@@ -331,30 +331,34 @@ class Tma(CudaFamily[DotProblem, Config]):
         rows, columns = tile_counts(problem, config)
         cluster = config.splits if config.reduction == "cluster" else 1
         in_workspace = config.reduction == "workspace"
-        args = Args(
-            m=problem.m,
-            n=problem.n,
-            rows=Divisor.of(rows),
-            columns=Divisor.of(columns),
-            splits=Divisor.of(config.splits),
-            k_blocks=k_blocks(problem) // config.splits,
-            longer=k_blocks(problem) % config.splits,
-            a_once=int(columns == 1),
-            b_once=int(rows == 1),
-        )
+        args = _args(problem, config).param()
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
             block=(128 * (config.consumers + 1), 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args.param(), plan.Pointer(3 if in_workspace else 2)),
+            params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(3 if in_workspace else 2)),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
         )
         if not in_workspace:
             return (main,)
-        size = self._partial_stride(problem, config)
-        reduce = split_k.reduce_launch("reduce_dot", size, config.splits, partials=3, out=2, args=(args.param(),))
+        lanes = split_k.reduce_lanes(self._partial_stride(problem, config) // 4, config.splits)
+        reduce = plan.Launch(
+            kernel="reduce_dot",
+            grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
+            block=(split_k.REDUCE_THREADS, 1, 1),
+            params=(plan.Pointer(3), plan.Pointer(2), args, self._reduce_args(problem, config).param()),
+            programmatic=True,
+        )
         return main, reduce
+
+    def _reduce_args(self, problem: DotProblem, config: Config) -> Values:
+        size = self._partial_stride(problem, config)
+        return split_k.reduce_args(size, size, config.splits)
+
+    def source(self, problem: DotProblem, config: Config) -> Source:
+        structs = declarations(self._reduce_args(problem, config), _args(problem, config))
+        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
 
 # Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.

@@ -332,8 +332,7 @@ class Depthwise(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        reason = field_refusal(config, channels=CHANNELS, segments=SEGMENTS)
-        if reason is not None:
+        if (reason := field_refusal(config, channels=CHANNELS, segments=SEGMENTS)) is not None:
             return reason
         g, t = axes(problem), tiling(problem, config)
         if config.channels == 32:

@@ -79,9 +79,6 @@ class Config:
         return 64 * self.consumers * self.blocks
 
 
-# ---- a thread block's registers and shared memory --------------------------------------------------------------------
-
-
 def layout(v: Volume, config: Config) -> Layout:
     return layout_of(v, config.tile, config.slice)
 
@@ -111,11 +108,6 @@ def chain(v: Volume, config: Config) -> int:
     return next(fitting, shortest)
 
 
-def most_registers(v: Volume, config: Config) -> int:
-    most = consumer_registers(1, config.consumers)
-    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
-
-
 def registers(v: Volume, config: Config, steps: int | None = None) -> int:
     """A consumer thread's, about, in chains of so many steps."""
     steps = steps or chain(v, config)
@@ -136,9 +128,6 @@ def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
     """2 where shared memory and registers allow it, in chains of so many steps."""
     fits = registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
-
-
-# ---- tiles and splits ----------------------------------------------------------------------------------------------
 
 
 def _steps_add_up(config: Config) -> bool:
@@ -260,7 +249,8 @@ class Gather(RankedFamily[Config]):
         if not _steps_add_up(config):
             return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
         v = volume(problem)
-        count, most = registers(v, config), most_registers(v, config)
+        count, most = registers(v, config), consumer_registers(1, config.consumers)
+        most = min(most, EXACT_REGISTERS) if v.parts == 3 else most
         if count > most:
             return (
                 f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
@@ -268,8 +258,7 @@ class Gather(RankedFamily[Config]):
             )
         if config.slice not in slices(v):
             return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
-        needed = shared_bytes(v, config)
-        if needed > SHARED_BYTES:
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 

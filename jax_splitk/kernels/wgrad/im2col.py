@@ -245,7 +245,7 @@ class Im2col(SplitFamily[Config]):
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (*SplitFamily.structs, TailArgs)
+    structs = (TailArgs,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -268,9 +268,8 @@ class Im2col(SplitFamily[Config]):
             return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
         if not isinstance(config.swap, bool):
             return f"swap {config.swap!r}; accepted: True or False"
-        splits = split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")
-        if splits is not None:
-            return splits
+        if (reason := split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")) is not None:
+            return reason
         if config.whole_tiles:
             tiles = math.prod(self.tile_counts(problem, config))
             if config.splits == 1 or problem.feature_group_count != 1:

@@ -43,7 +43,6 @@ def test_refuses_what_it_cannot_compute(changes: dict[str, object], reason: str)
         (Config(64, 64, 8, 1, "cluster"), "reduction 'cluster' of 1 splits"),
         (Config(64, 64, 8, 9, "cluster"), "splits 9 in a cluster; accepted: at most 8"),
         (Config(64, 64, 8, 2000, "workspace"), "splits 2000; accepted for 1024 blocks of k"),
-        (Config(64, 64, 8, 1000, "workspace"), "splits 1000 leaves some of 1024 blocks of k' splits empty; use 512"),
         (Config(64, 64, 8, 2, "turns"), "reduction turns; accepted: none, workspace, cluster"),
     ],
 )
