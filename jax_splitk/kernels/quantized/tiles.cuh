@@ -308,6 +308,8 @@ struct Role {
   unsigned thread;
 
   __device__ Role(int warp, unsigned thread, int rank) : warp(warp), rank(rank), thread(thread) {
+    // No constant, even where it is 0. With it a range's blocks would be known, and of a loop of one turn
+    // ptxas (CUDA 13) drops products of fp8: it takes those of two chunks for the same.
     k_warpgroup = warp / 4 / M_WARPGROUPS;
     m_warpgroup = warp / 4 - k_warpgroup * M_WARPGROUPS;
   }
