@@ -116,14 +116,14 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         return self.product(problem, config).seconds(target, _GATHER_RATE, _COPY_RATE)
 
     def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
-        def three(values: tuple[int, ...], missing: int = 1) -> list[int]:
-            return [*[missing] * (3 - len(values)), *values]
+        def three(*fields: tuple[int, ...], missing: int = 1) -> list[int]:
+            return [number for field in fields for number in (*[missing] * (3 - len(field)), *field)]
 
-        sizes = (problem.input_spatial, problem.output_spatial, problem.kernel_spatial)
-        steps = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation)
-        geometry = [problem.batch, problem.in_channels, problem.out_channels, *sum(map(three, sizes), [])]
-        geometry += [problem.feature_group_count, *sum(map(three, steps), [])]
-        geometry += three(tuple(low for low, _ in problem.padding), 0)
+        p = problem
+        geometry = [p.batch, p.in_channels, p.out_channels]
+        geometry += three(p.input_spatial, p.output_spatial, p.kernel_spatial)
+        geometry += [p.feature_group_count, *three(p.window_strides, p.lhs_dilation, p.rhs_dilation)]
+        geometry += three(tuple(low for low, _ in p.padding), missing=0)
         return {
             "geometry": np.array(geometry, np.int64),
             "span": np.int64(_span(problem)),
