@@ -1,5 +1,6 @@
-"""The cases of JAX's own tests of its convolution (lax_test, lax_autodiff_test, lax_vmap_test, shard_map_test, pjit_test,
-shape_poly_test), with ours in its place and lax as the oracle, forward and in both modes of differentiation."""
+"""The cases of JAX's own tests of its convolution (lax_test, lax_autodiff_test, lax_vmap_test, shard_map_test,
+pjit_test, shape_poly_test), with ours in its place and lax as the oracle, forward and in both modes of
+differentiation."""
 
 import contextlib
 import functools
@@ -205,8 +206,8 @@ def test_no_spatial_dimensions_are_a_matrix_product() -> None:
 
 @pytest.mark.parametrize("case", drawn({
     **TWO_OR_THREE, "k": (3, 4, 5), "rank,strides,rhs_dilation": [
-        *((2, strides, dilation) for strides in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 3)) for dilation in (None, (2, 2))),
-        *((1, (stride,), dilation) for stride in (1, 2, 3) for dilation in (None, (2,))), (0, (), None),
+        *itertools.product((2,), ((1, 1), (1, 2), (2, 1), (2, 2), (3, 3)), (None, (2, 2))),
+        *itertools.product((1,), ((1,), (2,), (3,)), (None, (2,))), (0, (), None),
     ], "dtype": FLOATS, "padding": ("VALID", "SAME"), "transpose_kernel": (False, True),
 }, quick=4))  # fmt: skip
 def test_conv_transpose(case: dict[str, Any]) -> None:
@@ -238,7 +239,7 @@ def test_patches(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", drawn({
     "lhs_spec,rhs_spec,out_spec": [
-        tuple("".join(np.random.default_rng(i).permutation(list(letters[:rank]))) for letters in ("NCHW", "OIHW", "NCHW"))
+        tuple("".join(np.random.default_rng(i).permutation(list(form[:rank]))) for form in ("NCHW", "OIHW", "NCHW"))
         for i in range(20) for rank in (3, 4)
     ],
     "dtype": (*FLOATS, "complex64"), "padding": ("SAME", "VALID"),
@@ -261,8 +262,8 @@ def test_any_order_of_dimensions(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", drawn({
-    **TWO_OR_THREE, **STRIDES, "dtype": FLOATS, "padding": (*WORDS[:2], ((0, 0), (0, 0)), ((-1, 0), (0, -1)), ((1, 0), (0, 1))),
-    "transposed": (1, 2),
+    **TWO_OR_THREE, **STRIDES, "dtype": FLOATS,
+    "padding": (*WORDS[:2], ((0, 0), (0, 0)), ((-1, 0), (0, -1)), ((1, 0), (0, 1))), "transposed": (1, 2),
 }, quick=3))  # fmt: skip
 def test_derivatives_to_second_order(case: dict[str, Any]) -> None:
     b, i, j, dtype, factor = (case.pop(name) for name in ("b", "i", "j", "dtype", "transposed"))
