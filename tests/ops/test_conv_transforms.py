@@ -145,7 +145,7 @@ def test_forward_mode_and_transposes_are_laxs(name: str) -> None:
 
 def test_the_transpose_in_the_weight_is_ours() -> None:
     lhs, rhs, g = PLAIN.integers(generator(2))
-    (decision,) = jax_splitk.explain(lambda g: jax.linear_transpose(lambda w: PLAIN.ours(lhs, w), rhs)(g), g).decisions
+    (decision,) = jax_splitk.explain(jax.linear_transpose(lambda w: PLAIN.ours(lhs, w), rhs), g).decisions
     assert decision.problem.out_shape == PLAIN.rhs_shape
 
 
@@ -237,9 +237,9 @@ def test_out_sharding() -> None:
             for ours, theirs, operand in zip(back(out), vjp(expected), placed, strict=True):
                 assert jax.typeof(ours).sharding == jax.typeof(operand).sharding
                 np.testing.assert_array_equal(ours, theirs)
-    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
-        with pytest.raises(ValueError, match=r"out_sharding=.*'data'.*: PartitionSpec .* cannot contain axis names"):
-            layer(lhs, rhs, out_sharding=P("data"))
+    automatic, refused = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), r"out_sharding=.*'data'.*: Partit"
+    with jax.set_mesh(automatic), pytest.raises(ValueError, match=refused):
+        layer(lhs, rhs, out_sharding=P("data"))
 
 
 # ---- what the kernels have another form of, and what is lax's --------------------------------------------------------
