@@ -212,6 +212,14 @@ def tiles(size: int) -> int:
     return -(-size // TILE)
 
 
+def cuts(shape: tuple[int, int], group_size: int) -> tuple[int, int]:
+    """Into how many equal parts (k, features) of a packed weight can be cut at the bounds of tiles and groups: 1 for
+    what is padded."""
+    k, features = shape
+    unit = TILE if group_size == k else math.lcm(TILE, group_size)
+    return (1 if k % unit else k // unit), (1 if features % TILE else features // TILE)
+
+
 def packed_groups(k: int, group_size: int) -> int:
     """Groups in packed scales: those of the padded k, or the one group of a weight quantized per channel."""
     return 1 if group_size == k else tiles(k) * TILE // group_size

@@ -1,10 +1,14 @@
 """Where jax's releases differ, and the one place that may look behind its public API."""
 
+import dataclasses
+import itertools
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.extend.mlir.dialects import sdy
 
 
 def aval_vma(aval: Any) -> frozenset[str]:
@@ -58,6 +62,57 @@ def is_automatically_partitioned(ctx: Any) -> bool:
         manual = getattr(axis_context, "manual_axes", frozenset())
         return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
     return False
+
+
+def automatic_mesh(ctx: Any) -> Any:
+    """The abstract mesh over whose axes the code lowered in this context is partitioned.
+
+    None where the program names no mesh, and inside a shard_map over some of a mesh's axes: custom partitioning is not
+    for that.
+    """
+    devices = getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", 0)
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
+    known = next((mesh for mesh in meshes if not mesh.empty), None) or _mesh_of_arguments(ctx)
+    return known if known is not None and known.size == devices else None
+
+
+def _mesh_of_arguments(ctx: Any) -> Any:
+    """The mesh that the shardings of the lowered function's arguments name: those of jit's `in_shardings` are in no
+    operand's type."""
+    for function in ctx.module_context.module.body.operations:
+        for attributes in function.attributes["arg_attrs"] if "arg_attrs" in function.attributes else ():
+            if "sdy.sharding" in attributes:
+                mesh = sdy.MeshAttr(sdy.TensorShardingAttr(attributes["sdy.sharding"]).mesh_or_ref)
+                axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
+                return jax.sharding.AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes))
+    return None
+
+
+def with_mesh(ctx: Any, mesh: Any) -> Any:
+    """The context in which `custom_partitioning` can be lowered: it wants devices, but counts them only, and a program
+    may be lowered for more than there are here."""
+    devices = tuple(itertools.islice(itertools.cycle(jax.devices()), mesh.size))
+    axis_context = ctx.module_context.axis_context
+    axis_context = dataclasses.replace(axis_context, device_assignment=devices, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
+def sharding_rule(rule: SdyShardingRule, op: Any) -> Any:
+    """The rule as an attribute of an operation of StableHLO, as `custom_partitioning` makes it."""
+    from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir  # noqa: PLC0415
+
+    return sdy_sharding_rule_to_mlir(rule, [x.type for x in op.operands], [x.type for x in op.results])
+
+
+def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.PartitionSpec:
+    """A sharding of XLA's partitioner in the mesh's axes; replicated where they are not whole ones."""
+    from jax._src.sharding_impls import parse_flatten_op_sharding  # noqa: PLC0415
+
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(rank), mesh)
+    except (ValueError, NotImplementedError, AssertionError, StopIteration):
+        return jax.sharding.PartitionSpec()
+    return spec
 
 
 def is_known(*sizes: Any) -> bool:
