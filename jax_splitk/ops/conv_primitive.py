@@ -195,8 +195,8 @@ def _orders(specs: lax.ConvDimensionNumbers) -> tuple[tuple[int, ...], ...]:
 def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
     if not _compat.is_known(*problem.input_spatial):
         return lambda lhs, g: _transpose_rhs(lhs, g, out, params)
-    specs, sharding = params["convolution"].dimension_numbers, _compat.explicit_sharding(out)
-    return lambda lhs, g: conv_reference.conv_wgrad(lhs, g, problem, specs, sharding)
+    specs = params["convolution"].dimension_numbers
+    return lambda lhs, g: conv_reference.conv_wgrad(lhs, g, problem, specs)
 
 
 def _with_kernel(

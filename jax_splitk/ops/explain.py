@@ -102,7 +102,6 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
             found[operation] = Decision(problem, "none", None, options.config, None, 0, str(error))
             continue
         shown = decision(choice)
-        if operation.whole != problem:
-            shown = dataclasses.replace(shown, why=f"{shown.why}; a device's part of {operation.whole}")
-        found[operation] = shown
+        why = f"{shown.why}; {operation.part_of}" if operation.part_of else shown.why
+        found[operation] = dataclasses.replace(shown, why=why)
     return Explanation(platform, tuple(found.values()))

@@ -77,7 +77,7 @@ def define(
             custom_call = _chosen(ctx, problem, platform, options, reason)
             (out,) = ctx.avals_out
             if custom_call is None:
-                function = with_xla(problem, params, out)
+                function = _compat.over_auto_axes(with_xla(problem, params, out), _compat.explicit_sharding(out))
             elif (function := with_kernel(problem, params, out, custom_call)) is None:
                 return execute.lower(ctx, custom_call, problem, operands)
             return mlir.lower_fun(function, False)(ctx, *operands)

@@ -29,13 +29,13 @@ class Operation:
 
     Attributes:
       problem: a device's.
-      whole: that of all devices together.
+      part_of: of what it is a part, for the reader; empty for the whole.
       undivided: why XLA partitions it; None where it does not.
     """
 
     problem: Problem
-    whole: Problem
     options: Options
+    part_of: str = ""
     undivided: str | None = None
 
 
@@ -132,7 +132,9 @@ def _operation(op: Any, marked: list[_Marked]) -> Operation:
     whole = problem_of(equation.shapes, equation.params)
     rule = equation.rule
     if rule is None or equation.undivided is not None:
-        return Operation(whole, whole, options, equation.undivided)
+        return Operation(whole, options, undivided=equation.undivided)
+    if not jax.config.jax_use_shardy_partitioner:
+        return Operation(whole, options, "not yet divided, as GSPMD does it when it compiles")
     specs = [_spec(value) for value in op.operands]
     found = equation.division or partitioning.division(rule, equation.sizes, specs, _spec(op.results[0]))
     parts = found.parts(equation.sizes)
@@ -140,7 +142,8 @@ def _operation(op: Any, marked: list[_Marked]) -> Operation:
         jax.ShapeDtypeStruct([n // parts.get(name, 1) for n, name in zip(x.shape, dims, strict=True)], x.dtype)
         for x, dims in zip(equation.shapes, rule.operands, strict=True)
     ]
-    return Operation(problem_of(shapes, rule.divided(equation.params, parts)), whole, options)
+    part = problem_of(shapes, rule.divided(equation.params, parts))
+    return Operation(part, options, "" if part == whole else f"a device's part of {whole}")
 
 
 def _spec(value: Any) -> Spec:

@@ -113,7 +113,7 @@ class _Call:
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
     """(elements or words, scale, zero point) of a weight, and what they are."""
     if isinstance(w, PackedWeight):
-        checked(w)
+        w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         layout = Layout(w.shape, w.qtype, w.group_size, w.layout)
         return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout

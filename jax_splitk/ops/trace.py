@@ -18,7 +18,7 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) ->
         return propagation.operations(fn, args, kwargs, platform)
     equations = [eqn for eqn in _equations(jaxpr) if eqn.primitive in lowering.PROBLEMS]
     problems = [lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params) for eqn in equations]
-    return [Operation(p, p, eqn.params["options"]) for p, eqn in zip(problems, equations, strict=True)]
+    return [Operation(p, eqn.params["options"]) for p, eqn in zip(problems, equations, strict=True)]
 
 
 def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:

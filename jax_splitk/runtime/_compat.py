@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,12 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
     return aval.sharding if explicit else None
 
 
+def over_auto_axes(function: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
+    """The function of plain lax operations, whose shardings are XLA's to find; `sharding` is the result's, by explicit
+    axes, or None where there are none."""
+    return function if sharding is None else jax.sharding.auto_axes(function, out_sharding=sharding)
+
+
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """Marks `x` as varying over every mesh axis that `others` vary over, so that AD sums its cotangent over them."""
     wanted, varying = (frozenset().union(*(aval_vma(jax.typeof(y)) for y in of)) for of in (others, (x,)))
@@ -62,6 +69,11 @@ def is_automatically_partitioned(ctx: Any) -> bool:
         manual = getattr(axis_context, "manual_axes", frozenset())
         return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
     return False
+
+
+def is_inside_shard_map() -> bool:
+    """Whether what is traced is each device's own along an axis at least."""
+    return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def automatic_mesh(ctx: Any) -> Any:
