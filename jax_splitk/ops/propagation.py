@@ -55,7 +55,7 @@ class _Marked:
 def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
     """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
     marked: list[_Marked] = []
-    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.PROBLEMS)
+    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.RULES)
     traced = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs)).trace(*args, **kwargs)
     parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     module = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
