@@ -103,7 +103,9 @@ def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule | str:
             _ordered(specs.lhs_spec, "batch", c, *spatial("input")),
             _ordered(specs.out_spec, "batch", k, *spatial("output")),
         ),
-        result=_ordered(specs.rhs_spec, k, "group_channels" if grouped else c, *(f"tap{i}" for i in range(len(pixels)))),
+        result=_ordered(
+            specs.rhs_spec, k, "group_channels" if grouped else c, *(f"tap{i}" for i in range(len(pixels)))
+        ),
         units=units,
         divided=_divided,
     )

@@ -131,7 +131,9 @@ def _local(
 def _announce_gathered(problem: Any, found: Division) -> None:
     if found.gathered and session().is_first("gathered", problem, found.gathered):
         what = ", ".join(found.gathered)
-        said = "%s: sharded along %s, which is gathered: no kernel runs on such parts (implementation='xla' is XLA's way)"
+        said = (
+            "%s: sharded along %s, which is gathered: no kernel runs on such parts (implementation='xla' is XLA's way)"
+        )
         _logger.warning(said, problem, what)
 
 

@@ -61,7 +61,9 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) ->
     module = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
     with module.context:
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
-        functions = {ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body if "sym_name" in f.attributes}
+        functions = {
+            ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body if "sym_name" in f.attributes
+        }
         return [_operation(op, marked) for op in _markers(functions["main"].operation, functions)]
 
 

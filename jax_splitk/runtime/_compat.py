@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -111,20 +111,30 @@ def automatic_mesh(ctx: Any) -> Any:
     """
     devices = getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", 0)
     meshes = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
-    known = next((mesh for mesh in meshes if not mesh.empty), None) or _mesh_of_arguments(ctx)
+    known = next((mesh for mesh in meshes if not mesh.empty), None) or _mesh_of_module(ctx)
     return known if known is not None and known.size == devices else None
 
 
-def _mesh_of_arguments(ctx: Any) -> Any:
-    """The mesh that the shardings of the lowered function's arguments name: those of jit's `in_shardings` are in no
-    operand's type."""
-    for function in ctx.module_context.module.body.operations:
-        for attributes in function.attributes["arg_attrs"] if "arg_attrs" in function.attributes else ():
-            if "sdy.sharding" in attributes:
-                mesh = sdy.MeshAttr(sdy.TensorShardingAttr(attributes["sdy.sharding"]).mesh_or_ref)
-                axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
-                return jax.sharding.AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes))
+def _mesh_of_module(ctx: Any) -> Any:
+    """The first mesh that what is lowered so far names: that of jit's `in_shardings` is in no operand's type."""
+    for sharding in _shardings(ctx.module_context.module.operation):
+        axes = [sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(sdy.TensorShardingAttr(sharding).mesh_or_ref).axes]
+        return jax.sharding.AbstractMesh(tuple(axis.size for axis in axes), tuple(axis.name for axis in axes))
     return None
+
+
+def _shardings(operation: Any) -> Iterator[Any]:
+    """Of a function's arguments and of constraints, inside an operation."""
+    attributes = operation.attributes
+    for of_argument in attributes["arg_attrs"] if "arg_attrs" in attributes else ():
+        if "sdy.sharding" in of_argument:
+            yield of_argument["sdy.sharding"]
+    if operation.name == "sdy.sharding_constraint":
+        yield attributes["sharding"]
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from _shardings(inner.operation)
 
 
 def with_mesh(ctx: Any, mesh: Any) -> Any:
