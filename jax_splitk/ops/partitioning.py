@@ -10,6 +10,7 @@ automatic axes it becomes a `custom_partitioning`, and the local problem is lowe
 """
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -236,7 +238,15 @@ def over_automatic_axes(
 
     divided: Any = custom_partitioning(lambda *operands: primitive.bind(*operands, **params))
     divided.def_partition(partition, infer, sharding_rule=shardy(rule), decode_shardings=False)
-    return divided
+    # JAX's compilation cache sees a pointer to the callbacks, or nothing (jax_remove_custom_partitioning_ptr_from_cache_
+    # key). What they compute is in the attribute.
+    said = hashlib.sha256(repr((problem, sorted(params.items()))).encode()).hexdigest()[:32]
+
+    def labelled(*operands: jax.Array) -> jax.Array:
+        with set_xla_metadata(jax_splitk=said):
+            return divided(*operands)
+
+    return labelled
 
 
 def shardy(rule: Rule) -> SdyShardingRule:
