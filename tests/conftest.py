@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pathlib
 import tempfile
 
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test measures, settles and is told is not another's."""
     monkeypatch.setattr(session, "_session", session.Session())
+    disk.warn_once.cache_clear()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -61,7 +63,7 @@ def device_code_first(request: pytest.FixtureRequest) -> None:
     wanted = getattr(request.module, "device_code", None)
     if wanted is None:
         return
-    folder = disk.cache_dir()
+    folder = pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     compiled = folder / f"tests.{run}.{request.module.__name__}"

@@ -142,7 +142,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no choice": (lambda data: data.pop("choice"), "candidate None; accepted: an object with family and config"),
     "an illegal config": (_set("choice", "config", "splits", 10**6), "choice .* is not legal: splits=1000000"),
     "a huge config": (_set("choice", "config", "splits", int(HUGE)), "is not legal: splits=999"),
-    "an illegal block": (_set("choice", "config", "block", 12), "is not legal: block=12"),
+    "an illegal block": (_set("choice", "config", "block", 7), "is not legal: block=7"),
     "another key": (_set("key", "problem", "batch", 77), "its key is another problem's"),
     "no key": (lambda data: data.pop("key"), "its key is another problem's"),
     "a newer schema": (_set("schema", SCHEMA + 1), f"schema {SCHEMA + 1}; accepted: {SCHEMA}"),

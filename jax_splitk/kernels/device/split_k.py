@@ -8,7 +8,7 @@ import dataclasses
 
 from jax_splitk.kernels.device.structs import Struct
 
-OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro OUT
+OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macros ELEMENT, OUT
 REDUCE_THREADS = 256
 MAX_LANES = 32
 MAX_GRID_Y = 65535  # of a launch: splits, or tiles

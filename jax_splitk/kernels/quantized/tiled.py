@@ -272,9 +272,9 @@ class Tiled(tiles.TileFamily[Config]):
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
+            "E4M3_PRODUCTS": 0,
             "HALF": int(_operand_dtype(problem) == "float16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "SCALING": SCALINGS.index(config.scaling),
             "PERIOD": period(problem),
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),

@@ -72,7 +72,7 @@ class Config:
 
     @property
     def m_warpgroups(self) -> int:
-        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
+        """Features of a thread block, in 64 (M_WARPGROUPS in the device code)."""
         return self.tile_m // WARPGROUP_M
 
     @property
@@ -398,10 +398,12 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             "FORMAT": FORMAT_CODES[problem.qtype],
             "OUT": OUT_CODES[problem.out_dtype],
             "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
+            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "GROUP": dequantize.group_code(problem),
-            "CONSUMERS": config.m_warpgroups,
-            "PARTS": config.k_warpgroups,
+            "M_WARPGROUPS": config.m_warpgroups,
+            "K_WARPGROUPS": config.k_warpgroups,
             "SPLITS": config.splits,
+            "MULTICAST": config.multicast,
             "RANGE": ranges[0],
             "LAST_RANGE": ranges[1],
             "TILE_N": config.tile_n,
