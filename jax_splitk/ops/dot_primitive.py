@@ -11,7 +11,8 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import lowering
+from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems import dot_layout
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
@@ -37,12 +38,29 @@ def _lax(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     return out.astype(params["out_dtype"])
 
 
+def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """Every dimension may be divided; a contracting one that is leaves a sum."""
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
+    names: list[dict[int, str]] = []
+    pairs = ((lhs_contracting, lhs_batch, "m"), (rhs_contracting, rhs_batch, "n"))
+    for aval, (contracting, batch, letter) in zip(avals, pairs, strict=True):
+        free = free_dimensions(aval.ndim, contracting, batch)
+        named = (("k", contracting), ("b", batch), (letter, free))
+        names.append({dim: f"{kind}{place}" for kind, dims in named for place, dim in enumerate(dims)})
+    operands = tuple(tuple(of[dim] for dim in sorted(of)) for of in names)
+    of_result = (f"b{i}" for i in range(len(lhs_batch)))
+    result = (*of_result, *(name for dims in operands for name in dims if name[0] in "mn"))
+    units = {name: aval.shape[dim] for aval, of in zip(avals, names, strict=True) for dim, name in of.items()}
+    return Rule(operands, result, units, lambda params, parts: params)
+
+
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
-    out = jax.eval_shape(lambda lhs, rhs: _lax(lhs, rhs, params), lhs, rhs)
-    aval = _compat.like(lhs if _compat.aval_vma(lhs) else rhs, out.shape, out.dtype)
-    if _compat.explicit_sharding(lhs) is None and _compat.explicit_sharding(rhs) is None:
-        return aval
-    return aval.update(sharding=out.sharding)
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
+    of_lhs = (*lhs_batch, *free_dimensions(lhs.ndim, lhs_contracting, lhs_batch))
+    of_rhs = free_dimensions(rhs.ndim, rhs_contracting, rhs_batch)
+    shape = (*(lhs.shape[i] for i in of_lhs), *(rhs.shape[i] for i in of_rhs))
+    out = _compat.like(lhs if _compat.aval_vma(lhs) else rhs, shape, params["out_dtype"])
+    return partitioning.with_explicit_sharding(out, _rule_of, (lhs, rhs), params)
 
 
 dot_general_p.def_abstract_eval(_abstract_eval)
@@ -168,4 +186,4 @@ def _with_kernel(
     return between_reshapes
 
 
-lowering.define(dot_general_p, _problem_of, _with_xla, _with_kernel)
+lowering.define(dot_general_p, _problem_of, _with_xla, _with_kernel, _rule_of)
