@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk.problems import dot_layout
@@ -184,3 +186,25 @@ def test_every_pair_of_letters_has_one_problem() -> None:
         lhs, _ = dot_layout.operands(shape, (2, 5, 7), (((dims["k"],), (1,)), ((dims["b"],), (0,))))
         assert {letter: lhs.size(letter) for letter in "bmk"} == sizes
         assert (lhs.transpose is None) == (order[-1] != "b")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_divided_among_devices(kind: AxisType) -> None:
+    """A divided reduction is summed, and nothing is gathered; each device has a kernel for its part."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    rng = np.random.default_rng(SEED)
+    x, g = integers(rng, 64, 32), integers(rng, 64, 16)
+    product = jax.jit(lambda x, g: jax_splitk.dot_general(x, g, (((0,), (0,)), NONE), implementation="host"))
+    with jax.set_mesh(mesh):
+        for of_x, of_g, summed in (
+            (P("data"), P("data"), True),
+            (P("data", "model"), P("data"), True),
+            (P(None, "model"), P(None, "data"), False),
+        ):
+            operands = (jax.device_put(z, NamedSharding(mesh, of)) for z, of in ((x, of_x), (g, of_g)))
+            compiled = product.lower(*(operands := tuple(operands))).compile()
+            np.testing.assert_array_equal(compiled(*operands), np.asarray(x).T @ np.asarray(g))
+            text = compiled.as_text()
+            assert ("all-reduce" in text) == summed
+            assert "all-gather" not in text
+            assert text.count("jax_splitk_host") == 1

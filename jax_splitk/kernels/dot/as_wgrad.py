@@ -88,4 +88,5 @@ class Host(AsWgrad):
     inner = host.FAMILY
 
 
-FAMILIES = (Tf32(tf32.Config), Host(host.Config))
+TF32 = Tf32(tf32.Config)
+HOST = Host(host.Config)

@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime.plan import TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import seeded
@@ -55,7 +56,7 @@ MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
-    dtype, out = str(rng.choice(["bfloat16", "float16", "float32"])), str(rng.choice(["float32", "bfloat16", "float16"]))
+    dtype, out = str(rng.choice(("bfloat16", "float16", "float32"))), str(rng.choice(tuple(split_k.OUT_CODES)))
     lhs, rhs = ("bmk", "bnk") if dtype == "float32" else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
 
     def size(most: int) -> int:
