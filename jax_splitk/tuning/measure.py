@@ -155,7 +155,7 @@ class Bench:
         error = float(_relative_error(run()[0], self._reference))
         if error <= TOLERANCE[self.problem.out_dtype]:
             return None
-        return f"wrong result: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
+        return f"differs from XLA's: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
         """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
