@@ -31,13 +31,6 @@ class Watched:
     measured: set[Key] = dataclasses.field(default_factory=set)
 
 
-class _Blocks(threading.local):
-    """The `with` blocks of TuningResults that are open in a thread, by their result's id."""
-
-    def __init__(self) -> None:
-        self.open: dict[int, list[contextlib.AbstractContextManager[None]]] = {}
-
-
 class Session:
     """The tuning of one process; safe to use from several threads.
 
@@ -48,7 +41,6 @@ class Session:
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
       alone: names on which this process went its own way: it need not wait for the others a second time.
-      blocks: see `_Blocks`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +49,6 @@ class Session:
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
         self.alone: set[str] = set()
-        self.blocks = _Blocks()
         self._lock = threading.Lock()
         self._once: dict[Hashable, Any] = {}
         self._in_flight: dict[Hashable, threading.Lock] = {}
