@@ -46,8 +46,8 @@ def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
 
     `axis` is what JAX says of the axis to a batching rule: it may be sharded over explicit mesh axes.
     """
-    names = None if sharding is None else getattr(axis, "explicit_mesh_axis", None)
-    if not names:
+    names = getattr(axis, "explicit_mesh_axis", None)
+    if sharding is None or not names:
         return sharding
     spec = sharding.spec
     if spec[dim] is not None:
