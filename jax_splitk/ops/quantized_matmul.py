@@ -15,7 +15,7 @@ from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
-from jax_splitk.quantized.array import ZERO_INTEGERS
+from jax_splitk.quantized.array import ZERO_INTEGERS, unwrapped
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
@@ -35,9 +35,9 @@ def quantized_matmul(
 ) -> jax.Array:
     """x @ w for a quantized weight w, summed in float32.
 
-    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Differentiation, in forward and reverse mode and
-    of any order, is with respect to x (in which it is linear), the scales and floating zero points, each computed only
-    where it is asked for:
+    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Differentiation, in forward and reverse mode
+    and of any order, is with respect to x (in which it is linear), the scales and floating zero points, each computed
+    only where it is asked for:
     x's for adapters on a frozen weight (QLoRA, arXiv:2305.14314), those of scales and zero points for
     quantization-aware training. Integer leaves have cotangents of dtype float0, and those that packing made floats
     (integer zero points) cotangents of 0.
@@ -52,7 +52,7 @@ def quantized_matmul(
     Args:
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32.
       w: [k, features], quantized along axis 0: a QuantizedArray, a PackedWeight (the same values in the order of the
-        kernels), a qwix QArray or an AQT QTensor.
+        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
       implementation, config: as in `conv_wgrad`.
@@ -102,6 +102,7 @@ class _Call:
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
     """(elements or words, scale, zero point) of a weight, and what they are."""
+    w = unwrapped(w)
     if isinstance(w, PackedWeight):
         w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)

@@ -113,7 +113,7 @@ CONV_ERRORS: list[Error] = [
      "lhs is complex64 and rhs is float32; accepted: real numbers"),
     ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
     ({"lhs": LHS[0]}, ValueError, SAME_RANKS),
-    ({"lhs": LHS[0, 0, 0], "rhs": jnp.ones(3)}, ValueError, "lhs of shape (6,) and rhs of shape (3,); accepted: one ra"),
+    ({"lhs": LHS[0, 0, 0], "rhs": jnp.ones(3)}, ValueError, "lhs of shape (6,) and rhs of shape (3,); accepted: one r"),
     ({"lhs": LHS[..., 1:]}, ValueError, "conv_general_dilated lhs feature dimension size divided by feature_group_cou"),
 ]  # fmt: skip
 
