@@ -46,7 +46,7 @@ def _add_cache(commands: Any) -> None:
     merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
     about = "delete entries and compiled kernels of the user's cache, and list them"
-    prune = _add(commands, "prune", "prune.prune", about)
+    prune = _add(commands, "prune", "cache.prune", about)
     prune.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")
     prune.add_argument("--older-than", metavar="DAYS", help="only files that were written longer ago")
     prune.add_argument("--damaged", action="store_true", help="also what cannot be used, and what dead processes left")

@@ -11,7 +11,11 @@ from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, toolchain
+from jax_splitk.runtime.compiler import CompilationError
+from jax_splitk.runtime.nvrtc import NvrtcError
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry
@@ -41,7 +45,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     asked = [f for f in families if options.implementation in (None, f.implementation)]
     if options.config is not None:
         asked = [f for f in asked if isinstance(options.config, f.Config)]
-    # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
+    # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
     together = measure and not options.explicit and agreement.needed()
     missing = None if together or target.platform != "cuda" else toolchain.unavailable()
     reasons = {family.name: Candidate(family).refusal(problem, target) or missing for family in asked}
@@ -162,3 +166,44 @@ def announce(choice: Choice) -> None:
     if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
+
+
+# ---- what is lowered ---------------------------------------------------------------------------------------------
+
+
+def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -> tuple[Choice, CustomCall | None]:
+    """The choice and its custom call; XLA and None, with one warning, where its code does not compile.
+
+    Args:
+      agreed: whether the processes of a job lower the same: then one that cannot compile keeps all from it.
+
+    Raises:
+      CompilationError, CompilerUnavailable: likewise, for an explicit implementation or config.
+    """
+    problem, candidate = choice.problem, choice.candidate
+    if candidate == XLA:
+        return choice, None
+    if options.explicit:
+        return choice, candidate.plan(problem).custom_call()
+
+    compiled: list[CustomCall] = []
+
+    def obstacle() -> str | None:
+        """Why the kernel is not used although it was chosen."""
+        found = None
+        try:
+            compiled.append(candidate.plan(problem).custom_call())
+        except (CompilationError, CompilerUnavailable, NvrtcError) as error:
+            found = f"{candidate.name}: {error}"
+        if agreed:
+            found = agreement.obstacle(key_for(problem, target), candidate, found)
+        if found is not None:
+            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+        return found
+
+    # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other
+    # processes of its job, at each lowering.
+    found = session().once(("obstacle", problem, candidate), obstacle)
+    if found is not None:
+        return Choice(problem, XLA, found.splitlines()[0]), None
+    return choice, compiled[0] if compiled else candidate.plan(problem).custom_call()

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.quantized import tiled
+from jax_splitk.kernels.quantized import fp8, tiled, tiles
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, toolchain
@@ -163,7 +163,9 @@ CODE = {
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
         "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
     ),
-    "quantized_fp8": Code(_fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS"),
+    "quantized_fp8": Code(
+        _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS"
+    ),
     "quantized_tiled": Code(
         _tiled,
         "FORMAT OUT SCALING",
@@ -278,6 +280,14 @@ def test_machine_code(family: Family) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_machine_code_of_every_pair(family: Family) -> None:
     check_all(samples(family))
+
+
+def test_no_product_of_a_short_range_is_missing() -> None:
+    """Of several chunks, in ranges of one k block: where ptxas knows that, it takes their products for the same."""
+    problem = products.Case(96, 192, 72, group_size=32, x_dtype="float8_e4m3fn").problem
+    config = tiles.split_tiles(problem, fp8.Config(128, 96, 7, 0, chunk=32), 2)
+    assert fp8.FAMILY.refusal(problem, config) is None
+    check_all([Run(fp8.FAMILY, problem, config)])
 
 
 def test_the_sources_are_few_and_of_every_type() -> None:

@@ -21,13 +21,6 @@ SOURCE = Source("wgrad/im2col.cu", (("VALUE", 1),))
 CODE = compiler.Compiled(b"machine code", "log")
 
 
-@pytest.fixture
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("JAX_SPLITK_CACHE_PATH", raising=False)
-    return tmp_path / "cache"
-
-
 def kernel(cache: pathlib.Path, data: bytes | None = None) -> pathlib.Path:
     """The file of `SOURCE`'s code, with a right checksum of other data where that is given."""
     key = compiler.content_key(SOURCE)
