@@ -25,7 +25,7 @@ class TuningResult:
     _blocks: threading.local = dataclasses.field(default_factory=threading.local, init=False, repr=False)
 
     @functools.cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
         """Stands for all entries: inside a block jit compares results at every call of every function."""
         found = hashlib.sha256()
         for key, entry in self.entries:
@@ -33,10 +33,10 @@ class TuningResult:
         return found.hexdigest()
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, TuningResult) and self._digest == other._digest)
+        return self is other or (isinstance(other, TuningResult) and self.digest == other.digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As text: a kernel family is this process's own."""
