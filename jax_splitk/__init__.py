@@ -3,6 +3,7 @@
 from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
 from jax_splitk.ops.explain import explain
 from jax_splitk.ops.exporting import EXPORT_CHECKS
+from jax_splitk.ops.intercept import intercept
 from jax_splitk.ops.quantized_matmul import quantized_matmul
 from jax_splitk.ops.tune import tune, tune_problems
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
@@ -21,6 +22,7 @@ __all__ = [
     "conv_wgrad",
     "dequantize",
     "explain",
+    "intercept",
     "options",
     "prepack",
     "quantize",

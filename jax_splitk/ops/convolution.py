@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_reference import lax_precision, precision_name
+from jax_splitk.problems.conv_reference import lax_conv, lax_precision, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import integer
@@ -36,7 +36,7 @@ class Convolution:
     def __call__(self, lhs: jax.Array, rhs: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments["precision"] = lax_precision(self.precision)
-        return lax.conv_general_dilated(lhs, rhs, **arguments, preferred_element_type=out_dtype)
+        return lax_conv(lhs, rhs, **arguments, preferred_element_type=out_dtype)
 
 
 def convolution(
@@ -162,4 +162,4 @@ def _output_spatial(conv: Convolution, input_spatial: tuple[Any, ...], kernel_sp
     if _compat.is_known(*input_spatial):
         return conv_output_spatial(input_spatial, kernel_spatial, **geometry)
     lhs, rhs = (jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32) for sizes in (input_spatial, kernel_spatial))
-    return jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, **geometry), lhs, rhs).shape[2:]
+    return jax.eval_shape(lambda x, w: lax_conv(x, w, **geometry), lhs, rhs).shape[2:]
