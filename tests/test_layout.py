@@ -222,7 +222,9 @@ def state(tree: ast.Module) -> list[str]:
             new = isinstance(value, ast.Call) and not value.args and not value.keywords
             called = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
             (name,) = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
-            if empty or (new and (called in ("dict", "list", "set") or (called.lstrip("_")[0].isupper() and not name.isupper()))):
+            if empty or (
+                new and (called in ("dict", "list", "set") or (called.lstrip("_")[0].isupper() and not name.isupper()))
+            ):
                 found.append(name)
     return found
 

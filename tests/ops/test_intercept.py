@@ -223,3 +223,25 @@ def test_inside_transformations_and_loops() -> None:
             assert ours(fn, W, X) == 1
             got = jax.jit(jax.grad(fn))(W, X)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.filterwarnings("default")  # a framework may be behind jax
+def test_layers_without_an_argument_for_it() -> None:
+    """Transposed convolutions of Flax and Haiku."""
+    nn, hk = pytest.importorskip("flax.linen"), pytest.importorskip("haiku")
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nn.ConvTranspose(4, (3, 3), strides=(2, 2))
+    net = hk.transform(lambda x: hk.Conv2DTranspose(4, 3, stride=2)(x))  # noqa: PLW0108 - it must be made inside
+    graph, state = nnx.split(nnx.ConvTranspose(8, 4, (3, 3), strides=2, rngs=nnx.Rngs(0)), nnx.Param)
+    cases = (
+        (lambda params, x: layer.apply(params, x).sum(), layer.init(jax.random.key(0), X)),
+        (lambda params, x: net.apply(params, None, x).sum(), net.init(jax.random.key(0), X)),
+        (lambda params, x: nnx.merge(graph, params)(x).sum(), state),
+    )
+    for fn, params in cases:
+        expected = jax.grad(fn)(params, X)
+        with intercept():
+            assert ours(fn, params, X) == 1
+            got = jax.grad(fn)(params, X)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
