@@ -121,5 +121,5 @@ def _chosen(ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, opti
     measure = not partitioned and not _compat.is_export(ctx) and target.is_local
     choice = choose(problem, target, options, partitioned=partitioned, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
-    announce(choice)
+    announce(choice, options)
     return custom_call
