@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from jax_splitk.cli import output, stored, work
-from jax_splitk.ops.explain import Explanation, decision
+from jax_splitk.ops.explanation import Explanation, decision
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store, tuner

@@ -12,7 +12,7 @@ from jax_splitk.problems.problem import Problem
 
 def operations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Our equations in the order of the trace, also those inside other equations' functions."""
-    return (eqn for eqn in _equations(jaxpr) if eqn.primitive in lowering.PROBLEMS)
+    return (eqn for eqn in equations(jaxpr) if eqn.primitive in lowering.PROBLEMS)
 
 
 def problem_of(eqn: core.JaxprEqn) -> Problem:
@@ -25,7 +25,7 @@ def spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
     shardings and meshes that it names itself. Arrays that it closes over have no say."""
     if any(_several(getattr(array, "sharding", None)) for array in jax.tree.leaves(arguments)):
         return True
-    return any(_several(leaf) for eqn in _equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
+    return any(_several(leaf) for eqn in equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
 
 
 def is_manual(eqn: core.JaxprEqn) -> bool:
@@ -42,15 +42,21 @@ def _several(placement: Any) -> bool:
     return isinstance(placement, jax.sharding.Sharding) and not abstract and placement.num_devices > 1
 
 
-def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All of a function's, also those inside other equations' functions."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=_is_jaxpr):
-                if isinstance(inner, core.ClosedJaxpr):
-                    yield from _equations(inner.jaxpr)
-                elif isinstance(inner, core.Jaxpr):
-                    yield from _equations(inner)
+        for body in inner(eqn):
+            yield from equations(body)
+
+
+def inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """The functions that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
 
 
 def _is_jaxpr(value: Any) -> bool:
