@@ -21,9 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (decide.add_parsers, cache.add_parser, doctor.add_parser):
         add(commands)
-    arguments = parser.parse_args(argv[:split])
+    arguments, unknown = parser.parse_known_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        hint = "; those of the script come after --" if arguments.command in ("tune", "explain") else ""
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
     try:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from jax_splitk.cli import output, stored, work
+from jax_splitk.ops.explain import expected
 from jax_splitk.ops.explanation import Explanation, decision
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
@@ -22,19 +23,19 @@ _logger = logging.getLogger("jax_splitk")
 
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("tune", help="measure what a script lowers, or problems, and remember the fastest")
-    work.add_arguments(parser)
+    work.add_arguments(parser, "Exit code 1: not everything was tuned and stored.")
     parser.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
     parser.add_argument("--again", action="store_true", help="also measure what a cache already has")
-    parser.epilog = "Arguments after -- are the script's. Exit code 1: not everything was tuned and stored."
     parser.set_defaults(run=_tune, parser=parser, platform=None)
     parser = commands.add_parser("explain", help="what computes a script's operations, or problems, and why")
-    work.add_arguments(parser)
-    parser.add_argument("--platform", choices=("cpu", "cuda"), help="for problems: of another than the default backend")
-    parser.epilog = (
-        "Arguments after -- are the script's. A script runs as it always does, so that on a GPU what no cache has is "
+    work.add_arguments(
+        parser,
+        "A script runs as it always does, on this machine's default backend, so that on a GPU what no cache has is "
         "tuned unless JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX "
-        "lowers equal operations of one function once."
+        "lowers equal operations of one function once. What a script leaves to lax is shown by jax_splitk.explain.",
+        "With --platform cuda a machine without a GPU says what an H200 would run for the same operations.",
     )
+    parser.add_argument("--platform", choices=("cpu", "cuda"), help="what would run there (default: here)")
     parser.set_defaults(run=_explain, parser=parser, again=False)
 
 
@@ -89,15 +90,17 @@ def _decided(arguments: argparse.Namespace, measure: bool) -> tuple[Explanation,
         if measure:
             _log_to_stderr(stack)
         watched = stack.enter_context(session().watching(again=arguments.again))
+        platform = arguments.platform or local_platform()
+        target = target_for(platform)
         if isinstance(what, list):
-            platform = arguments.platform or local_platform()
-            choices = {select(problem, target_for(platform), current(), measure=measure): 1 for problem in what}
-        elif arguments.platform is not None:
-            raise output.UsageError(f"--platform={arguments.platform}; accepted only with problems, not with a script")
+            decisions = [decision(select(problem, target, current(), measure=measure)) for problem in what]
         else:
             failed = work.run(what, arguments.script_arguments)
-            platform, choices = local_platform(), watched.choices
-    return Explanation(platform, tuple(decision(choice, count) for choice, count in choices.items())), watched, failed
+            if target.is_local:
+                decisions = [decision(choice, count) for choice, count in watched.choices.items()]
+            else:
+                decisions = [expected(*asked, target, count) for asked, count in watched.asked.items()]
+    return Explanation(platform, tuple(decisions)), watched, failed
 
 
 def _log_to_stderr(stack: contextlib.ExitStack) -> None:

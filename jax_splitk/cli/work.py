@@ -7,10 +7,12 @@ import os
 import pathlib
 import runpy
 import sys
+import textwrap
 import traceback
 from typing import Any
 
 from jax_splitk.cli.output import UsageError
+from jax_splitk.problems.defaults import FIELDS, schema, with_defaults
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.tuning.key import problem_from_dict
@@ -22,10 +24,21 @@ _ACCEPTED = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+_SCRIPT = """\
+Arguments after -- are the script's: SCRIPT.py -- --lr 3"""
+_PROBLEMS = f"""\
+A problem is a JSON object with "op" and these fields; docs/problem_files.md has examples.
+
+{schema()}"""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *notes: str) -> None:
+    """The arguments that the commands share; `notes` are for the end of their help."""
     parser.add_argument("what", metavar=_NAME, help="a .py file, a .json file, or JSON text of a problem or a list")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n\n".join([_SCRIPT, *map(textwrap.fill, notes), _PROBLEMS])
 
 
 def script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:
@@ -59,10 +72,16 @@ def _problems(text: str | bytes) -> list[Problem]:
         try:
             if not isinstance(item, dict) or "op" not in item:
                 raise ValueError(f"{json.dumps(item)[:200]} is not an object with 'op'")
-            found[problem_from_dict(item["op"], {k: v for k, v in item.items() if k != "op"})] = None
+            found[_problem(**item)] = None
         except (TypeError, ValueError) as error:
             raise ValueError(f"problem {i}: {error}") from None
     return list(found)
+
+
+def _problem(op: Any, **fields: Any) -> Problem:
+    if isinstance(op, str) and op in FIELDS:
+        fields = with_defaults(op, fields)
+    return problem_from_dict(op, fields)
 
 
 def as_dict(problem: Problem) -> dict[str, Any]:

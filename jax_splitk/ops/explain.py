@@ -16,7 +16,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import table
 from jax_splitk.tuning.choice import XLA, Choice
-from jax_splitk.tuning.options import current
+from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.select import select
 
 # As JAX names what it lowers for.
@@ -85,13 +85,21 @@ def _unrouted(problems: Iterable[Problem], target: Target) -> tuple[Decision, ..
     for problem, count in collections.Counter(problems).items():
         try:
             problem.validate()
-            reason = only_xla(problem)
-            choice = Choice(problem, XLA, reason) if reason else select(problem, target, current())
-        except (NotImplementedError, ValueError) as error:
+        except ValueError as error:
             found.append(Decision(problem, "none", None, None, None, 0, str(error), count))
-            continue
-        found.append(decision(choice, count))
+        else:
+            found.append(expected(problem, current(), target, count))
     return tuple(found)
+
+
+def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision:
+    """What a problem would lead to on another machine, on one device."""
+    reason = only_xla(problem)
+    try:
+        choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)
+    except (NotImplementedError, ValueError) as error:
+        return Decision(problem, "none", None, options.config, None, 0, str(error), count)
+    return decision(choice, count)
 
 
 def _gain(d: Decision, target: Target) -> str:

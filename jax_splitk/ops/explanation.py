@@ -95,12 +95,13 @@ def _sum(decisions: Sequence[Decision]) -> str:
     count, timed_count, compared_count = (sum(d.count for d in some) for some in (decisions, timed, compared))
     total = lambda some, name: f"{sum(d.count * getattr(d, name) for d in some):.1f} us"  # noqa: E731
     said = [f"sum: {count} operation{'s' * (count > 1)}"]
-    if timed:
-        known = "" if timed_count == count else f" for {timed_count} of them"
-        said.append(f"{total(timed, 'us')}{known}, measured or predicted")
-    if compared:
-        both = f"{total(compared, 'us')}, XLA {total(compared, 'xla_us')}"
-        said.append(f"measured {both}" if compared_count == timed_count else f"measured {both} for {compared_count}")
+    known = "" if timed_count == count else f" for {timed_count} of them"
+    if compared and compared_count == timed_count:
+        said.append(f"{total(timed, 'us')} measured{known}, XLA {total(compared, 'xla_us')}")
+    elif timed:
+        said.append(f"{total(timed, 'us')} {'measured or ' if compared else ''}predicted{known}")
+    if compared_count < timed_count and compared:
+        said.append(f"{compared_count} measured: {total(compared, 'us')}, XLA {total(compared, 'xla_us')}")
     return "; ".join([*said, f"workspace of at most {max(d.workspace_bytes for d in decisions) / 2**20:.2f} MiB"])
 
 

@@ -192,7 +192,7 @@ def test_the_table_shows_every_field() -> None:
     for field in (d.problem, "2", d.implementation, d.family, d.config, d.splits, size, d.why):
         assert f" {field} " in f" {row} "
     assert d.us is not None
-    assert total == f"sum: 2 operations; {2 * d.us:.1f} us, measured or predicted; workspace of at most {size}"
+    assert total == f"sum: 2 operations; {2 * d.us:.1f} us predicted; workspace of at most {size}"
 
 
 def test_nothing_runs_and_keyword_arguments_pass() -> None:
@@ -320,3 +320,28 @@ def test_other_products_are_not_listed() -> None:
         assert explain(fn, platform="cuda").unrouted == ()
     found = explain(lambda: jax_splitk.quantized_matmul(x, packed), platform="cuda")
     assert (len(found.decisions), found.unrouted) == (1, ())
+
+
+@on_cpu
+def test_the_sum_of_a_step() -> None:
+    x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
+    measured, predicted = jax.grad(loss), lambda w: jax.grad(loss)(w, jnp.zeros(LHS.shape, LHS.dtype))
+    double = lambda w: jax.grad(loss)(w.astype(jnp.float64), jnp.zeros(LHS.shape, jnp.float64))  # noqa: E731
+
+    def total(fn: Any, *args: Any) -> tuple[str, ...]:
+        title, *_, line = str(explain(fn, *args, platform="cuda")).splitlines()
+        assert title == "platform cuda"
+        return tuple(line.split("; ")[:-1])
+
+    (one,) = explain(measured, RHS, x, platform="cuda").decisions
+    (two,) = explain(predicted, RHS, platform="cuda").decisions
+    assert one.us is not None
+    assert two.us is not None
+    us, xla, both = f"{one.us:.1f} us", f"{one.xla_us:.1f} us", f"{one.us + two.us:.1f} us"
+    assert total(measured, RHS, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
+    together = lambda w, x: (measured(w, x), predicted(w))  # noqa: E731
+    said = ("sum: 2 operations", f"{both} measured or predicted", f"1 measured: {us}, XLA {xla}")
+    assert total(together, RHS, x) == said
+    with jax.enable_x64(True):
+        found = total(lambda w, x: (measured(w, x), double(w)), RHS, x)
+    assert found == ("sum: 2 operations", f"{us} measured for 1 of them, XLA {xla}")
