@@ -1,7 +1,6 @@
 """The examples run and reach what they promise, or exit with an error; `make demo` runs digits.py."""
 
 import importlib
-import inspect
 import os
 import pathlib
 import re
@@ -10,8 +9,6 @@ import subprocess
 import sys
 
 import pytest
-
-import jax_splitk
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 FRAMEWORKS = {"flax_linen": "flax.linen", "flax_nnx": "flax.nnx", "equinox_vmap": "equinox", "haiku_net": "haiku"}
@@ -24,8 +21,6 @@ def test_frameworks(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         importlib.import_module(FRAMEWORKS[name])
     except Exception as error:
         pytest.skip(f"{FRAMEWORKS[name]} does not work with this jax: {type(error).__name__}: {error}")
-    if name == "flax_nnx" and "out_sharding" not in inspect.signature(jax_splitk.conv_general_dilated).parameters:
-        pytest.skip("nnx.Conv passes out_sharding, which conv_general_dilated does not take yet")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     shown = capsys.readouterr().out

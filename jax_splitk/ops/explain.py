@@ -73,7 +73,7 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr.jaxpr)], target)
     notes = ()
     # lax's, and ours of the forward pass.
-    convolutions = sum(eqn.primitive.name.startswith("conv_") for eqn in equations)
+    convolutions = sum(eqn.primitive.name.endswith("conv_general_dilated") for eqn in equations)
     if convolutions and not any(d.problem.op == "conv_wgrad" for d in (*decisions, *unrouted)):
         notes = (_NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"),)
     return Explanation(platform, decisions, unrouted, tuple(_gain(d, target) for d in unrouted), notes)

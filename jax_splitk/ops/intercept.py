@@ -150,8 +150,6 @@ def _routed(*args: Any, **kwargs: Any) -> jax.Array:
 
 def _ours(*args: Any, **kwargs: Any) -> jax.Array:
     arguments = inspect.signature(lax_conv).bind(*args, **kwargs).arguments
-    if arguments.get("out_sharding") is None:
-        arguments.pop("out_sharding", None)
     floating = jnp.issubdtype(jnp.result_type(arguments["lhs"]), jnp.floating)
     compute_dtype = _context.value.compute_dtype if floating else None
     if compute_dtype is not None and arguments.get("preferred_element_type") is None:

@@ -7,6 +7,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
 
+from jax_splitk.ops.conv_primitive import canonical
 from jax_splitk.problems.conv_reference import precision_name
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, dilated
 from jax_splitk.runtime import _compat
@@ -23,7 +24,7 @@ def weight_gradients(equations: Sequence[core.JaxprEqn]) -> Iterator[ConvWgradPr
     paddings = {_forward_window(eqn): eqn.params["padding"] for eqn in convolutions}
     for eqn in convolutions:
         if eqn.params["dimension_numbers"].lhs_spec[1] == 0:
-            problem = _problem(eqn, paddings)
+            problem = canonical(_problem(eqn, paddings))
             try:
                 problem.validate()
             except ValueError:  # of other dtypes, or no weight gradient after all

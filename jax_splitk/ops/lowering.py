@@ -48,12 +48,7 @@ def define(
         custom call; None where its operands and result are the primitive's as they are.
     """
     PROBLEMS[primitive] = problem_of
-
-    @primitive.def_impl
-    def outside_jit(*operands: jax.Array, **params: Any) -> jax.Array:
-        with jax.disable_jit(False):  # else jit would call this again, for ever
-            return jitted(primitive, **params)(*operands)
-
+    run_outside_jit(primitive)
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
@@ -67,6 +62,15 @@ def define(
             return mlir.lower_fun(function, False)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def run_outside_jit(primitive: core.Primitive) -> None:
+    """Gives a primitive its implementation outside jit: its lowering."""
+
+    @primitive.def_impl
+    def outside_jit(*operands: jax.Array, **params: Any) -> jax.Array:
+        with jax.disable_jit(False):  # else jit would call this again, for ever
+            return jitted(primitive, **params)(*operands)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The `quantized_matmul` primitive: its type, its transformation rules and its lowering.
+"""The `quantized_matmul` primitive: its type, batching and lowering (quantized_gradient.py differentiates it).
 
 Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
 one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.refusal`) is lowered to
@@ -14,11 +14,11 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching
+from jax.interpreters import batching
 
 from jax_splitk.ops import lowering
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product, product, product_transposed
+from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
@@ -49,7 +49,8 @@ def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmul
     )
 
 
-def _abstract_eval(x: Any, values: Any, *leaves: Any, layout: Layout, out_dtype: str, **params: Any) -> Any:
+def type_of_product(x: Any, values: Any, *leaves: Any, layout: Layout, out_dtype: str, **params: Any) -> Any:
+    """Of x's leading dimensions and the weight's features."""
     del leaves, params
     out = _compat.like(x, (*x.shape[:-1], layout.shape[1]), out_dtype)
     sharding = _compat.explicit_sharding(x)
@@ -59,71 +60,45 @@ def _abstract_eval(x: Any, values: Any, *leaves: Any, layout: Layout, out_dtype:
     return out.update(sharding=out.sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:-1], features)))
 
 
-quantized_matmul_p.def_abstract_eval(_abstract_eval)
+quantized_matmul_p.def_abstract_eval(type_of_product)
 
 
-# ---- differentiation: linear in x ------------------------------------------------------------------------------------
+# ---- batching --------------------------------------------------------------------------------------------------------
 
 
-def _leaves(operands: Sequence[Any]) -> Leaves:
+def leaves_of(operands: Sequence[Any]) -> Leaves:
+    """A weight's leaves from its operands, of which the zero point may be missing."""
     return (*operands, None) if len(operands) == 2 else tuple(operands)  # pyright: ignore[reportReturnType]
 
 
-def _over_batch(function: Callable[..., jax.Array], x: Any) -> Callable[..., jax.Array]:
+def over_batch(function: Callable[..., jax.Array], x: Any) -> Callable[..., jax.Array]:
     """A function of matrices, over the leading dimensions that `x` has beyond two."""
     for _ in range(x.ndim - 2):
         function = jax.vmap(function)
     return function
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
-    (x, words, *floats), (x_dot, _, *floats_dot) = primals, tangents
-    layout, out_dtype = params["layout"], params["out_dtype"]
-    out = quantized_matmul_p.bind(*primals, **params)
-    terms = [] if isinstance(x_dot, ad.Zero) else [quantized_matmul_p.bind(x_dot, words, *floats, **params)]
-    if not all(isinstance(dot, ad.Zero) for dot in floats_dot):
+def define_batching(primitive: core.Primitive) -> None:
+    """Gives a primitive of (x, operands that belong to the weight) its rule for vmap."""
 
-        def of_weight(*floats: jax.Array) -> jax.Array:
-            multiply = lambda x, *operands: product(layout, x, _leaves(operands), out_dtype)  # noqa: E731
-            return _over_batch(multiply, x)(x, words, *floats)
+    def batch(operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+        x, *leaves = operands
+        x_dim, *leaf_dims = dims
+        if x_dim is not None and leaf_dims == [None] * len(leaves):
+            if "options" in params and params["options"].config is not None:  # chosen for the rows that the caller sees
+                return lax.map(lambda x: primitive.bind(x, *leaves, **params), jnp.moveaxis(x, x_dim, 0)), 0
+            x = jnp.moveaxis(x, x_dim, -3)
+            *batch, size, rows, k = x.shape
+            out = primitive.bind(x.reshape(*batch, size * rows, k), *leaves, **params)
+            return out.reshape(*batch, size, rows, out.shape[-1]), len(batch)
+        (size,) = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
+        in_front = [batching.bdim_at_front(operand, dim, size) for operand, dim in zip(operands, dims, strict=True)]
+        return primitive.bind(*in_front, **params), 0
 
-        dots = [ad.instantiate_zeros(dot) for dot in floats_dot]
-        terms.append(jax.jvp(of_weight, tuple(floats), tuple(dots))[1])
-    return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
-
-
-def _transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
-    none = [None] * len(leaves)
-    if isinstance(ct, ad.Zero):
-        return [None, *none]
-    layout, dtype = params["layout"], x.aval.dtype
-    back = lambda ct, *operands: product_transposed(layout, ct, _leaves(operands), dtype)  # noqa: E731
-    return [_over_batch(back, ct)(ct, *leaves), *none]
+    batching.primitive_batchers[primitive] = batch
 
 
-ad.primitive_jvps[quantized_matmul_p] = _jvp
-ad.primitive_transposes[quantized_matmul_p] = _transpose
-
-
-# ---- batching --------------------------------------------------------------------------------------------------------
-
-
-def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
-    x, *leaves = operands
-    x_dim, *leaf_dims = dims
-    if x_dim is not None and leaf_dims == [None] * len(leaves):
-        if params["options"].config is not None:  # chosen for the rows that the caller sees
-            return lax.map(lambda x: quantized_matmul_p.bind(x, *leaves, **params), jnp.moveaxis(x, x_dim, 0)), 0
-        x = jnp.moveaxis(x, x_dim, -3)
-        *batch, size, rows, k = x.shape
-        out = quantized_matmul_p.bind(x.reshape(*batch, size * rows, k), *leaves, **params)
-        return out.reshape(*batch, size, rows, out.shape[-1]), len(batch)
-    (size,) = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
-    in_front = [batching.bdim_at_front(operand, dim, size) for operand, dim in zip(operands, dims, strict=True)]
-    return quantized_matmul_p.bind(*in_front, **params), 0
-
-
-batching.primitive_batchers[quantized_matmul_p] = _batch
+define_batching(quantized_matmul_p)
 
 
 # ---- lowering --------------------------------------------------------------------------------------------------------
@@ -131,7 +106,7 @@ batching.primitive_batchers[quantized_matmul_p] = _batch
 
 def _with_xla(problem: QuantizedMatmulProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
     del params
-    return _over_batch(lambda *operands: problem_product(problem, *operands), out)
+    return over_batch(lambda *operands: problem_product(problem, *operands), out)
 
 
 def _with_kernel(

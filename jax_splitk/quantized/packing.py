@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, as_quantized
+from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, as_quantized
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
 from jax_splitk.runtime.arguments import require
 
@@ -138,9 +138,16 @@ def _prepack(q: QuantizedArray) -> PackedWeight:
 def unpack(packed: PackedWeight) -> QuantizedArray:
     """The exact inverse of `prepack`: the same elements, scales for each feature and zero points.
 
-    Raises TypeError and ValueError for what is no PackedWeight or one whose leaves do not belong together.
+    Raises TypeError and ValueError for what is no PackedWeight or one whose leaves do not belong together, also for
+    zero points, changed since they were packed, that their former dtype does not hold (not seen under jit).
     """
-    return _unpack(checked(packed))
+    checked(packed)
+    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, jax.core.Tracer):
+        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(packed.zero_point, np.float32)
+        exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
+        accepted = f"integers from {info.min} to {info.max}"
+        require(exact, f"zero_point from {zeros.min()} to {zeros.max()} with zero_dtype={info.dtype}", accepted)
+    return _unpack(packed)
 
 
 @jax.jit

@@ -30,6 +30,33 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
     return aval.sharding if explicit else None
 
 
+def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
+    """The sharding of a result with a mapped axis in dimension `dim`, from that of one without; None stays None.
+
+    `axis` is what JAX says of the axis to a batching rule: it may be sharded over explicit mesh axes.
+    """
+    names = None if sharding is None else getattr(axis, "explicit_mesh_axis", None)
+    if not names:
+        return sharding
+    spec = sharding.spec
+    if spec[dim] is not None:
+        raise NotImplementedError(
+            f"out_sharding={sharding} under vmap over {names!r}; accepted: None in dimension {dim}"
+        )
+    return sharding.update(spec=jax.sharding.PartitionSpec(*spec[:dim], names, *spec[dim + 1 :]))
+
+
+def placed_like(x: jax.Array, aval: Any) -> jax.Array:
+    """`x`, resharded as the type says where a mesh has explicit axes."""
+    wanted, found = explicit_sharding(aval), explicit_sharding(jax.typeof(x))
+    return x if wanted is None or wanted == found else jax.sharding.reshard(x, wanted)
+
+
+def is_saveable(answer: Any) -> bool:
+    """What a policy of `jax.checkpoint` says, which is a bool or one of JAX's own types."""
+    return answer is True or type(answer).__name__ == "SaveableType"
+
+
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """Marks `x` as varying over every mesh axis that `others` vary over, so that AD sums its cotangent over them."""
     wanted, varying = (frozenset().union(*(aval_vma(jax.typeof(y)) for y in of)) for of in (others, (x,)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
 
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
-_INSTALL_HINT = "pip install 'jax_splitk[cuda13]'"
+_INSTALL_HINT = "pip install '.[cuda13]' in a checkout of jax_splitk"
 
 
 class CompilerUnavailable(RuntimeError):

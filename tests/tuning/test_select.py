@@ -75,7 +75,7 @@ def test_falling_back_says_why() -> None:
         f"{ON_CUDA}: needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100-SXM4-80GB (8.0)"
     )
     assert choose(PROBLEM, TPU).why == "no kernel for platform tpu"
-    assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count=2; only 1 is supported."
+    assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count=2; only 1 is supported"
     assert "3 input and 3 output channels per group" in choose(THREES, DEFAULT_CUDA).why
     assert choose(PROBLEM, CPU, implementation="xla").why == "implementation='xla' was asked for"
 
@@ -169,7 +169,7 @@ def test_default_workspace_limit_is_256_mib() -> None:
 def test_an_explicit_choice_that_cannot_serve_is_an_error(
     problem: ConvWgradProblem, target: Target, options: dict[str, Any], reason: str
 ) -> None:
-    way_out = "Use implementation=None (falls back to XLA) or implementation='xla'."
+    way_out = "Use implementation=None (the best that can) or implementation='xla'."
     pattern = f"^{re.escape(str(problem))}: {re.escape(reason)}.*{re.escape(way_out)}$"
     with pytest.raises(NotImplementedError, match=pattern):
         choose(problem, target, **options)
