@@ -1,6 +1,7 @@
 """Split-k convolution weight gradients and mixed-precision GEMMs for JAX on NVIDIA Hopper."""
 
 from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+from jax_splitk.ops.cost import cost
 from jax_splitk.ops.explain import explain
 from jax_splitk.ops.exporting import EXPORT_CHECKS
 from jax_splitk.ops.intercept import intercept
@@ -20,6 +21,7 @@ __all__ = [
     "TuningResult",
     "conv_general_dilated",
     "conv_wgrad",
+    "cost",
     "dequantize",
     "explain",
     "intercept",
