@@ -77,7 +77,7 @@ _HOW = {
 
 def _table(decisions: Sequence[Decision], gains: Sequence[str] | None = None) -> list[str]:
     header = ("operation", "x", "implementation", "family", "config", "splits", "workspace", "why")
-    rows = [header if gains is None else (*header[:-1], "gain", "why")]
+    rows: list[tuple[str, ...]] = [header if gains is None else (*header[:-1], "gain", "why")]
     for i, d in enumerate(decisions):
         config = "" if d.config is None else str(d.config)
         splits = "" if d.splits is None else str(d.splits)

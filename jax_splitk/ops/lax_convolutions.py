@@ -68,8 +68,8 @@ def _low(eqn: core.JaxprEqn) -> tuple[int, ...]:
 def _forward_window(eqn: core.JaxprEqn) -> _Window:
     """Of an equation that is a forward convolution."""
     lhs, rhs, out = (shape[2:] for shape in _shapes(eqn))
-    strides, *dilations = (eqn.params[name] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
-    return _Window(lhs, rhs, out, strides, *dilations, _low(eqn))
+    moves = (eqn.params["window_strides"], eqn.params["lhs_dilation"], eqn.params["rhs_dilation"])
+    return _Window(lhs, rhs, out, *moves, _low(eqn))
 
 
 def _problem(eqn: core.JaxprEqn, paddings: dict[_Window, Pairs]) -> ConvWgradProblem:
@@ -77,8 +77,8 @@ def _problem(eqn: core.JaxprEqn, paddings: dict[_Window, Pairs]) -> ConvWgradPro
     and the window's dilation, feature groups and batch groups. The high padding is a forward convolution's."""
     params, types = eqn.params, [jnp.dtype(_aval(var).dtype).name for var in (eqn.invars[0], eqn.outvars[0])]
     (in_channels, batch, *lhs), (out_channels, _, *g), (_, _, *kernel) = _shapes(eqn)
-    strides, dilations = params["rhs_dilation"], (params["lhs_dilation"], params["window_strides"])
-    window = _Window(tuple(lhs), tuple(kernel), tuple(g), strides, *dilations, _low(eqn))
+    moves = (params["rhs_dilation"], params["lhs_dilation"], params["window_strides"])
+    window = _Window(tuple(lhs), tuple(kernel), tuple(g), *moves, _low(eqn))
     return ConvWgradProblem(
         batch=batch,
         in_channels=in_channels,
