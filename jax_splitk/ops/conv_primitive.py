@@ -69,7 +69,8 @@ def _as_written(lhs: Any, g: Any, params: dict[str, Any]) -> ConvWgradProblem:
 
 
 def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
-    return canonical(_as_written(*avals, params))
+    lhs, g = avals
+    return canonical(_as_written(lhs, g, params))
 
 
 def canonical(problem: ConvWgradProblem) -> ConvWgradProblem:

@@ -63,9 +63,8 @@ def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _conv_wgrad(fields: Mapping[str, Any]) -> dict[str, Any]:
-    spatial: Any = fields["input_spatial"]
-    dtype = fields.get("dtype", "bfloat16")
-    ones = [1] * (len(spatial) if isinstance(spatial, list) else 1)
+    spatial, dtype = fields["input_spatial"], fields.get("dtype", "bfloat16")
+    ones = [1] * (len(fields["input_spatial"]) if isinstance(spatial, list) else 1)
     counts = {"feature_group_count": 1, "batch_group_count": 1}
     moves = {"window_strides": ones, "lhs_dilation": ones, "rhs_dilation": ones, "padding": "SAME"}
     full = {**counts, **moves, "dtype": dtype, "out_dtype": dtype, "precision": "default", **fields}
