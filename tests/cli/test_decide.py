@@ -18,9 +18,9 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.__main__ import main
+from jax_splitk.cli.schema import FIELDS
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
-from jax_splitk.problems.defaults import FIELDS
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import Entry
@@ -41,7 +41,6 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the host family")
 
@@ -71,14 +70,12 @@ SCRIPT = """
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    folder = isolate(monkeypatch, tmp_path)
+def process(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a command changes for good in its own process is put back here.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.1")
-    return folder
 
 
 @pytest.fixture
