@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import numpy as jnp
+from jax.interpreters import mlir
 
 from jax_splitk.ops import trace
-from jax_splitk.ops.lowering import counting
+from jax_splitk.ops.lowering import PROBLEMS
 from jax_splitk.problems.problem import Problem
 
 
@@ -74,7 +76,8 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     these comes XLA's `cost_analysis` of everything else. So the share of a GPU's peak that a step reaches is
     `cost(step, *args).total_flops / seconds / peak`.
 
-    As in XLA's analysis the body of a loop counts once, and what shard_map divides counts as one device's part.
+    As in XLA's analysis the body of a loop counts once. What shard_map divides counts as one device's part, what XLA
+    will partition counts whole.
 
     Nothing is compiled, run or tuned.
 
@@ -83,14 +86,20 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
       *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
     """
     found: dict[Problem, int] = {}
-    for eqn in trace.operations(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr):
-        problem, out = trace.problem_of(eqn), eqn.outvars[0].aval
-        shape: tuple[int, ...] = out.shape  # pyright: ignore[reportAttributeAccessIssue]
+    for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):
+        out: Any = eqn.outvars[0].aval
         # A batch of weights is one equation.
-        times = math.prod(shape) // max(1, math.prod(problem.out_shape))
+        times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
         found[problem] = found.get(problem, 0) + times
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
-    with counting(True):
-        rest = jax.jit(fn).lower(*args, **kwargs).cost_analysis() or {}
+    parameters = mlir.LoweringParameters(override_lowering_rules=tuple((p, _nothing) for p in PROBLEMS))
+    rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
     # What XLA does not know, as other custom calls, counts as -1.
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
+
+
+def _nothing(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lowers an operation of ours to a result that takes no computing."""
+    del params
+    (out,) = ctx.avals_out
+    return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)

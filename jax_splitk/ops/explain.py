@@ -5,13 +5,12 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from jax_splitk.ops import trace
 from jax_splitk.ops.explanation import Decision, Explanation, decision
 from jax_splitk.ops.lax_convolutions import weight_gradients
 from jax_splitk.ops.lax_products import dequantized_products
 from jax_splitk.ops.lowering import choose, only_xla
+from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import table
@@ -32,9 +31,9 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why. For each weight
     gradient and each product with a quantized weight that is plain lax: what jax_splitk would do, and the gain.
 
-    Nothing is run, measured or compiled. Shapes are those of the trace: inside shard_map a device's part, under vmap
-    the batched ones. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
-    several devices, XLA partitions it, and operations outside of shard_map are XLA's.
+    Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map
+    a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
+    several devices, XLA will partition it, and shown is a device's part, as Shardy divides it.
 
     A laptop can explain what a GPU would do: `explain(step, params, batch, platform="cuda")` needs no GPU and no CUDA
     driver, and takes `jax.ShapeDtypeStruct`s in place of arrays. It says what an H200 would run, by the tables that
@@ -53,24 +52,23 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     if platform is None:
         platform = local_platform()
     target = target_for(platform)
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
-    found: dict[tuple[Any, ...], Decision] = {}
-    for eqn in trace.operations(jaxpr.jaxpr):
-        problem = trace.problem_of(eqn)
-        options, partitioned = eqn.params["options"], several and not trace.is_manual(eqn)
-        key = (problem, options, partitioned)
-        if key in found:
-            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+    found: dict[Operation, Decision] = {}
+    jaxpr = trace.traced(fn, args, kwargs)
+    for operation in trace.operations(jaxpr, fn, args, kwargs, platform):
+        if operation in found:
+            found[operation] = dataclasses.replace(found[operation], count=found[operation].count + 1)
             continue
+        problem, options = operation.problem, operation.options
         try:
-            choice = choose(problem, target, options, partitioned=partitioned)
+            choice = choose(problem, target, options, undivided=operation.undivided)
         except (NotImplementedError, ValueError) as error:
-            found[key] = Decision(problem, "none", None, options.config, None, 0, str(error))
+            found[operation] = Decision(problem, "none", None, options.config, None, 0, str(error))
             continue
-        found[key] = decision(choice)
-    decisions, equations = tuple(found.values()), list(trace.equations(jaxpr.jaxpr))
-    unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr.jaxpr)], target)
+        shown = decision(choice)
+        why = f"{shown.why}; {operation.part_of}" if operation.part_of else shown.why
+        found[operation] = dataclasses.replace(shown, why=why)
+    decisions, equations = tuple(found.values()), list(trace.equations(jaxpr))
+    unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr)], target)
     notes = ()
     # lax's, and ours of the forward pass.
     convolutions = sum(eqn.primitive.name.endswith("conv_general_dilated") for eqn in equations)
@@ -111,6 +109,5 @@ def _gain(d: Decision, target: Target) -> str:
     ratios = table.ratios(d.problem.op, target.device_kind, d.family)
     if not ratios:
         return "not known: XLA was not measured"
-    return (
-        f"not measured; XLA takes {ratios[0]:.2f} to {ratios[-1]:.2f} times as long at the {len(ratios)} shapes known"
-    )
+    times = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    return f"not measured; XLA takes {times} times as long at the {len(ratios)} shapes known"

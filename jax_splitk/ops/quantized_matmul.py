@@ -104,7 +104,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
     """(elements or words, scale, zero point) of a weight, and what they are."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
-        checked(w)
+        w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         if w.zero_dtype in ZERO_INTEGERS:  # floats since packing
             zero_point = jax.lax.stop_gradient(zero_point)
