@@ -33,7 +33,7 @@ def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _conv_wgrad(fields: Mapping[str, Any]) -> dict[str, Any]:
     spatial, dtype = fields["input_spatial"], fields.get("dtype", "bfloat16")
-    ones = [1] * (len(fields["input_spatial"]) if isinstance(spatial, list) else 1)
+    ones = [1] * _length(spatial)
     counts = {"feature_group_count": 1, "batch_group_count": 1}
     moves = {"window_strides": ones, "lhs_dilation": ones, "rhs_dilation": ones, "padding": "SAME"}
     full = {**counts, **moves, "dtype": dtype, "out_dtype": dtype, "precision": "default", **fields}
@@ -51,6 +51,10 @@ def _conv_wgrad(fields: Mapping[str, Any]) -> dict[str, Any]:
         full.setdefault("output_spatial", conv_output_spatial(spatial, *(full[name] for name in names)))
     full.setdefault("output_spatial", spatial)
     return full
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 1
 
 
 def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:

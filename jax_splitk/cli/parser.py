@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("what", metavar="SCRIPT_OR_PROBLEMS", help=what)
         each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
         each.formatter_class = argparse.RawDescriptionHelpFormatter
-        each.epilog = f"{textwrap.fill(each.epilog)}{_PROBLEMS}"
+        each.epilog = f"{textwrap.fill(each.epilog or '')}{_PROBLEMS}"
     doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
     cache = commands.add_parser("cache", help="list, show, combine and delete what tuning decided")

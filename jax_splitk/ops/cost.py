@@ -92,7 +92,8 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
         found[problem] = found.get(problem, 0) + times
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
-    parameters = mlir.LoweringParameters(override_lowering_rules=tuple((p, _nothing) for p in PROBLEMS))
+    rules: Any = tuple((primitive, _nothing) for primitive in PROBLEMS)
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
     # What XLA does not know, as other custom calls, counts as -1.
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
