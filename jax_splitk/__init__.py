@@ -6,9 +6,11 @@ import sys as _sys
 # Python has "-m" for the program's name only while it looks for the module.
 if not (_sys.argv[:1] == ["-m"] and "-m jax_splitk" in " ".join(_sys.orig_argv)):
     from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+    from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
     from jax_splitk.ops.explain import explain
     from jax_splitk.ops.exporting import EXPORT_CHECKS
+    from jax_splitk.ops.intercept import intercept
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
@@ -27,9 +29,11 @@ __all__ = [
     "TuningResult",
     "conv_general_dilated",
     "conv_wgrad",
+    "cost",
     "dequantize",
     "dot_general",
     "explain",
+    "intercept",
     "matmul",
     "options",
     "prepack",

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jax_splitk.ops import conv_forward
 from jax_splitk.ops.conv_primitive import bind_wgrad
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
+from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.tuning.options import Options, settled
@@ -133,7 +134,7 @@ def conv_general_dilated(
     arguments = (*geometry, feature_group_count, batch_group_count, precision)
     if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
         _announce_lax(lhs.dtype, options)
-        return lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type, out_sharding)
+        return lax_conv(lhs, rhs, *arguments, preferred_element_type, out_sharding)
     if compute is None:
         _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):

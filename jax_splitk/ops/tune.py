@@ -44,7 +44,7 @@ def tune(
       RuntimeError: XLA itself cannot compute a problem.
     """
     wanted = {}
-    for found in trace.operations(fn, args, kwargs, local_platform()):
+    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
         if ours and lowering.only_xla(found.problem) is None:
