@@ -1,4 +1,4 @@
-"""Split-k convolution weight gradients and mixed-precision GEMMs for JAX on NVIDIA Hopper."""
+"""Convolution weight gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
 from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
 from jax_splitk.ops.explain import explain
@@ -10,6 +10,8 @@ from jax_splitk.runtime import registration as _registration
 from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.options import options
 from jax_splitk.tuning.result import TuningResult
+
+__version__ = "0.1.0"
 
 __all__ = [
     "EXPORT_CHECKS",
