@@ -151,7 +151,12 @@ def quantize(
       ValueError: `axis` or `group_size` no integer, out of range or no divisor, `symmetric` with a format that has no
         such form.
     """
-    fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
+    fmt = format_of(dtype)
+    try:
+        w = jax.lax.stop_gradient(jnp.asarray(w))
+    except (TypeError, ValueError):
+        accepted = "an array; jax.tree.map quantizes each one of a tree"
+        raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}") from None
     require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
     along, group = _grouping(w.shape, axis, group_size)
     if scale_dtype is None:

@@ -229,6 +229,9 @@ def test_wrong_arguments_are_refused(script: pathlib.Path, capsys: Any, monkeypa
         assert f"--seconds={seconds!r}; accepted: a number of seconds above 0" in message
     assert "accepted only with a script" in refused(capsys, "tune", problem, "--", "x")
     assert "accepted only with a script" in refused(capsys, "explain", problem, "--", "x")
+    said = refused(capsys, "explain", script, "--lr", "3")
+    assert "unrecognized arguments: --lr 3; the script's own come after --, as in SCRIPT -- --lr 3" in said
+    assert refused(capsys, "doctor", "--lr").endswith("unrecognized arguments: --lr\n")
     assert "accepted only with problems" in refused(capsys, "explain", script, "--platform", "cuda")
     assert "accepted only by tune and explain" in refused(capsys, "doctor", "--", "x")
     for mode in ("read", "off", "frozen"):
