@@ -69,6 +69,12 @@ def conv_wgrad(
         type than its family's.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+
+    Examples:
+      >>> lhs, g = jnp.ones((2, 8, 8, 4)), jnp.ones((2, 8, 8, 16))
+      >>> numbers = ("NHWC", "HWIO", "NHWC")
+      >>> jax_splitk.conv_wgrad(lhs, g, (3, 3, 4, 16), (1, 1), "SAME", dimension_numbers=numbers).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, g = jnp.asarray(lhs), jnp.asarray(g)
@@ -117,6 +123,14 @@ def conv_general_dilated(
 
     Raises:
       ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as lax's function and `conv_wgrad` do.
+
+    Examples:
+      >>> x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 16))
+      >>> def loss(w):
+      ...     y = jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+      ...     return jnp.sum(y)
+      >>> jax.grad(loss)(w).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)

@@ -6,7 +6,9 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
