@@ -1,5 +1,5 @@
-"""What an installed package must do: run the README's code, know its version, be typed. Run by .ci/package, with the
-folder of the checkout, outside of it and with nothing installed but the package and what it needs."""
+"""What an installed package must do: run the code of pages, know its version, be typed. Run by .ci/package, with the
+folder of the checkout and the pages, outside of it and with nothing installed but the package and what it needs."""
 
 import importlib.metadata
 import importlib.resources
@@ -8,10 +8,12 @@ import re
 import sys
 
 
-def main(checkout: pathlib.Path) -> None:
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL):
-        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+def main(checkout: pathlib.Path, *pages: str) -> None:
+    for page in pages:
+        text = (checkout / page).read_text(encoding="utf-8")
+        names = {"__name__": "page"}
+        for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            exec(compile(code, page, "exec"), names)
     import jax_splitk  # noqa: PLC0415
 
     problems = []
@@ -30,8 +32,8 @@ def main(checkout: pathlib.Path) -> None:
             problems.append(f"{folder} is missing")
     if problems:
         sys.exit("\n".join(problems))
-    print(f"jax_splitk {jax_splitk.__version__}, installed in {jax_splitk.__file__}, runs the README's code")
+    print(f"jax_splitk {jax_splitk.__version__}, installed in {jax_splitk.__file__}, runs the code of {', '.join(pages)}")
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])

@@ -25,10 +25,10 @@ CALL_SECONDS = 1e-5
 
 
 class HostFamily(Family[_Problem, _Config]):
-    """A C++ handler of the package, which runs on XLA's threads on any CPU.
+    """A C++ handler, which runs on XLA's threads on any CPU.
 
     Attributes:
-      handler: its name.
+      handler: the name of its custom call, which is registered for the platform "cpu" (`jax.ffi.register_ffi_target`).
     """
 
     implementation = "host"
