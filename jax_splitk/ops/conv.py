@@ -50,8 +50,9 @@ def conv_wgrad(
         kernels take all but float64; what no kernel takes runs as XLA's convolution.
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
       rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
-      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
-        precision: the forward convolution's, as in `jax.lax.conv_general_dilated`. As there, dimension_numbers=None
+      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
+        `jax.lax.conv_general_dilated`.
+      dimension_numbers, feature_group_count, batch_group_count, precision: likewise. As there, dimension_numbers=None
         means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
       preferred_element_type: dtype of the result, one of those above; None for lhs's. float32 from 16-bit inputs
         keeps the full sums.
