@@ -1,8 +1,7 @@
-"""`jax-splitk COMMAND`, or `python -m jax_splitk COMMAND`."""
+"""`python -m jax_splitk COMMAND`."""
 
 import argparse
 import os
-import pathlib
 import sys
 
 from jax_splitk.cli import cache, decide, doctor
@@ -18,18 +17,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # What follows -- is for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
-    installed = pathlib.Path(sys.argv[0]).name == "jax-splitk"
-    parser = argparse.ArgumentParser(prog="jax-splitk" if installed else "python -m jax_splitk")
+    parser = argparse.ArgumentParser(prog="python -m jax_splitk")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (decide.add_parsers, cache.add_parser, doctor.add_parser):
         add(commands)
-    arguments, unknown = parser.parse_known_args(argv[:split])
+    arguments = parser.parse_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
-    if unknown:
-        words = " ".join(unknown)
-        hint = f"; the script's own come after --, as in SCRIPT -- {words}"
-        chosen.error(f"unrecognized arguments: {words}{hint if arguments.command in ('tune', 'explain') else ''}")
     if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
     try:

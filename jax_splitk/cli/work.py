@@ -10,12 +10,8 @@ import sys
 import traceback
 from typing import Any
 
-from jax.lax import ConvDimensionNumbers
-
 from jax_splitk.cli.output import UsageError
-from jax_splitk.ops.convolution import convolution, with_output
 from jax_splitk.problems.problem import Problem
-from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.runtime import disk
 from jax_splitk.tuning.key import problem_from_dict
 
@@ -63,39 +59,10 @@ def _problems(text: str | bytes) -> list[Problem]:
         try:
             if not isinstance(item, dict) or "op" not in item:
                 raise ValueError(f"{json.dumps(item)[:200]} is not an object with 'op'")
-            fields = {name: value for name, value in item.items() if name != "op"}
-            found[problem_from_dict(item["op"], _completed(item["op"], fields))] = None
+            found[problem_from_dict(item["op"], {k: v for k, v in item.items() if k != "op"})] = None
         except (TypeError, ValueError) as error:
             raise ValueError(f"problem {i}: {error}") from None
     return list(found)
-
-
-def _completed(op: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with what they imply in the places of those that are missing: a convolution without strides,
-    dilations and groups, the output's sizes, dtypes of results. `padding` may be one of lax's words."""
-    if op == "quantized_matmul" and fields.get("x_dtype") in X_DTYPES:
-        x_dtype = fields["x_dtype"]
-        return {"out_dtype": "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype} | fields
-    if op != "conv_wgrad":
-        return fields
-    sizes = fields.get("input_spatial")
-    ones = [1] * len(sizes) if isinstance(sizes, list) else []
-    fields = {"window_strides": ones, "lhs_dilation": ones, "rhs_dilation": ones, "feature_group_count": 1} | fields
-    fields |= {"out_dtype": fields.get("out_dtype", fields.get("dtype"))}
-    return fields if "output_spatial" in fields else fields | _output(fields, len(ones))
-
-
-def _output(fields: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The output's sizes, and the padding that a word means."""
-    # Those of one image and one channel; ConvDimensionNumbers' axes are in their order.
-    like = ConvDimensionNumbers(*(tuple(range(rank + 2)),) * 3)
-    try:
-        shapes = [(1, 1, *fields[name]) for name in ("input_spatial", "kernel_spatial")]
-        geometry = [fields[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
-        conv, output = with_output(convolution(*shapes, *geometry, like, 1, 1, None), *shapes)
-    except (KeyError, TypeError):  # the problem's own check names what is missing or of another type
-        return {"output_spatial": [0] * rank}
-    return {"padding": conv.padding, "output_spatial": output[2:]}
 
 
 def as_dict(problem: Problem) -> dict[str, Any]:

@@ -99,9 +99,7 @@ def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1)
     with contextlib.suppress(TypeError):
         values = tuple(operator.index(v) for v in (() if value is None else value))
     if len(values) != count or any(v < least for v in values):
-        shape = getattr(value, "shape", None)
-        given = repr(value) if shape is None else f"{type(value).__name__} of shape {shape}"
-        raise ValueError(f"{name}={given}; accepted: {count} integers of at least {least}")
+        raise ValueError(f"{name}={value!r}; accepted: {count} integers of at least {least}")
     return values
 
 

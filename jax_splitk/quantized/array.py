@@ -161,12 +161,7 @@ def quantize(
       >>> q.qvalue.dtype, q.scale.shape, q.nbytes
       (dtype(int4), (2, 2), 80)
     """
-    fmt = format_of(dtype)
-    try:
-        w = jax.lax.stop_gradient(jnp.asarray(w))
-    except (TypeError, ValueError):
-        accepted = "an array; jax.tree.map quantizes each one of a tree"
-        raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}") from None
+    fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
     require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
     along, group = _grouping(w.shape, axis, group_size)
     if scale_dtype is None:

@@ -58,7 +58,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
     if options.explicit:
         raise NotImplementedError(
-            f"{problem}: {reason}. Use implementation=None (the best that can serve; XLA always can) or 'xla'."
+            f"{problem}: {reason}. Use implementation=None (falls back to XLA) or implementation='xla'."
         )
     return Choice(problem, XLA, reason)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax import numpy as jnp
 
@@ -72,9 +71,6 @@ WGRAD_ERRORS: list[Error] = [
     ({"lhs": LHS[0, 0, 0], "g": G[0, 0, 0]}, ValueError, "lhs of shape (6,) and g of shape (10,); accepted: one rank"),
     *(({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
       for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)),
-    # Not its elements, which may be millions.
-    ({"rhs_shape": np.ones(RHS_SHAPE)}, ValueError,
-     f"rhs_shape=ndarray of shape {RHS_SHAPE}; accepted: 4 integers of at least 0"),
     ({"rhs_shape": (3, 0, 6, 10)}, ValueError,
      "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1"),
     ({"rhs_shape": (3, 2, 5, 10)}, ValueError,
@@ -145,7 +141,7 @@ def test_problem_whose_fields_do_not_belong_together(changes: dict[str, Any], me
 
 
 def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -> None:
-    ways = r"Use implementation=None \(the best that can serve; XLA always can\) or 'xla'\."
+    ways = r"Use implementation=None \(falls back to XLA\) or implementation='xla'\."
     grouped = {"implementation": "host", "batch_group_count": 2, "g": G[:2]}
     limited = {"implementation": "host", "workspace_limit_bytes": 0}
     for changes, reason in (

@@ -285,8 +285,6 @@ def test_tiles_along_two_axes() -> None:
     ({"dtype": "uint4"}, ValueError, "symmetric=True with uint4, which has no negative values; accepted: symmetric=F"),
     ({"dtype": "nf4", "symmetric": False}, ValueError, "symmetric=False with nf4; accepted: symmetric=True"),
     ({"scale_dtype": jnp.float8_e4m3fn}, TypeError, "accepted: bfloat16, float16, float32"),
-    ({"w": {"kernel": jnp.ones((96, 5))}}, TypeError,
-     "w of type dict; accepted: an array; jax.tree.map quantizes each one of a tree"),
     ({"w": jnp.ones((96, 5), jnp.int32)}, TypeError, "w of dtype int32; accepted: a floating dtype"),
     ({"w": jnp.ones((0, 5)), "group_size": None}, ValueError, "of 0 elements"),
 ])  # fmt: skip

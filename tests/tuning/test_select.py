@@ -169,7 +169,7 @@ def test_default_workspace_limit_is_256_mib() -> None:
 def test_an_explicit_choice_that_cannot_serve_is_an_error(
     problem: ConvWgradProblem, target: Target, options: dict[str, Any], reason: str
 ) -> None:
-    way_out = "Use implementation=None (the best that can serve; XLA always can) or 'xla'."
+    way_out = "Use implementation=None (falls back to XLA) or implementation='xla'."
     pattern = f"^{re.escape(str(problem))}: {re.escape(reason)}.*{re.escape(way_out)}$"
     with pytest.raises(NotImplementedError, match=pattern):
         choose(problem, target, **options)
