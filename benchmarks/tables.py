@@ -75,8 +75,8 @@ def update(entries: Iterable[Entry]) -> list[pathlib.Path]:
     paths = []
     for (op, environment), new in groups.items():
         path = table.path_for(op, environment.device_kind)
-        held, _ = stored.read_table(path)
-        merged = {item.entry.key: item.entry for item in held} | {entry.key: entry for entry in new}
+        held = [item.entry for item in stored.read_table(path) if item.entry]
+        merged = {entry.key: entry for entry in held} | {entry.key: entry for entry in new}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of(list(merged.values()), versions_of(new)))
         paths.append(path)
@@ -89,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Entry] = []
     for source in parser.parse_args(argv).sources:
         try:
-            usable, unusable = stored.read_source("SOURCE", source)
+            items = stored.read_source("SOURCE", source)
         except UsageError as error:
             parser.error(str(error))
-        found += [item.entry for item in usable]
-        for item in unusable:
+        found += [item.entry for item in items if item.entry]
+        for item in (item for item in items if item.entry is None):
             print(f"not used: {item.path}: {item.reason}", file=sys.stderr)
     for path in update(found):
         print(path)

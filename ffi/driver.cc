@@ -36,6 +36,8 @@ Loaded Load() {
   Bind(library, "cuStreamIsCapturing", d.stream_is_capturing, out.why);
   Bind(library, "cuTensorMapEncodeTiled", d.encode_tiled, out.why);
   Bind(library, "cuTensorMapEncodeIm2col", d.encode_im2col, out.why);
+  std::string optional;
+  Bind(library, "cuKernelGetParamInfo", d.kernel_get_param_info, optional);
   return out;
 }
 

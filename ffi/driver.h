@@ -50,6 +50,8 @@ struct Driver {
   CUresult (*library_load_data)(CUlibrary*, const void*, void*, void*, unsigned, void*, void*, unsigned);
   CUresult (*library_unload)(CUlibrary);
   CUresult (*library_get_kernel)(CUkernel*, CUlibrary, const char*);
+  CUresult (*kernel_get_param_info)(CUkernel, size_t index, size_t* offset,
+                                    size_t* size);  // null before 12.4
   CUresult (*kernel_set_attribute)(int attribute, int value, CUkernel, CUdevice);
   CUresult (*launch_kernel)(const CUlaunchConfig*, CUkernel, void** params, void** extra);
   CUresult (*stream_is_capturing)(CUstream, int* status);

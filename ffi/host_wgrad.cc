@@ -1,254 +1,179 @@
-// The work of a weight gradient dW[m, k] = sum over rows of im2col(lhs)[row, m] * g[row, k] on XLA's threads.
-//
-// The rows (output pixels) are cut into `splits` parts and the columns m into slices; each (split, slice) is
-// one task that walks its rows in blocks and adds into the split's own f32 partial dW in the workspace.
+// The host weight gradient: dW[m, f] = sum over output pixels of im2col(lhs)[pixel, m] * g[pixel, f], where m
+// is (filter tap, input channel of the group).
 
-#include <atomic>
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "host.h"
-#include "host_direct.h"
-#include "host_geometry.h"
-#include "host_pack.h"
-#include "host_split.h"
+#include "host_product.h"
 
 namespace jax_splitk {
 namespace {
 
-using Sgemm = void(char*, char*, int*, int*, int*, float*, float*, int*, float*, int*, float*, float*, int*);
+using Floats = ffi::Buffer<ffi::F32>;
 
-std::atomic<void*> g_sgemm{nullptr};
-
-// Of the workspace formula; jax_splitk/kernels/wgrad/host.py has the same.
-constexpr int64_t kTile = 64;      // largest sgemm tile in m and in n
-constexpr int64_t kChunk = 512;    // columns of g converted to f32 at a time
-constexpr int64_t kTasks = 32;     // tasks to aim for
-constexpr int64_t kHalfTasks = 8;  // the same for 16-bit inputs: every slice of a group converts its g anew
+constexpr int64_t kRowBlock = 96;  // jax_splitk/kernels/wgrad/host.py has the same
 constexpr int64_t kMinBlock = 8, kMaxBlock = 4096;
-// OpenBLAS wakes its own threads for m * n * k above this; concurrent calls would then wait for that one
-// pool. Every call stays at or below it, so XLA's threads are the only ones.
-constexpr int64_t kSgemmVolume = 65536 * 4;
-// As gemm with one row or column is gemv there, which wakes them at m * n of 9216.
-constexpr int64_t kSgemvVolume = 8192;
-// Many groups (depthwise filters above all) with fewer output and input channels each are summed by a direct
-// loop.
-constexpr int64_t kMinGemmOut = 4, kMinGemmIn = 8;
 
-// Everything one call's tasks need.
-struct Call : SplitCall {
-  Geometry geo;
-  ffi::DataType in_type;
-  int64_t block;
-  const void *lhs, *g;
-  Sgemm* sgemm;
-  bool direct;        // direct loop, not sgemm
-  int64_t cuts;       // column tiles of all groups
-  int64_t tiles;      // of one group (sgemm) or of the whole result (direct)
-  int64_t slices;     // parts that the cuts are distributed to
-  int64_t lhs_bytes;  // of one slot: packed lhs, or the list of meetings
-};
+// A convolution with three spatial dimensions, leading ones of size 1: the attribute `geometry`, in its
+// order. Numbers lie below 2^31, so that no product of two of them overflows.
+struct Geometry {
+  int64_t batch, in_channels, out_channels, in[3], out[3], kernel[3];  // at least 0
+  int64_t groups, stride[3], lhs_dilation[3], rhs_dilation[3];         // at least 1
+  int64_t pad_low[3];
 
-// How the work is cut and the size of everything in the workspace (twin: _layout in
-// jax_splitk/kernels/wgrad/host.py).
-void SetLayout(Call* call) {
-  const Geometry& geo = call->geo;
-  const bool f32_in = call->in_type == ffi::F32, in_place = call->splits == 1 && call->out_type == ffi::F32;
-  const int64_t m = geo.gemm_m(), n = geo.group_out();
-  call->direct = geo.groups > 1 && n < kMinGemmOut && geo.group_in() < kMinGemmIn;
-  call->tiles = CeilDiv(call->direct ? geo.out_channels : m, kTile);
-  call->cuts = call->direct ? call->tiles : call->tiles * geo.groups;
-  call->slices =
-      std::max<int64_t>(1, std::min(call->cuts, CeilDiv(f32_in ? kTasks : kHalfTasks, call->splits)));
-  call->slots = std::min(call->splits * call->slices, kMaxSlots);
-  call->partial_bytes = in_place ? 0 : AlignUp(4 * m * geo.out_channels);
-  call->lhs_bytes = AlignUp(call->direct ? 16 * call->block : 4 * call->block * std::min(m, kTile));
-  call->slot_bytes = call->lhs_bytes;
-  if (!call->direct && !f32_in) call->slot_bytes += AlignUp(4 * call->block * std::min(n, kChunk));
-}
-
-// c[m, n] (leading dimension ldc) (+)= sum over rows of a[row, m] * b[row, n]. Row-major c is column-major
-// c^T = b^T a, which Fortran calls op(A) = b ("N") times op(B) = a^T ("T").
-void Multiply(Sgemm* sgemm, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t m, int64_t n,
-              int64_t rows, bool add, float* c, int64_t ldc) {
-  const int64_t tiles = CeilDiv(n, kTile);
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t n0 = tile * n / tiles, n1 = (tile + 1) * n / tiles;
-    const bool vector = m == 1 || n1 - n0 == 1;
-    // Some gemv multiply what c held by beta = 0, which keeps a NaN: clear it instead.
-    for (int64_t row = 0; vector && !add && row < m; ++row)
-      std::fill(c + row * ldc + n0, c + row * ldc + n1, 0.0f);
-    const int64_t step = (vector ? kSgemvVolume : kSgemmVolume) / (m * (n1 - n0));
-    for (int64_t k = 0; k < rows; k += step) {
-      char no = 'N', yes = 'T';
-      int fm = static_cast<int>(n1 - n0), fn = static_cast<int>(m),
-          fk = static_cast<int>(std::min(step, rows - k));
-      int fa = static_cast<int>(ldb), fb = static_cast<int>(lda), fc = static_cast<int>(ldc);
-      float one = 1.0f, beta = add || vector || k > 0 ? 1.0f : 0.0f;
-      sgemm(&no, &yes, &fm, &fn, &fk, &one, const_cast<float*>(b + k * ldb + n0), &fa,
-            const_cast<float*>(a + k * lda), &fb, &beta, c + n0, &fc);
-    }
+  // Input coordinate that output position `at` meets at filter tap `tap`, or -1 if it meets padding or a
+  // hole.
+  int64_t Source(int dim, int64_t at, int64_t tap) const {
+    const int64_t dilated = at * stride[dim] - pad_low[dim] + tap * rhs_dilation[dim];
+    if (dilated < 0 || (lhs_dilation[dim] != 1 && dilated % lhs_dilation[dim] != 0)) return -1;
+    const int64_t source = dilated / lhs_dilation[dim];
+    return source < in[dim] ? source : -1;
   }
+};
+constexpr size_t kFirstPositive = 12, kFirstPad = 22, kNumbers = 25;
+static_assert(sizeof(Geometry) == kNumbers * sizeof(int64_t));
+constexpr int64_t kLargest = 2147483647;
+
+// Of so few floats that a call of memcpy would take longer.
+JAX_SPLITK_INLINE void CopyFew(const float* from, int64_t count, float* to) {
+  for (; count >= 8; count -= 8, from += 8, to += 8) std::memcpy(to, from, 32);
+  for (; count > 0; --count) *to++ = *from++;
 }
 
-// One block of rows of one group, for its column tiles [tile0, tile1).
-template <typename T>
-JAX_SPLITK_INLINE void GemmBlock(const Call& call, int64_t group, int64_t tile0, int64_t tile1, int64_t begin,
-                                 int64_t end, bool add, char* slot, float* partial) {
-  constexpr bool kFloat = std::is_same_v<T, float>;
-  const Geometry& geo = call.geo;
-  const int64_t m = geo.gemm_m(), n = geo.group_out(), ldc = geo.out_channels, tiles = call.tiles;
-  const T *lhs = static_cast<const T*>(call.lhs), *g = static_cast<const T*>(call.g);
-  float* packed_lhs = reinterpret_cast<float*>(slot);
-  float* packed_g = reinterpret_cast<float*>(slot + call.lhs_bytes);
-  const int64_t chunks = CeilDiv(n, kChunk);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t n0 = group * n + chunk * n / chunks, n1 = group * n + (chunk + 1) * n / chunks;
-    const float* b = packed_g;
-    int64_t ldb = n1 - n0;
-    if constexpr (kFloat) {  // g is already the matrix that sgemm wants
-      b = g + begin * ldc + n0;
-      ldb = ldc;
-    } else {
-      PackG(geo, g, n0, n1, begin, end, packed_g);
+struct Wgrad : Product {
+  Geometry geo;
+  const float *lhs, *g;
+
+  JAX_SPLITK_INLINE void LoadTile(int64_t group, int64_t column, int64_t columns, int64_t pixel,
+                                  int64_t depth, float* tile) const {
+    const float* from = g + pixel * geo.out_channels + group * this->columns + column;
+    for (int64_t i = 0; i < depth; ++i, from += geo.out_channels, tile += kTileColumns)
+      std::copy_n(from, columns, tile);
+  }
+
+  JAX_SPLITK_INLINE Rows LoadRows(int64_t group, int64_t m, int64_t count, int64_t pixel, int64_t depth,
+                                  float* chunk) const {
+    const int64_t channels = geo.in_channels / groups;
+    for (int64_t done = 0; done < count;) {
+      const int64_t tap = (m + done) / channels, channel = (m + done) % channels;
+      const int64_t width = std::min(channels - channel, count - done);
+      LoadTap(tap, group * channels + channel, width, pixel, depth, chunk + done);
+      done += width;
     }
-    for (int64_t tile = tile0; tile < tile1; ++tile) {
-      const int64_t m0 = tile * m / tiles, m1 = (tile + 1) * m / tiles;
-      const float* a = packed_lhs;
-      int64_t lda = m1 - m0;
-      bool pack = true;
-      if constexpr (kFloat) {
-        if (geo.IsPlainProduct()) {
-          a = lhs + begin * geo.in_channels + group * geo.group_in() + m0;
-          lda = geo.in_channels;
-          pack = false;
+    return {chunk, 1, kChunk};
+  }
+
+  // Of several of the convolution's groups in one: what input channels add to output channels of their own
+  // group.
+  Kept Keep(int64_t m, int64_t columns) const {
+    if (span == 1) return {m, 0, columns};
+    const int64_t channels = geo.in_channels / geo.groups, each = geo.out_channels / geo.groups;
+    const int64_t tap = m / (span * channels), part = m / channels % span;
+    return {tap * channels + m % channels, part * each, each};
+  }
+
+  // to[i][0:width] = what the pixels meet at the filter tap, from the channel on. Line by line of the output.
+  JAX_SPLITK_INLINE void LoadTap(int64_t tap, int64_t channel, int64_t width, int64_t pixel, int64_t depth,
+                                 float* to) const {
+    const int64_t kw = tap % geo.kernel[2], kh = tap / geo.kernel[2] % geo.kernel[1];
+    const int64_t kd = tap / geo.kernel[2] / geo.kernel[1];
+    for (const int64_t end = pixel + depth; pixel < end;) {
+      int64_t w = pixel % geo.out[2], line = pixel / geo.out[2];
+      const int64_t h = geo.Source(1, line % geo.out[1], kh), image = line / geo.out[1];
+      const int64_t d = geo.Source(0, image % geo.out[0], kd), n = image / geo.out[0];
+      const int64_t start = ((n * geo.in[0] + d) * geo.in[1] + h) * geo.in[2];
+      for (; w < geo.out[2] && pixel < end; ++w, ++pixel, to += kChunk) {
+        const int64_t at = d < 0 || h < 0 ? -1 : geo.Source(2, w, kw);
+        if (at < 0) {
+          std::fill_n(to, width, 0.0f);
+        } else {
+          CopyFew(lhs + (start + at) * geo.in_channels + channel, width, to);
         }
       }
-      if (pack) PackLhs(geo, lhs, group, m0, m1, begin, end, packed_lhs);
-      Multiply(call.sgemm, a, lda, b, ldb, m1 - m0, n1 - n0, end - begin, add, partial + m0 * ldc + n0, ldc);
     }
   }
+};
+
+// The product of the sizes, -1 where it overflows.
+int64_t Volume(std::initializer_list<int64_t> sizes) {
+  int64_t volume = 1;
+  for (int64_t size : sizes)
+    if (__builtin_mul_overflow(volume, size, &volume)) return -1;
+  return volume;
 }
 
-// One block of rows for output channels [l0, l1), every tap and channel of the group.
-template <typename T>
-JAX_SPLITK_INLINE void DirectBlock(const Call& call, int64_t l0, int64_t l1, int64_t begin, int64_t end,
-                                   bool add, char* slot, float* partial) {
-  Meeting* list = reinterpret_cast<Meeting*>(slot);
-  const int64_t channels = call.geo.group_in();
-  const T *lhs = static_cast<const T*>(call.lhs), *g = static_cast<const T*>(call.g);
-  for (int64_t tap = 0; tap < call.geo.taps(); ++tap) {
-    const int64_t count = ListMeetings(call.geo, tap, begin, end, list);
-    for (int64_t ci = 0; ci < channels; ++ci) {
-      float* row = partial + (tap * channels + ci) * call.geo.out_channels;
-      if (!add) std::fill(row + l0, row + l1, 0.0f);
-      Direct(call.geo, lhs + ci, g, list, count, l0, l1, row);
-    }
+std::string GeometryRefusal(const Geometry& geo, Floats lhs, Floats g, Floats out) {
+  const auto* numbers = reinterpret_cast<const int64_t*>(&geo);
+  for (size_t i = 0; i < kNumbers; ++i) {
+    const int64_t low = i < kFirstPositive ? 0 : i < kFirstPad ? 1 : -kLargest;
+    if (numbers[i] < low || numbers[i] > kLargest)
+      return Text("geometry[", i, "] = ", numbers[i], " must lie within ", low, "..", kLargest);
   }
-}
-
-// One task: a slice of the columns over the rows of a split.
-template <typename T>
-JAX_SPLITK_INLINE void AddPartial(const Call& call, int64_t task, char* slot) {
-  const int64_t split = task / call.slices, slice = task % call.slices, rows = call.geo.rows();
-  const int64_t first = split * rows / call.splits, last = (split + 1) * rows / call.splits;
-  const int64_t cut0 = slice * call.cuts / call.slices, cut1 = (slice + 1) * call.cuts / call.slices;
-  float* partial = call.Partial(split);
-  for (int64_t begin = first; begin < last; begin += call.block) {
-    const int64_t end = std::min(begin + call.block, last);
-    if (call.direct) {
-      const int64_t l0 = cut0 * kTile, l1 = std::min(cut1 * kTile, call.geo.out_channels);
-      DirectBlock<T>(call, l0, l1, begin, end, begin > first, slot, partial);
-      continue;
-    }
-    for (int64_t cut = cut0; cut < cut1;) {
-      const int64_t group = cut / call.tiles, base = group * call.tiles,
-                    next = std::min(cut1, base + call.tiles);
-      GemmBlock<T>(call, group, cut - base, next - base, begin, end, begin > first, slot, partial);
-      cut = next;
-    }
+  if (geo.in_channels % geo.groups != 0 || geo.out_channels % geo.groups != 0)
+    return Text(geo.groups, " groups must divide ", geo.in_channels, " and ", geo.out_channels, " channels");
+  auto matches = [](Floats buffer, int64_t first, const int64_t (&spatial)[3], int64_t last) {
+    return Volume({first, spatial[0], spatial[1], spatial[2], last}) ==
+           static_cast<int64_t>(buffer.element_count());
+  };
+  if (matches(lhs, geo.batch, geo.in, geo.in_channels) && matches(g, geo.batch, geo.out, geo.out_channels) &&
+      matches(out, geo.in_channels / geo.groups, geo.kernel, geo.out_channels)) {
+    return "";
   }
+  return Text("lhs ", List(lhs.dimensions()), ", g ", List(g.dimensions()), " and dW ",
+              List(out.dimensions()), " are not of the geometry's sizes");
 }
 
-void Run(ffi::ThreadPool& pool, const Call& call) {
-  const int64_t size = call.geo.gemm_m() * call.geo.out_channels;
-  auto* task = WithType<float, Bf16, F16>(
-      call.in_type, [](auto zero) { return ForThisCpu<Call, AddPartial<decltype(zero)>>(); });
-  RunSplits(pool, call, task, call.splits * call.slices, size,
-            2.0 * size * call.geo.rows() / call.geo.groups);
-}
-
-std::string ConfigRefusal(const Call& call) {
-  const int64_t rows = call.geo.rows(), block = call.block;
-  const int64_t most = std::clamp<int64_t>(rows, 1, kMaxSplits);
-  std::string why = SplitsRefusal(call, most, "a reduction of ", rows);
-  if (why.empty() && (block < kMinBlock || block > kMaxBlock || block % kMinBlock != 0))
-    return Text("block = ", block, " must be a multiple of ", kMinBlock, " within ", kMinBlock, "..",
-                kMaxBlock);
-  return why;
-}
-
-ffi::Error HostWgrad(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer g,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
-                     Ints window_strides, Ints padding, Ints lhs_dilation, Ints rhs_dilation,
-                     int64_t feature_group_count, int64_t splits, int64_t block) {
-  Call call{};
-  call.in_type = lhs.element_type();
-  call.out_type = out->element_type();
-  call.splits = splits;
-  call.block = block;
+ffi::Error HostWgrad(ffi::ThreadPool pool, Floats lhs, Floats g, ffi::Result<Floats> out,
+                     ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Span<const int64_t> geometry,
+                     int64_t span, int64_t splits, int64_t block) {
+  Wgrad call{};
   std::string why;
-  if (!IsFloat(call.in_type) || g.element_type() != call.in_type || !IsFloat(call.out_type) ||
-      workspace->element_type() != ffi::U8) {
-    why = Text("element types lhs ", call.in_type, ", g ", g.element_type(), ", dW ", call.out_type,
-               ", workspace ", workspace->element_type(),
-               "; accepted: lhs and g of one of F32, BF16, F16, dW of one of these, workspace of U8");
+  if (geometry.size() != kNumbers) {
+    why = Text("geometry has ", geometry.size(), " numbers, expected ", kNumbers);
+  } else {
+    std::memcpy(&call.geo, geometry.begin(), sizeof(call.geo));
+    why = GeometryRefusal(call.geo, lhs, g, *out);
   }
+  if (why.empty() && (block < kMinBlock || block > kMaxBlock))
+    why = Text("block = ", block, " must lie within ", kMinBlock, "..", kMaxBlock);
+  const Geometry& geo = call.geo;
+  if (why.empty() && (span < 1 || geo.groups % span != 0 ||
+                      (span > 1 && geo.out_channels / geo.groups * span > kTileColumns)))
+    why = Text("span = ", span, " of ", geo.groups, " groups must divide them and have at most ",
+               kTileColumns, " output channels");
   if (why.empty()) {
-    why = SetGeometry({lhs.dimensions(), g.dimensions(), out->dimensions(), window_strides, padding,
-                       lhs_dilation, rhs_dilation, feature_group_count},
-                      &call.geo);
-  }
-  if (why.empty()) why = ConfigRefusal(call);
-  if (why.empty()) {
-    SetLayout(&call);
-    why = WorkspaceRefusal(call, *workspace);
+    call.groups = geo.groups / span;
+    call.span = span;
+    call.rows = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / call.groups);
+    call.columns = geo.out_channels / call.groups;
+    call.k = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
+    call.splits = splits;
+    call.grain = 1;
+    call.depth = block;
+    call.row_block = kRowBlock;
+    why = SetResults(&call, out->typed_data(), workspace);
   }
   if (!why.empty()) return ffi::Error::InvalidArgument("jax_splitk host wgrad: " + why);
-  if (out->element_count() == 0) return ffi::Error::Success();
-  if (call.geo.rows() == 0 || lhs.element_count() == 0) {
-    std::memset(out->untyped_data(), 0, out->size_bytes());
-    return ffi::Error::Success();
-  }
-  call.sgemm = reinterpret_cast<Sgemm*>(g_sgemm.load());
-  if (call.sgemm == nullptr && !call.direct) {
-    return ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        "jax_splitk host wgrad: no sgemm is set; import jax_splitk does it from scipy.linalg.cython_blas");
-  }
-  call.lhs = lhs.untyped_data();
-  call.g = g.untyped_data();
-  call.SetResults(*out, *workspace);
-  Run(pool, call);
+  call.lhs = lhs.typed_data();
+  call.g = g.typed_data();
+  Run(pool, call, 2.0 * call.size() * call.k);
   return ffi::Error::Success();
 }
 
 }  // namespace
-
-void SetSgemm(void* fn) { g_sgemm.store(fn); }
-
 }  // namespace jax_splitk
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxSplitkHostWgrad, jax_splitk::HostWgrad,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<jax_splitk::Ints>("window_strides")
-                                  .Attr<jax_splitk::Ints>("padding")
-                                  .Attr<jax_splitk::Ints>("lhs_dilation")
-                                  .Attr<jax_splitk::Ints>("rhs_dilation")
-                                  .Attr<int64_t>("feature_group_count")
+                                  .Arg<jax_splitk::Floats>()
+                                  .Arg<jax_splitk::Floats>()
+                                  .Ret<jax_splitk::Floats>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("geometry")
+                                  .Attr<int64_t>("span")
                                   .Attr<int64_t>("splits")
                                   .Attr<int64_t>("block"));

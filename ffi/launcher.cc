@@ -21,8 +21,8 @@ namespace {
 
 std::atomic<long> g_instantiated{0}, g_loaded{0}, g_executed{0}, g_captured{0};
 
-ffi::Unexpected<ffi::Error> Invalid(const std::string& message) {
-  return ffi::Unexpected<ffi::Error>(ffi::Error::InvalidArgument("jax_splitk_launch: " + message));
+ffi::Error Invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("jax_splitk_launch: " + message);
 }
 
 ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult result) {
@@ -32,35 +32,41 @@ ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult res
 // Machine code is loaded once per process and content: XLA instantiates every call site separately. A
 // context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
 // their kernels.
-class Libraries {
- public:
-  ffi::ErrorOr<CUlibrary> Load(const Driver& driver, std::string_view cubin) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = libraries_.find(cubin);
-    if (found != libraries_.end()) return found->second;
-    // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
-    if (cubin.substr(0, 4) != "\177ELF") {
-      return Invalid(Text("the code attribute (", cubin.size(), " bytes) is not an ELF file"));
-    }
-    CUlibrary library = nullptr;
-    if (CUresult r =
-            driver.library_load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
-      return ffi::Unexpected(
-          CudaError(driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r));
-    }
-    libraries_.emplace(cubin, library);
-    ++g_loaded;
-    return library;
+ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* library) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& libraries = *new std::map<std::string, CUlibrary, std::less<>>;  // by content
+  std::lock_guard<std::mutex> lock(mutex);
+  if (auto found = libraries.find(cubin); found != libraries.end()) {
+    *library = found->second;
+    return ffi::Error::Success();
   }
+  // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
+  if (cubin.substr(0, 4) != "\177ELF") {
+    return Invalid(Text("the code attribute (", cubin.size(), " bytes) is not an ELF file"));
+  }
+  if (CUresult r =
+          driver.library_load_data(library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
+    return CudaError(driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r);
+  }
+  libraries.emplace(cubin, *library);
+  ++g_loaded;
+  return ffi::Error::Success();
+}
 
- private:
-  std::mutex mutex_;
-  std::map<std::string, CUlibrary, std::less<>> libraries_;  // by content
-};
-
-Libraries& ProcessLibraries() {
-  static Libraries& libraries = *new Libraries;  // leaked: see above
-  return libraries;
+// What is wrong with a launch's parameters, by which the driver would read beyond them or the kernel what is
+// not there. Empty where nothing is, or where the driver cannot tell (before CUDA 12.4).
+std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::vector<ParamSpec>& params) {
+  if (!driver.kernel_get_param_info) return "";
+  size_t count = 0, offset, size;
+  for (; driver.kernel_get_param_info(kernel, count, &offset, &size) == kCudaSuccess; ++count) {
+    if (count >= params.size()) continue;
+    const ParamSpec& param = params[count];
+    const size_t expected = param.kind == ParamSpec::kBytes ? (size + 7) / 8 * 8 : size;  // in whole words
+    if (param.size() != expected)
+      return Text("takes ", size, " bytes as parameter ", count, "; the plan gives ", param.size());
+  }
+  if (count == 0 || count == params.size()) return "";
+  return Text("takes ", count, " parameters; the plan gives ", params.size());
 }
 
 // What one call site keeps: its parsed plan, its kernels and on which devices their attributes have been set.
@@ -73,31 +79,40 @@ struct LaunchState {
 };
 ffi::TypeId LaunchState::id = {};
 
+ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view cubin, std::string_view kernels,
+                   LaunchState* state) {
+  std::string message;
+  if (!ParsePlan(words.begin(), words.size(), kernels, &state->plan, &message)) return Invalid(message);
+  const Driver* driver = state->driver = Driver::Get(&message);
+  if (!driver) return ffi::Error::Internal("jax_splitk_launch: " + message);
+  CUlibrary library = nullptr;
+  if (ffi::Error error = LoadLibrary(*driver, cubin, &library); error.failure()) return error;
+  for (const LaunchSpec& launch : state->plan.launches) {
+    CUkernel kernel;
+    const std::string& name = state->plan.kernels[launch.kernel];
+    if (CUresult r = driver->library_get_kernel(&kernel, library, name.c_str())) {
+      return CudaError(*driver, "kernel '" + name + "' not found", r);
+    }
+    message = ParametersRefusal(*driver, kernel, launch.params);
+    if (!message.empty()) return Invalid("kernel '" + name + "' " + message);
+    state->kernels.push_back(kernel);
+  }
+  return ffi::Error::Success();
+}
+
 ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   ++g_instantiated;
   auto words = attrs.get<ffi::Span<const int64_t>>("plan");
   auto code = attrs.get<ffi::Span<const uint8_t>>("code");
   auto kernels = attrs.get<std::string_view>("kernels");
-  if (!words || !code || !kernels)
-    return Invalid("needs the attributes plan (int64[]), code (uint8[]) and kernels (string)");
-
-  auto state = std::make_unique<LaunchState>();
-  std::string message;
-  if (!ParsePlan(words->begin(), words->size(), *kernels, &state->plan, &message)) return Invalid(message);
-  state->driver = Driver::Get(&message);
-  if (!state->driver) return ffi::Unexpected(ffi::Error::Internal("jax_splitk_launch: " + message));
-
-  std::string_view cubin(reinterpret_cast<const char*>(code->begin()), code->size());
-  ffi::ErrorOr<CUlibrary> library = ProcessLibraries().Load(*state->driver, cubin);
-  if (!library) return ffi::Unexpected(library.error());
-  for (const LaunchSpec& launch : state->plan.launches) {
-    CUkernel kernel;
-    const std::string& name = state->plan.kernels[launch.kernel];
-    if (CUresult r = state->driver->library_get_kernel(&kernel, *library, name.c_str())) {
-      return ffi::Unexpected(CudaError(*state->driver, "kernel '" + name + "' not found", r));
-    }
-    state->kernels.push_back(kernel);
+  if (!words || !code || !kernels) {
+    return ffi::Unexpected(
+        Invalid("needs the attributes plan (int64[]), code (uint8[]) and kernels (string)"));
   }
+  auto state = std::make_unique<LaunchState>();
+  std::string_view cubin(reinterpret_cast<const char*>(code->begin()), code->size());
+  if (ffi::Error error = Prepare(*words, cubin, *kernels, state.get()); error.failure())
+    return ffi::Unexpected(error);
   return state;
 }
 
@@ -203,7 +218,7 @@ ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args,
   }
   std::string message;
   if (!CheckBuffers(state->plan, buffers, sizes, &message)) {
-    return ffi::Error::InvalidArgument("jax_splitk_launch: " + message);
+    return Invalid(message);
   }
   if (CUresult r = PrepareDevice(*state)) return CudaError(driver, "cannot set kernel attributes", r);
 
@@ -241,6 +256,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,
 
 XLA_FFI_TypeId* LaunchStateTypeId() { return reinterpret_cast<XLA_FFI_TypeId*>(&LaunchState::id); }
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo() { return &kStateTypeInfo; }
+
+std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels) {
+  LaunchState state;
+  const ffi::Error error = Prepare({plan.data(), plan.size()}, code, kernels, &state);
+  return error.failure() ? error.message() : "";
+}
 
 LaunchCounts GetLaunchCounts() { return {g_instantiated, g_loaded, g_executed, g_captured}; }
 

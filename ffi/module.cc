@@ -40,8 +40,6 @@ NB_MODULE(_ffi, m) {
   });
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
   m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedMatmul); });
-  // `sgemm` is a capsule of scipy.linalg.cython_blas; its name is the C signature.
-  m.def("set_sgemm", [](nb::capsule sgemm) { js::SetSgemm(sgemm.data()); });
 
   m.attr("PLAN_MAGIC") = js::kPlanMagic;
   m.attr("PLAN_VERSION") = js::kPlanVersion;
@@ -57,6 +55,9 @@ NB_MODULE(_ffi, m) {
     out["executed"] = counts.executed;
     out["captured"] = counts.captured;
     return out;
+  });
+  m.def("launch_refusal", [](const std::vector<int64_t>& words, nb::bytes code, std::string_view kernels) {
+    return js::LaunchRefusal(words, {code.c_str(), code.size()}, kernels);
   });
   // Raises ValueError where the launcher would refuse the plan; returns (buffers, tensor maps, launches).
   m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {

@@ -42,6 +42,10 @@ struct ParamSpec {
   int64_t index;                // buffer or tensor map
   int64_t offset;               // kPointer: bytes into the buffer
   std::vector<uint64_t> bytes;  // kBytes: the value, in whole words
+
+  size_t size() const {
+    return kind == kPointer ? sizeof(void*) : kind == kTensorMap ? sizeof(CUtensorMap) : 8 * bytes.size();
+  }
 };
 
 struct LaunchSpec {

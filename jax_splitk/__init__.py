@@ -1,15 +1,21 @@
 """Convolution weight gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
-from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
-from jax_splitk.ops.explain import explain
-from jax_splitk.ops.exporting import EXPORT_CHECKS
-from jax_splitk.ops.quantized_matmul import quantized_matmul
-from jax_splitk.ops.tune import tune, tune_problems
-from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
-from jax_splitk.runtime import registration as _registration
-from jax_splitk.tuning.decide import FrozenCacheMiss
-from jax_splitk.tuning.options import options
-from jax_splitk.tuning.result import TuningResult
+import sys as _sys
+
+# `python -m jax_splitk` imports this to find its __main__, which needs nothing of it for `--help`, and reloads it then.
+if _sys.argv[:1] != ["-m"]:
+    from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+    from jax_splitk.ops.explain import explain
+    from jax_splitk.ops.exporting import EXPORT_CHECKS
+    from jax_splitk.ops.quantized_matmul import quantized_matmul
+    from jax_splitk.ops.tune import tune, tune_problems
+    from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.runtime import registration as _registration
+    from jax_splitk.tuning.decide import FrozenCacheMiss
+    from jax_splitk.tuning.options import options
+    from jax_splitk.tuning.result import TuningResult
+
+    _registration.register()
 
 __version__ = "0.1.0"
 
@@ -31,8 +37,6 @@ __all__ = [
     "tune_problems",
     "unpack",
 ]
-
-_registration.register()
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,11 @@
 """`python -m jax_splitk COMMAND`."""
 
 import argparse
+import importlib
 import os
 import sys
 
-from jax_splitk.cli import cache, decide, doctor
-from jax_splitk.cli.output import UsageError
+from jax_splitk.cli.parser import parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,19 +17,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # What follows -- is for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m jax_splitk")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (decide.add_parsers, cache.add_parser, doctor.add_parser):
-        add(commands)
-    arguments = parser.parse_args(argv[:split])
+    arguments = parser().parse_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
     if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
+    if not hasattr(package := sys.modules["jax_splitk"], "explain"):
+        importlib.reload(package)
+    module, _, name = arguments.run.partition(".")
+    run, output = (importlib.import_module(f"jax_splitk.cli.{m}") for m in (module, "output"))
     try:
-        code = arguments.run(arguments)
+        code = getattr(run, name)(arguments)
         print(end="", flush=True)  # here, not at exit, where nobody could catch what it raises
-    except UsageError as error:
+    except output.UsageError as error:
         chosen.error(str(error))
     except BrokenPipeError:  # whoever read our output (`| head`) has enough; what is left goes nowhere
         with open(os.devnull, "w") as nowhere:

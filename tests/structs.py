@@ -6,10 +6,15 @@ from jax_splitk.runtime.plan import DevicePlan, Int32Struct
 
 
 def fields(text: str, struct: str) -> dict[str, int]:
-    """Of a C struct and its base: each with how many words it takes, in order."""
+    """Of a C struct and its base: each with how many words it takes, in order. Of a struct in it a field `name_h` for
+    each of its members."""
     found = re.search(rf"struct {struct}\b(?: : (\w+))? \{{(.*?)\n\}};", text, re.DOTALL)
     assert found is not None, struct
-    members = re.findall(r"^ +(\w+) ([\w, ]+);", re.sub(r"//.*", "", found[2]), re.MULTILINE)
+    body = re.sub(r"//.*", "", found[2])
+    for of, axes, name in re.findall(r"struct \{ (\w+) ([\w, ]+); \} (\w+);", body):
+        apart = f"{of} {', '.join(f'{name}_{axis}' for axis in axes.split(', '))};"
+        body = body.replace(f"struct {{ {of} {axes}; }} {name};", apart)
+    members = re.findall(r"^ +(\w+) ([\w, ]+);", body, re.MULTILINE)
     own = {name: 3 if of == "Divisor" else 1 for of, names in members for name in names.split(", ")}
     return {**(fields(text, found[1]) if found[1] else {}), **own}
 

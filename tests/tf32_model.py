@@ -141,7 +141,7 @@ def sums(problem: ConvWgradProblem, config: Config, x: np.ndarray, dy: np.ndarra
     """[splits, *out_shape]: what each split writes; NaN where nothing is written."""
     block = Block(problem, config)
     out = np.full((config.splits, math.prod(problem.out_shape)), np.nan)
-    tiles = math.prod(tf32.tile_counts(problem, config))
+    tiles = tf32.FAMILY.thread_blocks(problem, config)
     for split in range(config.splits):
         for tile in range(tiles):
             _tile(block, tile, split, x, dy, out[split])

@@ -1,74 +1,57 @@
-"""`cache`: the decisions that tuning stored, listed, shown, combined and deleted."""
+"""`cache ls`, `show`, `merge` and `prune`: the decisions that tuning stored, and the compiled kernels beside them."""
 
 import argparse
-import dataclasses
+import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from jax_splitk.cli import output, prune, stored
+from jax_splitk.cli import output, stored
 from jax_splitk.cli.output import UsageError
-from jax_splitk.cli.stored import Stored, Unusable
-from jax_splitk.runtime import disk
+from jax_splitk.cli.stored import Stored
+from jax_splitk.runtime import compiler, disk, settings, source, toolchain
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import store, table
+from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.result import TuningResult
 
 
-def add_parser(commands: Any) -> None:
-    cache = commands.add_parser("cache", help="list, show, combine and delete what tuning decided")
-    parsers = cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[..., int] | None, about: str, more: str = "") -> argparse.ArgumentParser:
-        parser = parsers.add_parser(name, help=about, description=about, epilog=more)
-        parser.add_argument("--json", action="store_true", help="machine-readable output")
-        parser.set_defaults(run=run, parser=parser)
-        return parser
-
-    source = "a cache folder, or a file with the text of TuningResult.dumps"
-    ls = add("ls", _ls, "one line for each entry", "Ratio: XLA's time to the choice's. Exit code 1: a file is damaged.")
-    ls.add_argument("paths", nargs="*", metavar="PATH", help=f"{source}; the user's cache by default")
-    ls.add_argument("--all", action="store_true", help="the user's cache, the read-only caches and the shipped tables")
-    show = add("show", _show, "one entry with all its measurements")
-    show.add_argument("what", metavar="DIGEST_PREFIX_OR_FILE", help="how a digest of `cache ls` begins, or its file")
-    merge = add(
-        "merge",
-        _merge,
-        "put entries into a cache folder or a file; the newer decision wins, all measurements are kept",
-        "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged.",
-    )
-    merge.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
-    merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
-    prune.add_arguments(add("prune", None, "delete entries and compiled kernels of the user's cache, and list them"))
-
-
-def _ls(arguments: argparse.Namespace) -> int:
+def ls(arguments: argparse.Namespace) -> int:
+    """One line for each entry, and how many kernels are compiled; every file is read."""
     if arguments.all and arguments.paths:
         raise UsageError(f"--all with PATH={arguments.paths[0]!r}; accepted: one of them")
     if arguments.paths:
-        sources = [(text, *stored.read_source("PATH", text)) for text in arguments.paths]
+        sources = [(text, pathlib.Path(text), stored.read_source("PATH", text)) for text in arguments.paths]
     else:
-        layers = store.layers() if arguments.all else store.layers()[:1]
-        sources = [(f"{name} {folder}", *stored.read_layer(folder)) for name, folder in layers]
-    lines, listed = [], []
-    for name, usable, unusable in sources:
-        machines: dict[str, list[Stored]] = {}
-        for item in sorted(usable, key=lambda item: str(item.entry.key.problem)):
-            machines.setdefault(_machine(item.entry.key), []).append(item)
-        for machine, items in machines.items():
-            rows = [stored.row(item.entry) for item in items]
+        layers = store.layers() if arguments.all else [("user cache", output.users_cache())]
+        sources = [(f"{name} {folder}", folder, stored.read_layer(folder)) for name, folder in layers]
+    lines, listed, damaged = [], [], 0
+    for name, folder, items in sources:
+        machines: dict[str, list[list[str]]] = {}
+        for entry in sorted((item.entry for item in items if item.entry), key=lambda entry: str(entry.key.problem)):
+            machines.setdefault(_machine(entry.key), []).append(stored.row(entry))
+        for machine, rows in machines.items():
             lines += [f"{name}, {machine}:", output.table(stored.HEADER, rows, stored.NARROW)]
-        lines += [] if usable else [f"{name}: no entries"]
+        lines += [] if machines else [f"{name}: no entries"]
+        code = list(compiler.cached(folder))
+        lines += [f"{len(code)} compiled kernels"] if code else []
+        unusable = [item for item in items if item.entry is None]
+        reason = disk.code_refusal(folder) or "it is not whole, or not to be trusted"
+        unusable += [Stored(path, None, reason) for path, origin in code if origin is None]
         lines += [f"damaged: {item.path}: {item.reason}" for item in unusable if not item.foreign]
         others = sum(item.foreign for item in unusable)
         lines += [f"{others} entries of other machines or versions cannot be read here"] if others else []
-        entries = [{"path": item.path, **stored.describe(item.entry)} for item in usable]
-        listed.append({"source": name, "entries": entries, "unusable": list(map(dataclasses.asdict, unusable))})
+        damaged += len(unusable) - others
+        described = [{"path": item.path, **stored.describe(item.entry)} for item in items if item.entry]
+        found = {"entries": described, "kernels": len(code), "unusable": [item.as_dict() for item in unusable]}
+        listed.append({"source": name, **found})
     output.emit(listed, "\n".join(lines), arguments.json)
-    return 0 if all(item.foreign for _, _, unusable in sources for item in unusable) else 1
+    return 1 if damaged else 0
 
 
 def _machine(key: Key) -> str:
@@ -76,10 +59,11 @@ def _machine(key: Key) -> str:
     return f"{e.device_kind}, {e.cores} cores" + (f", CUDA {e.cuda_major}" if e.cuda_major else "")
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    item = _entry(arguments.what)
-    if isinstance(item, Unusable):
-        output.emit(dataclasses.asdict(item), f"{item.path}: {item.reason}", arguments.json)
+def show(arguments: argparse.Namespace) -> int:
+    """One entry with all its measurements."""
+    item = _found(arguments.what)
+    if item.entry is None:
+        output.emit(item.as_dict(), f"{item.path}: {item.reason}", arguments.json)
         return 1
     entry, key = item.entry, item.entry.key
     value = {"path": item.path, **stored.describe(entry)}
@@ -103,12 +87,14 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _entry(what: str) -> Stored | Unusable:
+def _found(what: str) -> Stored:
     """A file's, or the one entry, in the first layer that has it, whose digest begins so."""
     argument = f"DIGEST_PREFIX_OR_FILE={what!r}"
     if os.path.isfile(what):
         return stored.read(pathlib.Path(what))
-    found: dict[str, Any] = {item.entry.key.digest[:40]: item for item in stored.read_layer(table.FOLDER)[0]}
+    found: dict[str, Stored | pathlib.Path] = {
+        item.entry.key.digest[:40]: item for item in stored.read_layer(table.FOLDER) if item.entry
+    }
     found |= {path.stem: path for _, folder in reversed(store.layers()) for path in store.files(folder)}
     found = {digest: item for digest, item in found.items() if what and digest.startswith(what)}
     if not found:
@@ -119,47 +105,53 @@ def _entry(what: str) -> Stored | Unusable:
     return item if isinstance(item, Stored) else stored.read(item)
 
 
-def _merge(arguments: argparse.Namespace) -> int:
+def merge(arguments: argparse.Namespace) -> int:
+    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept."""
     destination = pathlib.Path(arguments.destination)
-    if os.path.abspath(destination) == os.path.abspath(disk.cache_dir()):
-        output.require_writable()
+    if os.path.abspath(destination) == os.path.abspath(disk.cache_dir() or ""):
+        output.users_cache(writable=True)
+    read = [_measured(item) for text in arguments.sources for item in stored.read_source("SOURCE", text)]
     found: dict[Key, Entry] = {}
-    unusable: list[Unusable] = []
-    for text in arguments.sources:
-        usable, bad = stored.read_source("SOURCE", text)
-        unusable += bad
-        for item in usable:
-            found[item.entry.key] = _newer(found.get(item.entry.key), item.entry)
-    held = _held(destination, found)
-    merged = {key: _newer(held.get(key), entry) for key, entry in found.items()}
-    changed = {key: entry for key, entry in merged.items() if entry != held.get(key)}
-    failed: list[Key] = []
-    if destination.suffix != ".json":
-        failed = [key for key, entry in changed.items() if not disk.write(destination / key.file, _data(entry))]
-    elif changed and not disk.write(destination, _data(TuningResult(tuple((held | merged).items())))):
-        failed = list(changed)
-    added = len(changed.keys() - held.keys())
+    for entry in (item.entry for item in read if item.entry):
+        found[entry.key] = _newer(found.get(entry.key), entry)
+    is_file = destination.suffix == ".json"
+    held = _held(destination) if is_file else {key: stored.read(destination / key.file, destination) for key in found}
+    before = {key: item.entry for key, item in held.items() if item.entry}
+    merged = {key: _newer(before.get(key), entry) for key, entry in found.items()}
+    changed = {key: entry for key, entry in merged.items() if entry != before.get(key)}
+    if is_file:
+        text = TuningResult(tuple((before | merged).items())).dumps()
+        failed = len(changed) if changed and not disk.write(destination, text.encode()) else 0
+    else:
+        failed = sum(not disk.write(destination / key.file, e.dumps().encode()) for key, e in changed.items())
+    added = len(changed.keys() - before.keys())
     counts = {"added": added, "updated": len(changed) - added, "unchanged": len(merged) - len(changed)}
-    value = {"into": destination, **counts, "failed": len(failed), "unusable": list(map(dataclasses.asdict, unusable))}
+    unusable = [item for item in read if item.entry is None]
     said = ", ".join(f"{name} {count}" for name, count in counts.items())
-    said += f", not written {len(failed)}, not used {len(unusable)}"
+    said += f", not written {failed}, not used {len(unusable)}"
+    value = {"into": destination, **counts, "failed": failed, "unusable": [item.as_dict() for item in unusable]}
     output.emit(value, f"into {destination}: {said}", arguments.json)
     for item in unusable:
         output.note(f"not used: {item.path}: {item.reason}")
     return 1 if unusable or failed else 0
 
 
-def _held(destination: pathlib.Path, wanted: Iterable[Key]) -> dict[Key, Entry]:
-    """The destination's entries: all of a file's, a folder's of the wanted keys."""
-    found: list[Stored | Unusable] = []
-    if destination.suffix != ".json":
-        found += [stored.read(destination / key.file, destination) for key in wanted]
-    elif os.path.exists(destination):
-        usable, unusable = stored.read_file(destination)
-        if unusable:
-            raise UsageError(f"DEST={str(destination)!r}: {unusable[0].reason}; accepted: a TuningResult's file")
-        found += usable
-    return {item.entry.key: item.entry for item in found if isinstance(item, Stored)}
+def _measured(item: Stored) -> Stored:
+    """The same, unless its choice is a kernel that nobody has measured."""
+    if item.entry is None or item.entry.choice == XLA or item.entry.us(item.entry.choice) is not None:
+        return item
+    return Stored(item.path, None, f"its choice {item.entry.choice} was not measured", item.foreign)
+
+
+def _held(file: pathlib.Path) -> dict[Key, Stored]:
+    """The entries of a TuningResult's file, if there is one. It will be replaced by another."""
+    if not os.path.lexists(file):
+        return {}
+    regular = stat.S_ISREG(file.lstat().st_mode)
+    items = stored.read_file(file) if regular else [Stored(file, None, "it is not a regular file")]
+    if wrong := next((item.reason for item in items if item.entry is None), None):
+        raise UsageError(f"DEST={str(file)!r}: {wrong}; accepted: a TuningResult's file")
+    return {item.entry.key: item for item in items if item.entry}
 
 
 def _newer(held: Entry | None, other: Entry) -> Entry:
@@ -169,5 +161,64 @@ def _newer(held: Entry | None, other: Entry) -> Entry:
     return entries.merge(held, other) if stored.date(other) > stored.date(held) else entries.merge(other, held)
 
 
-def _data(value: Entry | TuningResult) -> bytes:
-    return value.dumps().encode()
+class _File(NamedTuple):
+    """A file of a cache: what it is, whether only other machines or versions use it, and why nobody can."""
+
+    path: pathlib.Path
+    what: str
+    is_others: bool
+    damage: str | None
+
+
+def prune(arguments: argparse.Namespace) -> int:
+    """Deletes what was asked for, and lists it."""
+    dry_run, environment, older_than = arguments.dry_run, arguments.environment, arguments.older_than
+    folder = output.users_cache(writable=not dry_run)
+    if environment is None and older_than is None and not arguments.damaged:
+        raise UsageError("nothing to prune was named; accepted: --environment, --older-than, --damaged")
+    with output.usage():
+        days = 0.0 if older_than is None else settings.positive("--older-than", older_than, "days")
+
+    def is_chosen(file: _File) -> bool:
+        if file.damage is not None:
+            return arguments.damaged
+        asked = environment is not None or older_than is not None
+        return asked and (environment != "other" or file.is_others) and _days(file.path) >= days
+
+    deleted, failed = [], []
+    for file in filter(is_chosen, _files(folder)):
+        try:
+            if not dry_run:
+                file.path.unlink(missing_ok=True)
+            deleted.append({"path": file.path, "why": file.damage or file.what})
+        except OSError as error:
+            failed.append({"path": file.path, "why": str(error)})
+    verb = "would delete" if dry_run else "deleted"
+    lines = [f"{verb} {item['path']}: {item['why']}" for item in deleted]
+    value = {"dry_run": dry_run, "deleted": deleted, "failed": failed}
+    output.emit(value, "\n".join([*lines, f"{verb} {len(deleted)} files"]), arguments.json)
+    for item in failed:
+        output.note(f"cannot delete {item['path']}: {item['why']}")
+    return 1 if failed else 0
+
+
+def _files(folder: pathlib.Path) -> Iterator[_File]:
+    for item in stored.read_folder(folder):
+        yield _File(item.path, "an entry", item.foreign, None if item.foreign else item.reason or None)
+    # Machine code names no machine: it is another installation's if its source text, compiler or headers are not those
+    # of now. Without a compiler here that cannot be told of any.
+    compiles = toolchain.unavailable() is None
+    current = {compiler.origin(file) for file in source.source_files()} if compiles else set()
+    for path, origin in compiler.cached(folder):
+        damage = "damaged, not to be trusted, or another version's machine code" if origin is None else None
+        yield _File(path, "machine code", compiles and origin not in current, damage)
+    for pattern in ("tuning/*/", "cubin/"):
+        for path in disk.abandoned(folder, pattern):
+            yield _File(path, "a temporary file", False, "left by a process that died while writing")
+
+
+def _days(path: pathlib.Path) -> float:
+    """How long ago a file was written; 0 for one that is gone."""
+    with contextlib.suppress(OSError):
+        return (time.time() - path.lstat().st_mtime) / 86400
+    return 0.0

@@ -3,16 +3,22 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import pathlib
+import runpy
 import sys
-from typing import Any
+import traceback
+from collections.abc import Iterator
 
-from jax_splitk.cli import output, stored, work
+from jax_splitk.cli import output, stored
 from jax_splitk.ops.explain import Explanation, decision
+from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import store, tuner
+from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import current, options
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.session import Watched, session
@@ -20,42 +26,26 @@ from jax_splitk.tuning.session import Watched, session
 _logger = logging.getLogger("jax_splitk")
 
 
-def add_parsers(commands: Any) -> None:
-    parser = commands.add_parser("tune", help="measure what a script lowers, or problems, and remember the fastest")
-    work.add_arguments(parser)
-    parser.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
-    parser.add_argument("--again", action="store_true", help="also measure what a cache already has")
-    parser.epilog = "Arguments after -- are the script's. Exit code 1: not everything was tuned and stored."
-    parser.set_defaults(run=_tune, parser=parser, platform=None)
-    parser = commands.add_parser("explain", help="what computes a script's operations, or problems, and why")
-    work.add_arguments(parser)
-    parser.add_argument("--platform", choices=("cpu", "cuda"), help="for problems: of another than the default backend")
-    parser.epilog = (
-        "Arguments after -- are the script's. A script runs as it always does, so that on a GPU what no cache has is "
-        "tuned unless JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX "
-        "lowers equal operations of one function once."
-    )
-    parser.set_defaults(run=_explain, parser=parser, again=False)
-
-
-def _explain(arguments: argparse.Namespace) -> int:
+def explain(arguments: argparse.Namespace) -> int:
+    """What computes each operation; nothing is measured for problems."""
     with output.usage():
         disk.mode()
-    explanation, _, failed = _decided(arguments, measure=False)
-    decisions = [{**dataclasses.asdict(d), "problem": work.as_dict(d.problem)} for d in explanation.decisions]
+    explanation, _, failures = _decided(arguments)
+    decisions = [{**dataclasses.asdict(d), "problem": problem_as_dict(d.problem)} for d in explanation.decisions]
     output.emit({"platform": explanation.platform, "decisions": decisions}, str(explanation), arguments.json)
-    return _failures([] if failed is None else [failed])
+    return _told(failures)
 
 
-def _tune(arguments: argparse.Namespace) -> int:
-    output.require_writable()
+def tune(arguments: argparse.Namespace) -> int:
+    """The same, after what no cache has was measured and stored."""
+    output.users_cache(writable=True)
     with output.usage():
         given = arguments.seconds
         seconds = tuner.budget_seconds() if given is None else settings.positive("--seconds", given, "seconds")
     # For what the script starts, too; nothing else comes after it in this process.
     os.environ.update(JAX_SPLITK_AUTOTUNE="on_miss", JAX_SPLITK_TUNE_BUDGET_S=repr(seconds))
-    explanation, watched, failed = _decided(arguments, measure=True)
-    failures = [] if failed is None else [failed]
+    with _log_on_stderr():
+        explanation, watched, failures = _decided(arguments)
     for key, entry in watched.entries.items():
         if entry is None or (arguments.again and key not in watched.measured):
             failures.append(f"{key.problem}: tuning failed, see the log")
@@ -64,47 +54,127 @@ def _tune(arguments: argparse.Namespace) -> int:
     decided = {key.problem: stored.describe(entry) for key, entry in watched.entries.items() if entry is not None}
     measured = {key.problem for key in watched.measured}
     decisions = [
-        {"problem": work.as_dict(p), "why": why, "measured": p in measured} | decided.get(p, {})
-        for p, why in ((d.problem, d.why) for d in explanation.decisions)
+        {"problem": problem_as_dict(d.problem), "why": d.why, "measured": d.problem in measured}
+        | decided.get(d.problem, {})
+        for d in explanation.decisions
     ]
     output.emit({"decisions": decisions, "failures": failures}, str(explanation), arguments.json)
-    return _failures(failures)
+    return _told(failures)
 
 
-def _failures(failures: list[str]) -> int:
+def _told(failures: list[str]) -> int:
     for failure in failures:
         output.note(failure)
     return 1 if failures else 0
 
 
-def _decided(arguments: argparse.Namespace, measure: bool) -> tuple[Explanation, Watched, str | None]:
-    """The decisions, what was watched while they were taken, and how the script failed."""
-    what = work.script_or_problems(arguments)
-    failed = None
+def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[str]]:
+    """The decisions, what was watched while they were taken, and how the script failed. `tune` measures."""
+    measure = arguments.command == "tune"
+    platform = None if measure else arguments.platform
+    what = _script_or_problems(arguments)
     with contextlib.ExitStack() as stack:
         with output.usage():
             stack.enter_context(options(workspace_limit_bytes=arguments.workspace_limit_bytes))
         if arguments.json:
-            stack.enter_context(output.stdout_to_stderr())
-        if measure:
-            _log_to_stderr(stack)
-        watched = stack.enter_context(session().watching(again=arguments.again))
+            stack.enter_context(_stdout_on_stderr())
+        watched = stack.enter_context(session().watching(again=measure and arguments.again))
+        failures: list[str] = []
         if isinstance(what, list):
-            platform = arguments.platform or local_platform()
-            choices = {select(problem, target_for(platform), current(), measure=measure): 1 for problem in what}
-        elif arguments.platform is not None:
-            raise output.UsageError(f"--platform={arguments.platform}; accepted only with problems, not with a script")
+            target = target_for(platform or local_platform())
+            choices = {select(problem, target, current(), measure=measure): 1 for problem in what}
+        elif platform is not None:
+            raise output.UsageError(f"--platform={platform}; accepted only with problems, not with a script")
         else:
-            failed = work.run(what, arguments.script_arguments)
-            platform, choices = local_platform(), watched.choices
-    return Explanation(platform, tuple(decision(choice, count) for choice, count in choices.items())), watched, failed
+            failures, choices = _run(what, arguments.script_arguments), watched.choices
+    decisions = tuple(decision(choice, count) for choice, count in choices.items())
+    return Explanation(platform or local_platform(), decisions), watched, failures
 
 
-def _log_to_stderr(stack: contextlib.ExitStack) -> None:
+def _script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:
+    """The script's path, or the problems, each once."""
+    text = arguments.what
+    if text.endswith(".py") and os.path.isfile(text):
+        return pathlib.Path(text)
+    content = text if text.lstrip()[:1] in ("{", "[") else disk.read(text) if text.endswith(".json") else None
+    try:
+        if content is None:
+            raise ValueError("no such file")
+        problems = _problems(content)
+    except ValueError as error:
+        shown = text if len(text) <= 200 else f"{text[:200]}..."
+        accepted = (
+            "an existing .py file, an existing .json file, or JSON text: one problem, an object with 'op' and the "
+            "problem's fields, or a list of them"
+        )
+        raise output.UsageError(f"SCRIPT_OR_PROBLEMS={shown!r}: {error}; accepted: {accepted}") from None
+    if arguments.script_arguments is not None:
+        given = " ".join(arguments.script_arguments)
+        raise output.UsageError(f"-- {given}; accepted only with a script, not with problems")
+    return problems
+
+
+def _problems(text: str | bytes) -> list[Problem]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    items = data if isinstance(data, list) else [data]
+    if not items:
+        raise ValueError("an empty list")
+    found = {}
+    for i, item in enumerate(items):
+        try:
+            if not isinstance(item, dict) or "op" not in item:
+                raise ValueError(f"{json.dumps(item)[:200]} is not an object with 'op'")
+            fields = dict(item)
+            found[problem_from_dict(fields.pop("op"), fields)] = None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"problem {i}: {error}") from None
+    return list(found)
+
+
+def _run(path: pathlib.Path, arguments: list[str] | None) -> list[str]:
+    """Runs the script as `python SCRIPT` would; how it failed, its traceback being on stderr then.
+
+    `sys.argv` and `sys.path` stay the script's: this process has nothing else to do. jax is imported already: a script
+    that sets `JAX_...` variables before it imports jax must get them from outside.
+    """
+    sys.argv = [str(path), *(arguments or [])]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as exit_:
+        return [] if exit_.code in (None, 0) else [f"{path} exited with {exit_.code}"]
+    except Exception as error:
+        traceback.print_exc()
+        return [f"{path} failed: {type(error).__name__}: {error}"]
+    return []
+
+
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
     """One line for each tuned problem."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, level = logging.StreamHandler(sys.stderr), _logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)
-    stack.callback(_logger.removeHandler, handler)
-    stack.callback(_logger.setLevel, _logger.level)
     _logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _logger.removeHandler(handler)
+        _logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """What the block prints goes to stderr, also what its subprocesses and native code print."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

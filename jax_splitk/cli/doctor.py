@@ -5,39 +5,23 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jax_splitk import _ffi
 from jax_splitk.cli import output
-from jax_splitk.runtime import disk, source, toolchain
-from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, decide, store, tuner
+from jax_splitk.runtime import disk, settings, source, toolchain
+from jax_splitk.runtime.target import target_for
 
 _PACKAGES = (
-    "jax_splitk",
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "nvidia-cutlass",
-    "nvidia-cuda-nvrtc",
-    "nvidia-cuda-cccl",
-    "nvidia-cuda-runtime",
-    "scipy",
+    *("jax_splitk", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cutlass", "nvidia-cuda-nvrtc"),
+    *("nvidia-cuda-cccl", "nvidia-cuda-runtime"),
 )
 
 
-def add_parser(commands: Any) -> None:
-    about = "what is installed, which GPU, which implementations can run"
-    parser = commands.add_parser("doctor", help=about, description=about)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
-    parser.set_defaults(run=_command, parser=parser)
-
-
-def _command(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
+    """The command."""
     report = examine()
     output.emit(report, text(report), arguments.json)
     return 1 if report["problems"] else 0
@@ -52,7 +36,8 @@ def examine() -> dict[str, Any]:
     """
     missing = toolchain.unavailable()
     backend, devices, without = _backend()
-    settings, problems = _settings(backend)
+    values = settings.in_force()
+    values["JAX_SPLITK_AUTOTUNE"] = values["JAX_SPLITK_AUTOTUNE"] or ("on_miss" if backend == "gpu" else "off")
     return {
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in _PACKAGES},
@@ -60,27 +45,25 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "compiler": missing or "NVRTC {}.{} for {}".format(*toolchain.find_nvrtc().version, source.ARCH),
         "cache_dir": str(disk.cache_dir()),
-        "settings": settings,
+        "settings": values,
         "implementations": {"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
-        "problems": [*([without] if without else ()), *problems],
+        "problems": [*([without] if without else ()), *settings.mistakes(), *_cache_problems(values)],
     }
 
 
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
-    implementations = report["implementations"].items()
-    return "\n".join(
-        [
-            f"python {report['python']}",
-            *(f"{name} {version or 'not installed'}" for name, version in report["versions"].items()),
-            f"backend {report['backend'] or 'none'}: {', '.join(report['devices'])}",
-            f"device code compiler: {report['compiler']}",
-            f"cache {report['cache_dir']}",
-            *(f"{name}={value}" for name, value in report["settings"].items()),
-            *(f"implementation {name}: {reason or 'can run'}" for name, reason in implementations),
-            *(f"problem: {problem}" for problem in report["problems"]),
-        ]
-    )
+    lines = [
+        f"python {report['python']}",
+        *(f"{name} {version or 'not installed'}" for name, version in report["versions"].items()),
+        f"backend {report['backend'] or 'none'}: {', '.join(report['devices'])}",
+        f"device code compiler: {report['compiler']}",
+        f"cache {report['cache_dir']}",
+        *(f"{name}={value}" for name, value in report["settings"].items()),
+        *(f"implementation {name}: {why or 'can run'}" for name, why in report["implementations"].items()),
+        *(f"problem: {problem}" for problem in report["problems"]),
+    ]
+    return "\n".join(lines)
 
 
 def _version(package: str) -> str | None:
@@ -101,31 +84,14 @@ def _backend() -> tuple[str | None, list[str], str | None]:
         return None, [], f"jax starts no backend{where} ({said})"
 
 
-def _settings(backend: str | None) -> tuple[dict[str, str], list[str]]:
-    """(the variables with their values in force, what is wrong with them)."""
-    # Without a backend only the word can be checked: what is the default depends on the platform.
-    target = target_for(local_platform()) if backend else Target("", "", "", 0)
-    read: dict[str, Callable[[], object]] = {
-        "JAX_SPLITK_CACHE_MODE": disk.mode,
-        "JAX_SPLITK_AUTOTUNE": lambda: "on_miss" if decide.autotune(target) else "off",
-        "JAX_SPLITK_TUNE_BUDGET_S": tuner.budget_seconds,
-        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": agreement.timeout_seconds,
-    }
-    settings, problems = {}, []
-    for name, value in read.items():
-        try:
-            settings[name] = str(value())
-        except ValueError as error:
-            settings[name] = os.environ[name]
-            problems.append(str(error))
-    read_only = [folder for name, folder in store.layers() if name == store.READ_ONLY]
-    settings["JAX_SPLITK_CACHE_PATH"] = os.pathsep.join(map(str, read_only))
-    problems += [
-        f"JAX_SPLITK_CACHE_PATH: {folder} is not a folder" for folder in read_only if not os.path.isdir(folder)
-    ]
-    if settings["JAX_SPLITK_CACHE_MODE"] == "update" and not _can_be_written(disk.cache_dir()):
-        problems.append(f"the cache {disk.cache_dir()} cannot be written: nothing that is decided or compiled is kept")
-    return settings, problems
+def _cache_problems(values: dict[str, str]) -> list[str]:
+    own = disk.cache_dir()
+    found = [refusal for folder in disk.folders() if (refusal := disk.code_refusal(folder)) is not None]
+    if own is None:
+        return [*found, disk.no_place()]
+    if values["JAX_SPLITK_CACHE_MODE"] == "update" and not _can_be_written(own):
+        found.append(f"the cache {own} cannot be written: nothing that is decided or compiled is kept")
+    return found
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:

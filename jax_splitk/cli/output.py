@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import os
+import pathlib
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,16 @@ def usage() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
-def require_writable() -> None:
-    """For commands that change the user's cache."""
+def users_cache(*, writable: bool = False) -> pathlib.Path:
+    """The user's cache folder, for commands that read it, or change it."""
+    folder = disk.cache_dir()
+    if folder is None:
+        raise UsageError(disk.no_place())
     with usage():
         mode = disk.mode()
-    if mode != "update":
+    if writable and mode != "update":
         raise UsageError(f"JAX_SPLITK_CACHE_MODE={mode!r}; accepted by this command, which writes: 'update'")
+    return folder
 
 
 def emit(value: Any, text: str, as_json: bool) -> None:
@@ -69,17 +73,3 @@ def _cell(text: str, width: int) -> str:
 def number(value: float | None, form: str = ".1f") -> str:
     """The number, or a dash."""
     return "-" if value is None else format(value, form)
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """What the block prints goes to stderr, also what its subprocesses and native code print."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)

@@ -1,13 +1,13 @@
-"""Entries of cache folders and of a `TuningResult`'s files: read with every check, and described."""
+"""Entries of cache folders, of tables and of a `TuningResult`'s files: read with every check, and described."""
 
 import dataclasses
 import datetime
 import json
 import os
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from jax_splitk.cli import work
 from jax_splitk.cli.output import UsageError, number
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import disk
@@ -21,26 +21,23 @@ from jax_splitk.tuning.result import TuningResult
 
 HEADER = ("digest", "us", "XLA us", "ratio", "problem", "choice")
 NARROW = ("choice", "problem")
-_UNREADABLE = "it cannot be read"
 # What reading a damaged file raises.
 _DAMAGE = (ValueError, TypeError, ArithmeticError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An entry that can be used, and its file."""
+    """What a file, or a row of a table, holds: an entry, or None and the reason. `foreign`: it lies where only other
+    machines or versions look."""
 
     path: pathlib.Path
-    entry: Entry
-
-
-@dataclasses.dataclass(frozen=True)
-class Unusable:
-    """A file that is never used here. `foreign`: it lies where only other machines or versions look."""
-
-    path: pathlib.Path
-    reason: str
+    entry: Entry | None
+    reason: str = ""
     foreign: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of one that cannot be used."""
+        return {"path": self.path, "reason": self.reason, "foreign": self.foreign}
 
 
 def local_environments() -> set[str]:
@@ -49,76 +46,66 @@ def local_environments() -> set[str]:
     return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
-def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored | Unusable:
-    """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
+def _read(path: pathlib.Path, parse: Callable[[bytes], Iterable[Entry]]) -> list[Stored]:
+    """The entries in a file, or the one reason why none of it is used."""
     data = disk.read(path)
-    if data is None:
-        return Unusable(path, _UNREADABLE)
     try:
-        entry = entries.whole(json.loads(data))
+        if data is None:
+            raise ValueError("it cannot be read")
+        return [Stored(path, entry) for entry in parse(data)]
     except _DAMAGE as error:
-        return Unusable(path, str(error))
-    if folder is not None and path != folder / entry.key.file:
-        return Unusable(path, f"it is not where it would be looked for, {folder / entry.key.file}")
-    return Stored(path, entry)
+        return [Stored(path, None, str(error))]
 
 
-def read_folder(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored:
+    """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
+    (item,) = _read(path, lambda data: [entries.whole(json.loads(data))])
+    if folder is None or item.entry is None or path == folder / item.entry.key.file:
+        return item
+    return Stored(path, None, f"it is not where it would be looked for, {folder / item.entry.key.file}")
+
+
+def read_folder(folder: pathlib.Path) -> list[Stored]:
     """Every entry file of a cache folder."""
     local = local_environments()
     found = [read(path, folder) for path in store.files(folder)]
-    unusable = [f for f in found if isinstance(f, Unusable)]
-    return (
-        [f for f in found if isinstance(f, Stored)],
-        [dataclasses.replace(f, foreign=f.path.parent.name not in local) for f in unusable],
-    )
+    return [dataclasses.replace(item, foreign=item.path.parent.name not in local) for item in found]
 
 
-def read_table(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+def read_table(path: pathlib.Path) -> list[Stored]:
     """Every row of a table that ships with the package."""
-    usable: list[Stored] = []
-    unusable: list[Unusable] = []
     try:
         found = table.read(path)
     except _DAMAGE as error:
-        return [], [Unusable(path, str(error))]
+        return [Stored(path, None, str(error))]
+    rows: list[Stored] = []
     for text in found.rows:
         try:
             problem = keys.problem_from_dict(path.stem, json.loads(text))
             key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target)
             entry = found.entry(key)
-            if entry is None:
-                unusable.append(Unusable(path, f"for another version of CUDA: {key.problem}", foreign=True))
-            else:
-                usable.append(Stored(path, entry))
+            rows.append(Stored(path, entry, f"for another version of CUDA: {problem}", foreign=entry is None))
         except _DAMAGE as error:
-            unusable.append(Unusable(path, str(error)))
-    return usable, unusable
+            rows.append(Stored(path, None, str(error)))
+    return rows
 
 
-def read_layer(folder: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+def read_layer(folder: pathlib.Path) -> list[Stored]:
     """Every entry of a layer of the cache."""
     if folder != table.FOLDER:
         return read_folder(folder)
-    found = [read_table(path) for path in sorted(folder.glob("*/*.json"))]
-    return [item for usable, _ in found for item in usable], [item for _, unusable in found for item in unusable]
+    return [item for path in sorted(folder.glob("*/*.json")) for item in read_table(path)]
 
 
-def read_file(path: pathlib.Path) -> tuple[list[Stored], list[Unusable]]:
+def read_file(path: pathlib.Path) -> list[Stored]:
     """Every entry of a file with a TuningResult's text, which is used as a whole or not at all."""
-    data = disk.read(path)
-    if data is None:
-        return [], [Unusable(path, _UNREADABLE)]
-    try:
-        return [Stored(path, entry) for _, entry in TuningResult.loads(data)], []
-    except _DAMAGE as error:
-        return [], [Unusable(path, str(error))]
+    return _read(path, lambda data: [entry for _, entry in TuningResult.loads(data)])
 
 
-def read_source(argument: str, text: str) -> tuple[list[Stored], list[Unusable]]:
+def read_source(argument: str, text: str) -> list[Stored]:
     """Every entry of a cache folder or of a TuningResult's file, which must be there."""
     path = pathlib.Path(text)
-    if os.path.isdir(path / "tuning"):
+    if any(os.path.isdir(path / name) for name in ("tuning", "cubin")):
         return read_folder(path)
     if os.path.isfile(path):
         return read_file(path)
@@ -126,15 +113,17 @@ def read_source(argument: str, text: str) -> tuple[list[Stored], list[Unusable]]
 
 
 def date(entry: Entry) -> datetime.datetime:
-    """When the entry was made; long ago where it does not say."""
+    """When the entry was made; long ago where it does not say, or names a time to come."""
     undated = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     text = entry.metadata.get("date")
     try:
         when = datetime.datetime.fromisoformat(text) if isinstance(text, str) else undated
         # An offset may lead out of the calendar.
-        return when.replace(tzinfo=datetime.UTC) if when.tzinfo is None else when.astimezone(datetime.UTC)
+        when = when.replace(tzinfo=datetime.UTC) if when.tzinfo is None else when.astimezone(datetime.UTC)
     except (ValueError, OverflowError):
         return undated
+    # Clocks of two machines may differ.
+    return when if when <= datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1) else undated
 
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
@@ -148,7 +137,7 @@ def describe(entry: Entry) -> dict[str, Any]:
     us, xla_us, ratio = times(entry)
     return {
         "digest": entry.key.digest[:40],
-        "problem": work.as_dict(entry.key.problem),
+        "problem": keys.problem_as_dict(entry.key.problem),
         "environment": dataclasses.asdict(entry.key.environment),
         "workspace_limit_bytes": entry.workspace_limit_bytes,
         "choice": entry.choice.as_dict(),
@@ -163,4 +152,5 @@ def row(entry: Entry) -> list[str]:
     us, xla_us, ratio = times(entry)
     problem = entry.key.problem
     brief = str(problem).removeprefix(f"{problem.op} ").replace("bfloat", "bf").replace("float", "f")
-    return [entry.key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), brief, str(entry.choice)]
+    choice = str(entry.choice) if us is not None else f"not measured: {entry.choice}"
+    return [entry.key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), brief, choice]

@@ -1,7 +1,8 @@
 """What a kernel family is: a Config, what it refuses, which configs are worth a try, their cost and their plan."""
 
 import abc
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax_splitk.kernels.device.structs import Struct, declarations
@@ -141,3 +142,13 @@ def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
             said = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
             return f"{field} {value}; accepted: {said}"
     return None
+
+
+def field_macros(of: Any, *fields: str, name: str = "{}") -> dict[str, int]:
+    """Macros of these fields, or of all that a dataclass has; `name` has a place for a field's in capitals."""
+    return {name.format(field.upper()): int(getattr(of, field)) for field in fields or vars(of)}
+
+
+def varied(config: _Config, **values: Iterable[Any]) -> list[_Config]:
+    """The config with each of these values of one of these fields in its place."""
+    return [dataclasses.replace(config, **{field: v}) for field, given in values.items() for v in given]  # pyright: ignore[reportArgumentType, reportUnknownVariableType] - a dataclass

@@ -1,6 +1,7 @@
-"""What the families for the CPU share."""
+"""What the families for the CPU share: split products on XLA's threads, in float32 (see ffi/host_product.h)."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar, TypeVar
 
 from jax_splitk.kernels.family import Family
@@ -11,17 +12,78 @@ _Problem = TypeVar("_Problem")
 _Config = TypeVar("_Config")
 
 INT32_MAX = 2**31 - 1
-
-# The constants of the workspace formulas; ffi/host_split.h has the same.
-ALIGN = 64
-MAX_SLOTS = 64
 MAX_SPLITS = 256
 
-# What one core of an AMD EPYC (Zen 4, 2.6 GHz base) did. Only the proportions of this and of the families' rates
-# matter: they rank the configs of one problem.
-PARTIAL_RATE = 2e10  # bytes a second
-TASK_SECONDS = 1e-6
-CALL_SECONDS = 1e-5
+# The constants of the workspace formula; ffi/host_product.h has the same.
+_ALIGN = 64
+_MAX_SLOTS = 64
+_TILE_COLUMNS = 64
+_CHUNK = 24
+_ROWS_AT_ONCE = 6
+
+# What one core of an AMD EPYC (Zen 5) did. Only their proportions matter: they rank the configs of one problem.
+_FLOPS = 1e11  # a second
+_SUM_RATE = 2e10  # bytes a second
+_TASK_SECONDS = 1e-6
+_CALL_SECONDS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What is multiplied, [rows, k] by [k, columns] for each group, and how the work is cut.
+
+    Twin of `Product` in ffi/host_product.h, which refuses any other workspace.
+
+    Attributes:
+      depth: how much of k is loaded at a time.
+      row_block: rows of a task.
+      span: 1, or as many parts of a group's rows and columns, of which the result has only those that meet their own.
+    """
+
+    rows: int
+    k: int
+    columns: int
+    groups: int
+    splits: int
+    depth: int
+    row_block: int
+    span: int = 1
+
+    @property
+    def tasks(self) -> int:
+        blocks = ceil_div(self.rows, self.row_block)
+        return self.splits * blocks * self.groups * ceil_div(self.columns, _TILE_COLUMNS)
+
+    @property
+    def slots(self) -> int:
+        """Threads that have memory of their own."""
+        return min(self.tasks, _MAX_SLOTS)
+
+    @property
+    def partial_bytes(self) -> int:
+        """The partial sums of all splits."""
+        size = self.rows // self.span * self.groups * self.columns
+        return 0 if self.splits == 1 else self.splits * _rounded_up(4 * size, _ALIGN)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Partial sums, each thread's operands and sums, alignment slack."""
+        sums = _rounded_up(min(self.row_block, self.rows), _ROWS_AT_ONCE) * _TILE_COLUMNS
+        slot_bytes = 4 * (self.depth * (_TILE_COLUMNS + _CHUNK) + sums)
+        return _ALIGN + self.partial_bytes + self.slots * slot_bytes
+
+    def seconds(self, target: Target, row_rate: float, column_rate: float) -> float:
+        """The largest task as often as one thread has its turn, then the sum of the partial sums.
+
+        The rates are those of loading the two operands, in elements a second.
+        """
+        rows, columns = min(self.row_block, self.rows), min(_TILE_COLUMNS, self.columns)
+        products = _rounded_up(rows, _ROWS_AT_ONCE) * _rounded_up(columns, _TILE_COLUMNS // 2)
+        each = rows / row_rate + columns / column_rate + 2 * products / _FLOPS
+        task = _TASK_SECONDS + ceil_div(self.k, self.splits) * each
+        rounds = ceil_div(self.tasks, max(1, min(target.cores, self.slots)))
+        sums = _TASK_SECONDS + 2 * self.partial_bytes / (_SUM_RATE * min(target.cores, 4)) if self.splits > 1 else 0.0
+        return _CALL_SECONDS + rounds * task + sums
 
 
 class HostFamily(Family[_Problem, _Config]):
@@ -35,12 +97,26 @@ class HostFamily(Family[_Problem, _Config]):
     handler: ClassVar[str]
 
     @abc.abstractmethod
+    def product(self, problem: _Problem, config: _Config) -> Product:
+        """What the handler computes."""
+
+    @abc.abstractmethod
     def attributes(self, problem: _Problem, config: _Config) -> dict[str, Any]:
         """What the handler is told."""
 
+    def neighbours(self, problem: _Problem, config: Any, target: Target) -> list[Any]:
+        """Each of the config's numbers doubled and halved."""
+        del target
+        numbers = dataclasses.asdict(config).items()
+        found = [dataclasses.replace(config, **{name: n}) for name, value in numbers for n in (value // 2, 2 * value)]
+        return [changed for changed in found if self.config_refusal(problem, changed) is None]
+
+    def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
+        return self.product(problem, config).workspace_bytes
+
     def plan(self, problem: _Problem, config: _Config) -> CustomCall:
         workspace = self.workspace_bytes(problem, config)
-        return CustomCall(self.handler, self.attributes(problem, config), workspace)
+        return CustomCall(self.handler, self.attributes(problem, config), workspace, in_float32=True)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -48,16 +124,5 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def aligned(size: int) -> int:
-    """In whole cache lines."""
-    return ceil_div(size, ALIGN) * ALIGN
-
-
-def halved_and_doubled(value: int, most: int, multiple: int = 1) -> list[int]:
-    """Half and twice the value, in multiples and at most `most`, but not itself."""
-    return sorted({min(most, value * 2), max(multiple, value // 2 // multiple * multiple)} - {value})
-
-
-def sum_seconds(moved: int, target: Target) -> float:
-    """What adding up partial sums takes; nothing where no bytes are moved."""
-    return TASK_SECONDS + moved / (PARTIAL_RATE * min(target.cores, 4)) if moved else 0.0
+def _rounded_up(size: int, multiple: int) -> int:
+    return ceil_div(size, multiple) * multiple

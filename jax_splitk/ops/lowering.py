@@ -18,9 +18,8 @@ from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning.choice import XLA, Choice
-from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, select
+from jax_splitk.tuning.select import announce, code_of, select
 
 _PLATFORMS = ("cpu", "cuda")
 

@@ -35,6 +35,24 @@ def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
     return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
 
 
+def _cropped(
+    lhs: jax.Array, problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers
+) -> tuple[jax.Array, list[tuple[int, int]]]:
+    """lhs and its padding, which crops no low side where it extends the high one.
+
+    XLA:CPU of jaxlib 0.10 and 0.11 computes such a convolution wrongly, or ends the process. What is cropped is sliced
+    off before: maybe everything, which leaves an empty array.
+    """
+    padding = wgrad_padding(problem)
+    for i, (axis, dilation) in enumerate(zip(specs.lhs_spec[2:], problem.lhs_dilation, strict=True)):
+        low, high = padding[i]
+        if low < 0 < high:
+            dropped = min(-(low // dilation), lhs.shape[axis])
+            lhs = lax.slice_in_dim(lhs, dropped, None, axis=axis)
+            padding[i] = (low + dropped * dilation, high)
+    return lhs, padding
+
+
 def conv_wgrad(
     lhs: jax.Array,
     g: jax.Array,
@@ -49,16 +67,17 @@ def conv_wgrad(
     `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
     """
     specs = specs or NHWC_SPECS[problem.rank]
-    if problem.reduction_size == 0:  # XLA refuses a convolution whose window has no pixels
+    cropped, padding = _cropped(lhs, problem, specs)
+    if problem.reduction_size == 0 or 0 in cropped.shape:  # XLA refuses a window, and jax an image, without pixels
         zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
         return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
     out = lax.conv_general_dilated(
-        lhs,
+        cropped,
         g,
         window_strides=problem.rhs_dilation,
-        padding=wgrad_padding(problem),
+        padding=padding,
         lhs_dilation=problem.lhs_dilation,
         rhs_dilation=problem.window_strides,
         dimension_numbers=lax.ConvDimensionNumbers(

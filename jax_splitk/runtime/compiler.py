@@ -51,17 +51,23 @@ def compile_source(source: Source) -> Compiled:
     return _compile_once(source, in_worker=False)
 
 
-def compile_sources(sources: Iterable[Source], workers: int | None = None) -> list[Compiled]:
-    """`compile_source` of many, those that have to be compiled in parallel processes.
+def compile_sources(sources: Iterable[Source], given_up: threading.Event | None = None) -> list[Compiled]:
+    """`compile_source` of many, those that have to be compiled in parallel processes, one for each core.
 
     Args:
       sources: in any order, repeats allowed.
-      workers: processes at a time; None for the number of cores.
+      given_up: once it is set no other compilation begins, and CancelledError is raised.
     """
     wanted = list(sources)
-    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        in_worker = len(set(wanted)) > 1
-        return list(pool.map(lambda source: _compile_once(source, in_worker), wanted))
+    in_worker = len(set(wanted)) > 1
+
+    def compiled(source: Source) -> Compiled:
+        if given_up is not None and given_up.is_set():
+            raise concurrent.futures.CancelledError
+        return _compile_once(source, in_worker)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compiled, wanted))
 
 
 def _compile_once(source: Source, in_worker: bool) -> Compiled:
@@ -99,35 +105,40 @@ def _compiled_now(source: Source, key: str, in_worker: bool) -> Compiled:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
     compiled = Compiled(image, log)
-    if disk.mode() == "update":
-        disk.write(_cubin_path(key), _pack(key, origin(source.file), compiled))
+    folder = disk.cache_dir()
+    if folder is not None and disk.mode() == "update":
+        disk.write(folder / _file(key), _pack(key, origin(source.file), compiled))
     return compiled
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def _cubin_path(key: str) -> pathlib.Path:
-    return disk.cache_dir() / f"cubin/{key}.cubin"
+def _file(key: str) -> str:
+    """Relative to a cache folder."""
+    return f"cubin/{key}.cubin"
 
 
 def _load(key: str) -> Compiled | None:
-    path = _cubin_path(key)
-    data = None if disk.mode() == "off" else disk.read(path)
-    if data is None:
-        return None
-    header, image = _unpack(data) or ({}, b"")
-    if header.get("key") != key:
-        logger.warning("jax_splitk: %s is damaged or another compilation's; compiling again", path)
-        return None
-    return Compiled(image, header["log"])
+    for folder in [] if disk.mode() == "off" else disk.folders():
+        path = folder / _file(key)
+        if not os.path.lexists(path):
+            continue
+        if (refusal := disk.code_refusal(folder)) is not None:
+            disk.warn_once(refusal)
+        elif (data := disk.read(path, own=True)) is not None:
+            header, image = _unpack(data) or ({}, b"")
+            if header.get("key") == key:
+                return Compiled(image, header["log"])
+            disk.warn_once(f"{path} is damaged or another compilation's, and is not used")
+    return None
 
 
 def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
     """(file, origin) of the machine code that a cache folder holds; None for a file that cannot be used."""
-    for path in sorted((folder / "cubin").glob("*.cubin")):
-        found = _unpack(disk.read(path) or b"")
-        yield path, None if found is None else found[0]["origin"]
+    for path in disk.files(folder, "cubin/*.cubin"):
+        found = _unpack(disk.read(path, own=True) or b"")
+        yield path, found[0]["origin"] if found is not None and found[0]["key"] == path.stem else None
 
 
 def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
@@ -136,10 +147,15 @@ def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes) -> tuple[dict[str, Any], bytes] | None:
+def _unpack(data: bytes) -> tuple[dict[str, str], bytes] | None:
     """(header, cubin); None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
-    header, image = rest[32:].split(b"\0", 1)
-    return json.loads(header), image
+    text, _, image = rest[32:].partition(b"\0")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_whole = isinstance(header, dict) and header.keys() == {"key", "origin", "log"}
+    return (header, image) if is_whole and all(isinstance(value, str) for value in header.values()) else None

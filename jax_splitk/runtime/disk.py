@@ -1,61 +1,154 @@
-"""Files that outlive the process: where they are, and reads and writes that cannot corrupt or crash."""
+"""Files that outlive the process: where they are, and reads and writes that cannot hang, corrupt or crash."""
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import pathlib
+import pwd
+import stat
+import time
 import uuid
+from collections.abc import Iterator
 
 from jax_splitk.runtime import settings
 
 logger = logging.getLogger("jax_splitk")
 
-MODES = ("off", "read", "update", "frozen")
+# Of any file: an entry has some kilobytes, a kernel at most a megabyte.
+MAX_BYTES = 64 * 2**20
+# A write takes milliseconds: a temporary file this old was left by a process that died.
+_ABANDONED_SECONDS = 3600
 
 
 def mode() -> str:
     """`JAX_SPLITK_CACHE_MODE`, for decisions and machine code alike: "update" (the default) reads and writes, "read"
     never writes, "off" does neither, "frozen" reads, and a problem without a decision is an error. Raises ValueError
     for any other word."""
-    return settings.word("JAX_SPLITK_CACHE_MODE", MODES, "update")
+    return settings.word("JAX_SPLITK_CACHE_MODE", "update")
 
 
-def cache_dir() -> pathlib.Path:
-    """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder."""
+@functools.lru_cache(maxsize=4096)
+def warn_once(text: str) -> None:
+    """Logs a warning that this process has not given yet."""
+    logger.warning("%s", text)
+
+
+# ---- where -----------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> pathlib.Path | None:
+    """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder; None where there is no
+    place for one, as for a user without a home."""
     return _cache_dir(*map(os.environ.get, ("JAX_SPLITK_CACHE_DIR", "XDG_CACHE_HOME", "HOME")))
 
 
 @functools.lru_cache(maxsize=8)  # each lowering asks twice
-def _cache_dir(chosen: str | None, base: str | None, home: str | None) -> pathlib.Path:
-    del home  # `expanded` looks it up
-    return expanded(chosen) if chosen else expanded(base or "~/.cache") / "jax_splitk"
+def _cache_dir(chosen: str | None, base: str | None, home: str | None) -> pathlib.Path | None:
+    if chosen:
+        return settings.expanded(chosen)
+    if base and os.path.isabs(base):  # others are to be ignored, by their specification
+        return pathlib.Path(base, "jax_splitk")
+    if not home:
+        with contextlib.suppress(KeyError):
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    return pathlib.Path(home, ".cache", "jax_splitk") if home and os.path.isabs(home) else None
 
 
-def expanded(path: str) -> pathlib.Path:
-    """The path with `~` replaced where there is a home: pathlib's `expanduser` raises where there is none."""
-    return pathlib.Path(os.path.expanduser(path))
+def no_place() -> str:
+    """Why there is no cache, where `cache_dir` is None."""
+    return "there is no home folder for a cache: set JAX_SPLITK_CACHE_DIR; nothing that is decided or compiled is kept"
 
 
-def read(path: str | pathlib.Path) -> bytes | None:
-    """The file's content, or None when it cannot be read."""
+def read_only_folders() -> list[pathlib.Path]:
+    """Those of `JAX_SPLITK_CACHE_PATH`."""
+    return [folder for path in settings.read_only_caches() if (folder := settings.expanded(path)) is not None]
+
+
+def folders() -> list[pathlib.Path]:
+    """The caches in the order of their precedence: the writable one, then the read-only ones."""
+    own = cache_dir()
+    return [*([] if own is None else [own]), *read_only_folders()]
+
+
+def files(folder: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
+    """The paths in a cache folder that match, none of them through a link; none where it may not be entered."""
+    if os.path.isdir(folder):  # a pathlib.Path raises what os.path takes for no
+        for path in sorted(folder.glob(pattern)):
+            between = itertools.takewhile(lambda parent: parent != folder, path.parents)
+            if not any(parent.is_symlink() for parent in between):
+                yield path
+
+
+def abandoned(folder: pathlib.Path, pattern: str = "") -> Iterator[pathlib.Path]:
+    """Temporary files below a folder that dead writers left."""
+    for path in files(folder, f"{pattern}.tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
+                yield path
+
+
+# ---- reads and writes ------------------------------------------------------------------------------------------------
+
+
+def read(path: str | pathlib.Path, *, own: bool = False) -> bytes | None:
+    """The content of a regular file of at most `MAX_BYTES`; None, with one warning unless there is no file, for any
+    other and for one that cannot be read.
+
+    Args:
+      own: what is read is code, so that the file may be neither another user's nor writable by anybody.
+    """
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except OSError:
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            refusal = _refusal(status) or (_distrust(status) if own else None)
+            if refusal is None:
+                return file.read(status.st_size)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        refusal = error.strerror or str(error)
+    warn_once(f"{path} is not read: {refusal}")
+    return None
+
+
+def _refusal(status: os.stat_result) -> str | None:
+    """Why a file is not read."""
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    return f"it has {status.st_size} bytes; accepted: at most {MAX_BYTES}" if status.st_size > MAX_BYTES else None
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Why code from a file or folder is not used."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user ({status.st_uid})"
+    return "anybody may write to it" if status.st_mode & stat.S_IWOTH else None
+
+
+def code_refusal(cache: pathlib.Path) -> str | None:
+    """Why no code of a cache folder is used; None where it is, or where there is none."""
+    for folder in (cache, cache / "cubin"):
+        with contextlib.suppress(OSError):
+            if (reason := _distrust(os.stat(folder))) is not None:
+                return f"the code in {folder} is not used: {reason}"
+    return None
 
 
 def write(path: pathlib.Path, data: bytes) -> bool:
-    """Writes atomically (temporary file, then rename), so that readers see all of it or nothing.
+    """Writes atomically (temporary file, then rename), so that readers see all of it or nothing, and deletes what dead
+    writers have left in the folder.
 
     A cache that cannot be written is not an error: False, and one line in the log.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        above = itertools.takewhile(lambda parent: not os.path.exists(parent), path.parents)
+        for parent in reversed(list(above)):
+            parent.mkdir(mode=0o775, exist_ok=True)  # else its code would not be used
         # Not mkstemp, whose files are for their owner alone: a cache may be shared, as the umask says.
         temporary = path.parent / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -64,6 +157,8 @@ def write(path: pathlib.Path, data: bytes) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        for old in abandoned(path.parent):
+            old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("jax_splitk: cannot write %s: %s", path, error)
         return False

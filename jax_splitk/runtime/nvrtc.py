@@ -62,7 +62,8 @@ def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list
     """`Nvrtc.compile` in a process of its own."""
     request = pickle.dumps((str(library), text, name, options))
     command = [sys.executable, "-I", "-S", str(pathlib.Path(__file__).resolve())]
-    done = subprocess.run(command, input=request, capture_output=True, check=False)
+    # Of a group of its own: a terminal's Ctrl-C is for the program that waits, and no failure of a compilation.
+    done = subprocess.run(command, input=request, capture_output=True, check=False, process_group=0)
     if done.returncode != 0:
         tail = done.stderr.decode(errors="replace")[-2000:]
         raise NvrtcError(f"the compiler's process ended with status {done.returncode}: {tail}")

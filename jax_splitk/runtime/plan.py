@@ -26,8 +26,8 @@ from jax_splitk.runtime.source import Source
 
 # Names of the custom calls; a name ends in the version of its attributes.
 LAUNCH_TARGET = "jax_splitk_launch_v2"
-HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v1"
-HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v1"
+HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v2"
+HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v2"
 TARGETS = (LAUNCH_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET)
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2
@@ -42,11 +42,15 @@ class CustomCall:
     """An FFI custom call: its versioned target, attributes (plain data) and workspace size in bytes.
 
     It is also the plan of a host family: a C++ handler that runs on XLA's own threads has nothing to compile.
+
+    Attributes:
+      in_float32: the target takes and returns float32, XLA converts from and to the problem's dtypes.
     """
 
     target: str
     attributes: Mapping[str, Any]
     workspace_bytes: int
+    in_float32: bool = False
 
     def custom_call(self) -> "CustomCall":
         return self

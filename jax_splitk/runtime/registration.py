@@ -1,11 +1,13 @@
-"""Tells XLA about the C++ handlers of jax_splitk._ffi. Runs once, on import of the package."""
+"""What happens once, on import of the package: XLA learns of the C++ handlers of jax_splitk._ffi, the user of mistakes
+in the environment."""
 
 import functools
+import logging
 
 import jax
-import scipy.linalg.cython_blas
 
 from jax_splitk import _ffi
+from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
 
 
@@ -14,7 +16,7 @@ def register() -> None:
     # A state's type must be known before a handler that uses it. Neither needs a GPU to be present.
     jax.ffi.register_ffi_type("jax_splitk_launch_state_v1", _ffi.launch_state_type(), platform="CUDA")
     jax.ffi.register_ffi_target(LAUNCH_TARGET, _ffi.launch_handlers(), platform="CUDA")
-    # The BLAS that jax already depends on: SciPy's, as a table of function pointers.
-    _ffi.set_sgemm(scipy.linalg.cython_blas.__pyx_capi__["sgemm"])
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
+    for mistake in settings.mistakes():
+        logging.getLogger("jax_splitk").warning("%s", mistake)

@@ -34,7 +34,7 @@ def timeout_seconds() -> float:
     alike, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
     0's entry, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
     """
-    return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S", 60)
+    return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S")
 
 
 def needed() -> bool:

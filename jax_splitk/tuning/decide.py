@@ -1,6 +1,5 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -9,13 +8,11 @@ from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, store, table, tuner
 from jax_splitk.tuning.entry import Entry, merge
-from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
-
-AUTOTUNE = ("off", "on_miss")
 
 # An entry and where it comes from.
 Found = tuple[Entry, str]
@@ -35,8 +32,7 @@ def autotune(target: Target) -> bool:
 
     Raises ValueError for any other word.
     """
-    default = "on_miss" if target.platform == "cuda" else "off"
-    return settings.word("JAX_SPLITK_AUTOTUNE", AUTOTUNE, default) == "on_miss"
+    return settings.word("JAX_SPLITK_AUTOTUNE", "on_miss" if target.platform == "cuda" else "off") == "on_miss"
 
 
 def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Found | None:
@@ -134,6 +130,6 @@ def _refuse_if_frozen(key: Key, workspace_limit: int) -> None:
 
 def _command(key: Key, workspace_limit: int) -> str:
     """How to tune the problem ahead of time."""
-    fields = json.dumps({"op": key.problem.op, **dataclasses.asdict(key.problem)})
+    fields = json.dumps(problem_as_dict(key.problem))
     limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
     return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"

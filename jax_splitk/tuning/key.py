@@ -82,11 +82,10 @@ class Key:
         return f"tuning/{self.environment.folder()}/{self.digest[:40]}.json"
 
 
-def key_for(problem: Problem, target: Target, serving: Sequence[Family] | None = None) -> Key:
-    """The key of a problem's entry on `target`; `serving` where the families that can compute it are known already."""
-    if serving is None:
-        families = kernels.families(problem.op, target.platform)
-        serving = [family for family in families if family.refusal(problem, None, target) is None]
+def key_for(problem: Problem, target: Target) -> Key:
+    """The key of a problem's entry on `target`."""
+    families = kernels.families(problem.op, target.platform)
+    serving = [family for family in families if family.refusal(problem, None, target) is None]
     return Key(problem, _environment(serving, target))
 
 
@@ -124,6 +123,11 @@ def key_from_dict(data: Any) -> Key:
         raise ValueError(f"abi {env['abi']!r}, problem {problem!r}; accepted: strings, an object")
     environment = Environment(**{**env, "abi": tuple(env["abi"])})
     return Key(problem_from_dict(data["op"], problem), environment)
+
+
+def problem_as_dict(problem: Problem) -> dict[str, Any]:
+    """Plain data, which the command line accepts."""
+    return {"op": problem.op, **dataclasses.asdict(problem)}
 
 
 def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,12 +67,16 @@ class Contestant:
         return sorted(self.times)[1] / self.us - 1 if len(self.times) > 1 else 0.0
 
 
-def compile_ahead(problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Any]:
+class GivenUp(BaseException):
+    """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
+
+
+def compile_ahead(problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event) -> dict[Candidate, Any]:
     """The plans of our candidates, or why there is none, after their device code is compiled in parallel processes."""
     plans = {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
-        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)})
+        compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
     return plans
 
 
@@ -88,14 +93,14 @@ class Bench:
 
     Attributes:
       running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
-      abandoned: set by that thread when it gives up: nothing more is run.
+      given_up: set by that thread: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
-    abandoned = False
 
-    def __init__(self, problem: Problem, platform: str):
+    def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
         self.problem = problem
+        self.given_up = given_up
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
@@ -108,8 +113,7 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        self._check_abandoned()
-        plans = compile_ahead(self.problem, candidates)
+        plans = compile_ahead(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
@@ -127,6 +131,7 @@ class Bench:
 
     @usual_settings()  # it runs in the threads of a pool
     def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
+        self._check_given_up()
         problem = self.problem
         if isinstance(plan, str):
             raise RuntimeError(plan)
@@ -150,7 +155,7 @@ class Bench:
         error = float(_relative_error(run()[0], self._reference))
         if error <= TOLERANCE[self.problem.out_dtype]:
             return None
-        return f"wrong result: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
+        return f"differs from XLA's: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
         """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
@@ -165,68 +170,56 @@ class Bench:
                     else:
                         contestant.times.append(timed)
 
-    def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
+    def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
-        is as large as the differences. False, and nothing changed, where there are none (on the CPU, or while the
-        user takes a profile)."""
-
-        def repeats(contestant: Contestant) -> int:
-            wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
-            return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
-
-        rounds: list[Sequence[float]] = []
-        for _ in range(DEVICE_ROUNDS):
-            rounds.append(self._device_times(contestants, repeats))
-            if not rounds[-1]:
-                return False
-        for contestant, times in zip(contestants, zip(*rounds, strict=True), strict=True):
+        is as large as the differences. A single round is of a few calls. False, and nothing changed, where there are
+        none (on the CPU, or while the user takes a profile)."""
+        if self.platform != "cuda" or not contestants:
+            return False
+        counts = [self._calls(contestant, rounds) for contestant in contestants]
+        try:
+            found = [self._device_times(contestants, counts) for _ in range(rounds)]
+        except Exception as error:
+            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+            return False
+        for contestant, times in zip(contestants, zip(*found, strict=True), strict=True):
             contestant.device_times = list(times)
         return True
 
-    def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
-        """One device time of each contestant: where kernels are so short that a wall clock shows the host. False, and
-        nothing changed, where there are none."""
-        times = self._device_times(contestants, lambda _: max(1, SCREENING_CALLS // self.sets))
-        if not times:
-            return False
-        for contestant, us in zip(contestants, times, strict=True):
-            contestant.device_times = [us]
-        return True
+    def _calls(self, contestant: Contestant, rounds: int) -> int:
+        """How often to run it while a profile is taken."""
+        if rounds == 1:
+            return max(1, SCREENING_CALLS // self.sets)
+        wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
+        return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
 
-    def _device_times(self, contestants: Sequence[Contestant], repeats: Callable[[Contestant], int]) -> Sequence[float]:
+    def _device_times(self, contestants: Sequence[Contestant], counts: Sequence[int]) -> list[float]:
         """Microseconds a call of each contestant, all from one profile, in which pauses tell them apart: to start and
-        read a profile takes longer than what it shows. Nothing where they cannot be had."""
-        if self.platform != "cuda" or not contestants:
-            return ()
-        counts = [repeats(contestant) for contestant in contestants]
+        read a profile takes longer than what it shows."""
 
         def work() -> None:
             for contestant, count in zip(contestants, counts, strict=True):
                 time.sleep(PAUSE_SECONDS)
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        try:
-            parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
-            if len(parts) != len(contestants):
-                raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
-        except Exception as error:
-            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
-            return ()
+        parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
+        if len(parts) != len(contestants):
+            raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
         busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
         return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
-        self._check_abandoned()
+        self._check_given_up()
         self.running = (candidate, time.monotonic())
         try:
             return work()
         finally:
             self.running = None
 
-    def _check_abandoned(self) -> None:
-        if self.abandoned:
-            raise RuntimeError("the measurement was given up")
+    def _check_given_up(self) -> None:
+        if self.given_up.is_set():
+            raise GivenUp
 
     def _round(self, contestant: Contestant) -> float:
         start = time.perf_counter()

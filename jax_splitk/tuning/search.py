@@ -6,11 +6,13 @@ waves) is the order of the ranking.
 """
 
 import concurrent.futures
+import dataclasses
 import datetime
 import importlib.metadata
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +31,7 @@ _logger = logging.getLogger("jax_splitk")
 FIRST_ROUND = 24  # candidates that are timed at first
 BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
 FINALISTS = 4
+STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 HOST_BOUND_US = 30  # below it a wall clock shows what the host takes to start the kernels
 SEARCH_SHARE = 0.65  # of the budget; the rest is for the finalists' device times
 NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
@@ -60,6 +63,7 @@ class Search:
       contestants: ours that compiled and computed the right result.
       failures: those that did not.
       tried: all that were looked at.
+      given_up: set by that thread: nothing more is compiled or run, and what is running ends by itself.
     """
 
     def __init__(self, key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> None:
@@ -72,32 +76,25 @@ class Search:
         self.contestants: list[Contestant] = []
         self.failures: list[Measurement] = []
         self.tried: set[Candidate] = set()
+        self.given_up = threading.Event()
         self._limit = workspace_limit
         self._old = old
-        self._given_up = False
 
-    @property
-    def running(self) -> tuple[Candidate, float] | None:
-        """What the device runs at present and since when (`time.monotonic`)."""
-        return None if self.bench is None else self.bench.running
-
-    def give_up(self) -> None:
-        """Nothing more is compiled or run; what is running ends by itself."""
-        self._given_up = True
-        if self.bench is not None:
-            self.bench.abandoned = True
+    def stuck(self) -> Candidate | None:
+        """What has been running on the device for longer than anything that comes back."""
+        running = None if self.bench is None else self.bench.running
+        return running[0] if running is not None and time.monotonic() - running[1] > STUCK_SECONDS else None
 
     def run(self) -> Entry:
-        """Searches; raises RuntimeError where XLA cannot compute the problem."""
-        progress = _Progress(self.key)
+        """Searches; raises RuntimeError where XLA cannot compute the problem, `GivenUp` where it was given up."""
         with jax.default_device(jax.local_devices()[0]):
             first = self._first_candidates()
             bench, xla = self._start(first)
             taken = self._prepare_first(bench, first)
             bench.time([xla, *self.contestants], 3, self._deadline)
             host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US
-            screened = host_bound and bench.screen_on_device(_working([xla, *self.contestants]))
-            self._refine(bench, taken, screened, progress)
+            screened = host_bound and bench.time_on_device(_working([xla, *self.contestants]), rounds=1)
+            self._refine(bench, taken, screened)
             finalists = self._time_finalists(bench, xla)
         if xla.error is not None:
             if not self._context_is_lost(xla):
@@ -108,7 +105,9 @@ class Search:
             )
             return self._entry(XLA, self.contestants)
         entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
-        progress.done(entry)
+        times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
+        _show("")
+        _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
 
     @property
@@ -129,9 +128,8 @@ class Search:
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
         """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
-            meanwhile.submit(compile_ahead, self.key.problem, first[: max(BATCH, os.cpu_count() or 1)])
-            bench = self.bench = Bench(self.key.problem, self.key.target.platform)
-            bench.abandoned = self._given_up
+            meanwhile.submit(compile_ahead, self.key.problem, first[: max(BATCH, os.cpu_count() or 1)], self.given_up)
+            bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
             prepared, failed = bench.prepare([XLA])
         if not prepared:
             raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
@@ -155,20 +153,19 @@ class Search:
             taken = time.monotonic() - preparing
         return taken
 
-    def _refine(self, bench: Bench, taken: float, screened: bool, progress: "_Progress") -> None:
+    def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
         """Steps to the neighbours of the fastest until none is faster, or the time is over."""
-        progress.report(len(self.tried), _fastest(self.contestants))
         while self.contestants and time.monotonic() + taken < self._deadline:
             started, best = time.monotonic(), _fastest(self.contestants)
+            _show(f"tuning {self.key.problem}: {len(self.tried)} candidates, best {best.us:.1f} us: {best.candidate}")
             new = [c for c in self._neighbours(best.candidate) if c not in self.tried]
             if not new:
                 break
             joined = self._prepare(bench, new)
             bench.time(joined, 3, self._deadline)
             if screened:
-                bench.screen_on_device(_working(joined))
+                bench.time_on_device(_working(joined), rounds=1)
             self.contestants += joined
-            progress.report(len(self.tried), _fastest(self.contestants))
             if _fastest(self.contestants) is best and best.error is None:
                 break
             taken = time.monotonic() - started
@@ -193,14 +190,23 @@ class Search:
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
         return failed and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
-    def entry_without(self, stuck: Candidate, error: str) -> Entry:
+    def entry_without(self, stuck: Candidate) -> Entry:
         """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""
+        error = f"it did not come back within {STUCK_SECONDS} s"
         if self.xla is None or stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
         self.failures.append(Measurement(stuck, None, error))
         timed = [c for c in self.contestants if c.times and c.error is None and c.candidate != stuck]
         choice = decide(timed, self.xla, self._predicted) if self.xla.times else self.xla
         return self._entry(choice.candidate, timed)
+
+    def unfinished(self) -> Entry | None:
+        """What was measured until now, as an entry that no search is spared for; None before anything was."""
+        timed = [c for c in list(self.contestants) if c.times and c.error is None]
+        if self.xla is None or not self.xla.times or not timed:
+            return None
+        choice = decide(timed, self.xla, self._predicted).candidate
+        return dataclasses.replace(self._entry(choice, timed), workspace_limit_bytes=0)
 
     def _entry(self, choice: Candidate, contestants: list[Contestant]) -> Entry:
         timed = [c for c in contestants if c.times or c.error is not None]
@@ -278,21 +284,7 @@ def _metadata(seconds: float, tried: int) -> dict[str, Any]:
     }
 
 
-class _Progress:
-    """A line on a terminal while a problem is tuned; a log record at its end everywhere."""
-
-    def __init__(self, key: Key):
-        self._problem = key.problem
-        self._terminal = sys.stderr.isatty()
-
-    def report(self, candidates: int, best: Contestant | None) -> None:
-        if self._terminal:
-            fastest = "none works yet" if best is None else f"best {best.us:.1f} us: {best.candidate}"
-            print(f"\r\x1b[Ktuning {self._problem}: {candidates} candidates, {fastest}", end="", file=sys.stderr)
-
-    def done(self, entry: Entry) -> None:
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr)
-        ours, xla = entry.us(entry.choice), entry.us(XLA)
-        seconds = entry.metadata["seconds"]
-        _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self._problem, seconds, entry.choice, ours, xla)
+def _show(line: str) -> None:
+    """In the place of the last such line, where somebody may look on."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

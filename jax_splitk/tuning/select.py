@@ -10,8 +10,12 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import toolchain
+from jax_splitk.runtime import disk, toolchain
+from jax_splitk.runtime.compiler import CompilationError
+from jax_splitk.runtime.nvrtc import NvrtcError
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry
@@ -20,9 +24,6 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
-
-# Why a family cannot serve, by its name.
-Refusals = dict[str, str]
 
 
 def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
@@ -39,19 +40,21 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     """
     if options.implementation == "xla":
         return Choice(problem, XLA, "implementation='xla' was asked for")
-    on_target = kernels.families(problem.op, target.platform)
-    unable: Refusals = {}
-    for family in on_target:
-        if (reason := family.refusal(problem, None, target)) is not None:
-            unable[family.name] = reason
-    # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
+    # Of another platform's families only what was asked for is worth a word.
+    families = kernels.families(problem.op, None if options.explicit else target.platform)
+    asked = [f for f in families if options.implementation in (None, f.implementation)]
+    if options.config is not None:
+        asked = [f for f in asked if isinstance(options.config, f.Config)]
+    # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
     together = measure and not options.explicit and agreement.needed()
-    serving, refusals = _asked_for(problem.op, target, options, unable, together)
+    missing = None if together or target.platform != "cuda" else toolchain.unavailable()
+    reasons = {family.name: Candidate(family).refusal(problem, target) or missing for family in asked}
+    refusals = {name: reason for name, reason in reasons.items() if reason is not None}
+    serving = [family for family in asked if family.name not in refusals]
     if serving and options.config is not None:
         return _explicit(serving[0], problem, target, options)
     if serving:
-        able = [family for family in on_target if family.name not in unable]
-        choice = _known(key_for(problem, target, able), options, measure, final)
+        choice = _known(key_for(problem, target), options, measure, final)
         choice = choice or _predicted(serving, problem, target, options, refusals)
         if choice is not None:
             return choice
@@ -63,32 +66,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     return Choice(problem, XLA, reason)
 
 
-def _asked_for(
-    op: str, target: Target, options: Options, unable: Refusals, together: bool
-) -> tuple[list[Family], Refusals]:
-    """(the families that the caller allows and that can serve, why others cannot). Of another platform's families only
-    what was asked for is worth a word."""
-    serving: list[Family] = []
-    refusals: Refusals = {}
-    missing = None if together or target.platform != "cuda" else toolchain.unavailable()
-    for family in kernels.families(op):
-        if options.implementation not in (None, family.implementation):
-            continue
-        if options.config is not None and not isinstance(options.config, family.Config):
-            continue
-        if family.platform != target.platform:
-            if options.explicit:
-                refusals[family.name] = f"runs on {family.platform}, not {target.platform}"
-            continue
-        reason = unable.get(family.name) or missing
-        if reason is None:
-            serving.append(family)
-        else:
-            refusals[family.name] = reason
-    return serving, refusals
-
-
-def _in_words(refusals: Refusals) -> str:
+def _in_words(refusals: dict[str, str]) -> str:
     """Each reason once, with all its families."""
     names: dict[str, list[str]] = {}
     for name, reason in refusals.items():
@@ -126,11 +104,10 @@ def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | N
 
 def _say_what_does_not_match(tuning: Any, key: Key) -> None:
     """One log line where a TuningResult has the problem, but not for this machine."""
-    others = [other for other, _ in tuning if other.problem == key.problem]
-    if others and session().is_first("mismatch", key):
-        machines = "; ".join(str(other.environment) for other in others)
-        said = "%s: the TuningResult in force is passed over: it decides for %s, and this is %s"
-        _logger.warning(said, key.problem, machines, key.environment)
+    others = "; ".join(str(other.environment) for other, _ in tuning if other.problem == key.problem)
+    if others:
+        passed_over = f"{key.problem}: the TuningResult in force is passed over"
+        disk.warn_once(f"{passed_over}: it decides for {others}, and this is {key.environment}")
 
 
 def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
@@ -138,37 +115,35 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
     candidate = entry.best(options.workspace_limit, options.implementation)
     if candidate is None:
         return None
-    return Choice(entry.key.problem, candidate, where, lambda: _times(entry, candidate))
 
+    def times() -> str:
+        xla = entry.us(XLA)
+        measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
+        ours = min(measured, default=None) if candidate == XLA else entry.us(candidate)
+        if ours is None or xla is None:
+            return ""
+        return f": XLA {xla:.1f} us, ours {ours:.1f} us" if candidate == XLA else f": {ours:.1f} us, XLA {xla:.1f} us"
 
-def _times(entry: Entry, candidate: Candidate) -> str:
-    xla = entry.us(XLA)
-    ours = min((m.us for m in entry.measurements if m.us and m.candidate != XLA), default=None)
-    if candidate != XLA:
-        ours = entry.us(candidate)
-    if ours is None or xla is None:
-        return ""
-    return f": XLA {xla:.1f} us, ours {ours:.1f} us" if candidate == XLA else f": {ours:.1f} us, XLA {xla:.1f} us"
+    return Choice(entry.key.problem, candidate, where, times)
 
 
 # ---- by the cost model ---------------------------------------------------------------------------------------------
 
 
 def _predicted(
-    serving: Sequence[Family], problem: Problem, target: Target, options: Options, refusals: Refusals
+    serving: Sequence[Family], problem: Problem, target: Target, options: Options, refusals: dict[str, str]
 ) -> Choice | None:
     """The cost model's best legal config; where there is none, None and the reasons in `refusals`."""
-    explicit, limit = options.implementation is not None, options.workspace_limit
+    limit = options.workspace_limit
     found: list[tuple[float, int, Candidate]] = []
     total = 0
     for family in serving:
-        reason = None if explicit else family.unmeasured_refusal(problem)
-        best, count = _best_by_model(family, problem, target, limit) if reason is None else (None, 0)
+        reason = None if options.implementation else family.unmeasured_refusal(problem)
+        seconds, best, count = _best_by_model(family, problem, target, limit) if reason is None else (0.0, None, 0)
         total += count
         if best is None:
             refusals[family.name] = reason or f"no config fits in workspace_limit_bytes={limit}"
         else:
-            seconds = family.estimate(problem, best, target)
             found.append((seconds, len(found), Candidate(family, best)))
     if not found:
         return None
@@ -177,11 +152,12 @@ def _predicted(
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_by_model(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[Any, int]:
-    """(config or None, number of configs that fit in the workspace)."""
-    configs = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
-    best = min(configs, key=lambda config: family.estimate(problem, config, target), default=None)
-    return best, len(configs)
+def _best_by_model(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:
+    """(predicted seconds, config or None, number of configs that fit in the workspace)."""
+    fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
+    timed = [(family.estimate(problem, config, target), i, config) for i, config in enumerate(fitting)]
+    seconds, _, best = min(timed, default=(0.0, 0, None))
+    return seconds, best, len(fitting)
 
 
 def announce(choice: Choice) -> None:
@@ -190,3 +166,44 @@ def announce(choice: Choice) -> None:
     if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
+
+
+# ---- what is lowered ---------------------------------------------------------------------------------------------
+
+
+def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -> tuple[Choice, CustomCall | None]:
+    """The choice and its custom call; XLA and None, with one warning, where its code does not compile.
+
+    Args:
+      agreed: whether the processes of a job lower the same: then one that cannot compile keeps all from it.
+
+    Raises:
+      CompilationError, CompilerUnavailable: likewise, for an explicit implementation or config.
+    """
+    problem, candidate = choice.problem, choice.candidate
+    if candidate == XLA:
+        return choice, None
+    if options.explicit:
+        return choice, candidate.plan(problem).custom_call()
+
+    compiled: list[CustomCall] = []
+
+    def obstacle() -> str | None:
+        """Why the kernel is not used although it was chosen."""
+        found = None
+        try:
+            compiled.append(candidate.plan(problem).custom_call())
+        except (CompilationError, CompilerUnavailable, NvrtcError) as error:
+            found = f"{candidate.name}: {error}"
+        if agreed:
+            found = agreement.obstacle(key_for(problem, target), candidate, found)
+        if found is not None:
+            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+        return found
+
+    # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other
+    # processes of its job, at each lowering.
+    found = session().once(("obstacle", problem, candidate), obstacle)
+    if found is not None:
+        return Choice(problem, XLA, found.splitlines()[0]), None
+    return choice, compiled[0] if compiled else candidate.plan(problem).custom_call()

@@ -44,7 +44,7 @@ class Session:
     Attributes:
       turn: held by whoever measures: measurements must not disturb each other, and threads that miss the same problem
         at once measure it once.
-      stuck: the thread of a measurement that did not come back.
+      search: the latest search and its thread, which may have been left behind.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
       alone: names on which this process went its own way: it need not wait for the others a second time.
@@ -53,7 +53,7 @@ class Session:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.stuck: threading.Thread | None = None
+        self.search: tuple[Any, threading.Thread] | None = None
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
         self.alone: set[str] = set()

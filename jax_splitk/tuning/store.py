@@ -3,11 +3,10 @@
 The writable layer is `JAX_SPLITK_CACHE_DIR` (disk.cache_dir()), then come the read-only layers of
 `JAX_SPLITK_CACHE_PATH` (separated by colons), then the tables that ship with the package. Writes are atomic and hold no
 lock, so any number of processes may share a layer; the last writer of a key wins, having merged what it found. A file
-that is damaged, foreign or newer is a miss with one warning, and so is a read-only layer that is no folder.
+that is damaged, foreign or newer is a miss with one warning.
 """
 
 import contextlib
-import logging
 import os
 import pathlib
 from collections.abc import Iterator
@@ -19,17 +18,12 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Key
 from jax_splitk.tuning.session import session
 
-_logger = logging.getLogger("jax_splitk")
-
-READ_ONLY = "read-only cache"
-
 
 def layers() -> list[tuple[str, pathlib.Path]]:
-    """(name, folder) of the layers in the order of their precedence; the first is the writable one."""
-    read_only = [p for p in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if p]
-    folders = [("user cache", disk.cache_dir())]
-    folders += [(READ_ONLY, disk.expanded(p)) for p in read_only]
-    return [*folders, ("shipped table", table.FOLDER)]
+    """(name, folder) of the layers in the order of their precedence."""
+    own = disk.cache_dir()
+    caches = [("user cache" if folder == own else "read-only cache", folder) for folder in disk.folders()]
+    return [*caches, ("shipped table", table.FOLDER)]
 
 
 def found(key: Key) -> Iterator[tuple[Entry, str]]:
@@ -41,8 +35,8 @@ def found(key: Key) -> Iterator[tuple[Entry, str]]:
         entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
         if entry is not None:
             yield entry, name
-        if session().is_first("layer", str(folder)):
-            _look_at(name, str(folder))
+        if session().is_first("layer", folder):
+            _look_for_old_entries(folder)
     entry = table.lookup(key)
     if entry is not None:
         yield entry, shipped
@@ -53,14 +47,11 @@ def lookup(key: Key) -> tuple[Entry, str] | None:
     return next(found(key), None)
 
 
-def _look_at(name: str, folder: str) -> None:
-    """Warns of a read-only layer that cannot hold anything, and of a layer with another version's entries."""
-    if name == READ_ONLY and not os.path.isdir(folder):
-        _logger.warning("JAX_SPLITK_CACHE_PATH: %s is not a folder; nothing is read from it", folder)
+def _look_for_old_entries(folder: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
         if any(not inner.startswith(FOLDER_PREFIX) for inner in os.listdir(os.path.join(folder, "tuning"))):
             prune = "`python -m jax_splitk cache prune --environment other` deletes a user cache's"
-            _logger.warning("%s has entries of another version of jax_splitk, which are not used; %s", folder, prune)
+            disk.warn_once(f"{folder} has entries of another version of jax_splitk, which are not used; {prune}")
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:
@@ -71,20 +62,22 @@ def read(path: str | pathlib.Path, key: Key) -> Entry | None:
     try:
         return entries.loads(data, key)
     except InvalidEntry as error:
-        if session().is_first("unusable", str(path)):
-            _logger.warning("%s is ignored: %s", path, error)
+        disk.warn_once(f"{path} is ignored: {error}")
         return None
 
 
 def save(entry: Entry) -> bool:
     """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
+    folder = disk.cache_dir()
     if disk.mode() != "update":
         return False
-    path = disk.cache_dir() / entry.key.file
+    if folder is None:
+        disk.warn_once(disk.no_place())
+        return False
+    path = folder / entry.key.file
     return disk.write(path, entries.merge(read(path, entry.key), entry).dumps().encode())
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """The entry files of a layer; none where it may not be entered."""
-    if os.path.isdir(folder / "tuning"):  # a pathlib.Path raises what os.path takes for no
-        yield from sorted((folder / "tuning").glob("*/*.json"))
+    return disk.files(folder, "tuning/*/*.json")

@@ -9,7 +9,6 @@ as long as each family that can compute its problem has the table's ABI. `python
 
 import dataclasses
 import json
-import logging
 import pathlib
 import re
 from collections.abc import Mapping
@@ -20,8 +19,6 @@ from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement, legal_candidate, microseconds
 from jax_splitk.tuning.key import Environment, Key
 from jax_splitk.tuning.session import session
-
-_logger = logging.getLogger("jax_splitk")
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
@@ -66,8 +63,7 @@ def lookup(key: Key) -> Entry | None:
     try:
         return table.entry(key)
     except InvalidEntry as error:
-        if session().is_first("row", path, key):
-            _logger.warning("%s: the row of %s is ignored: %s", path, key.problem, error)
+        disk.warn_once(f"{path}: the row of {key.problem} is ignored: {error}")
         return None
 
 
@@ -75,7 +71,7 @@ def _read_or_warn(path: pathlib.Path) -> Table:
     try:
         return read(path)
     except InvalidEntry as error:
-        _logger.warning("%s is ignored: %s", path, error)
+        disk.warn_once(f"{path} is ignored: {error}")
         return Table()
 
 

@@ -7,12 +7,15 @@ fails. Then the choice is made of what is known, usually XLA, and kept with the 
 program works when it is started again.
 """
 
+import atexit
 import concurrent.futures
 import logging
+import os
+import signal
 import threading
-import time
 
 from jax_splitk.runtime import settings, toolchain
+from jax_splitk.tuning import store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -23,13 +26,12 @@ from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
-STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
-WATCH_SECONDS = 0.2  # how often that is looked at
+_WATCH_SECONDS = 0.2
 
 
 def budget_seconds() -> float:
     """`JAX_SPLITK_TUNE_BUDGET_S`, seconds for one problem; 10 by default. Raises ValueError unless positive."""
-    return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S", 10)
+    return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S")
 
 
 def tune(
@@ -53,15 +55,14 @@ def tune(
       RuntimeError: XLA itself fails on the problem (out of memory, for instance), or an earlier measurement of this
         process has not come back.
       CompilerUnavailable: there is no compiler for our candidates: XLA would win, and stay in the cache.
+      KeyboardInterrupt: what was measured until then is stored, and the next lowering goes on.
     """
-    seconds = budget_seconds() if seconds is None else seconds
-    stuck = session().stuck
-    if stuck is not None and stuck.is_alive():
-        raise RuntimeError("an earlier measurement has not come back; the process must be started again")
     missing = toolchain.unavailable() if key.target.platform == "cuda" else None
     if missing is not None:
         raise toolchain.CompilerUnavailable(missing)
-    search = Search(key, workspace_limit, old, seconds)
+    if _wait_for_the_last() is not None:
+        raise RuntimeError("an earlier measurement has not come back; the process must be started again")
+    search = Search(key, workspace_limit, old, budget_seconds() if seconds is None else seconds)
     result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
 
     def work() -> None:
@@ -72,29 +73,52 @@ def tune(
             result.set_exception(error)
 
     thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
-    thread.start()
+    session().search = (search, thread)
     try:
-        while True:
-            concurrent.futures.wait([result], WATCH_SECONDS)
-            running = search.running
-            if result.done():
-                return result.result()
-            if running is not None and time.monotonic() - running[1] > STUCK_SECONDS:
-                session().stuck = thread
-                return _without(search, running[0])
-    except KeyboardInterrupt:
-        search.give_up()
+        thread.start()
+        while not result.done():
+            concurrent.futures.wait([result], _WATCH_SECONDS)
+            if (stuck := search.stuck()) is not None and not result.done():
+                return _without(search, stuck)
+        session().search = None
+        return result.result()
+    except BaseException:  # of this thread: KeyboardInterrupt
+        search.given_up.set()
+        if not result.done() and (entry := search.unfinished()) is not None:
+            store.save(entry)
         raise
 
 
 def _without(search: Search, stuck: Candidate) -> Entry:
     """The entry where a candidate does not come back."""
-    search.give_up()
-    error = f"it did not come back within {STUCK_SECONDS} s"
-    entry = search.entry_without(stuck, error)
+    search.given_up.set()
+    entry = search.entry_without(stuck)
     _logger.warning(
         "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
         "it: start the process again",
-        *(search.key.problem, stuck, error, entry.choice),
+        *(search.key.problem, stuck, search.failures[-1].error, entry.choice),
     )
     return entry
+
+
+def _wait_for_the_last() -> Candidate | None:
+    """Waits until the latest search has ended, if that was given up; what does not come back, if it never will."""
+    search, thread = session().search or (None, None)
+    while search is not None and thread is not None and thread.is_alive():
+        if (stuck := search.stuck()) is not None:
+            return stuck
+        thread.join(_WATCH_SECONDS)
+    session().search = None
+    return None
+
+
+@atexit.register
+def _leave() -> None:
+    """Waits for a search that was given up: a thread that comes back from native code while the interpreter ends would
+    abort the process."""
+    try:
+        if (left := session().search) is not None:
+            left[0].given_up.set()
+            _wait_for_the_last()
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)

@@ -1,6 +1,7 @@
 """`cache ls`, `show`, `merge` and `prune`."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -37,14 +38,12 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate, ship
+from tests.tuning_cache import ship
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    return isolate(monkeypatch, tmp_path)
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's"),
+]
 
 
 def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
@@ -368,3 +367,75 @@ def test_wrong_arguments_are_refused(cache: pathlib.Path, capsys: Any, monkeypat
         monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
         for words in (("merge", str(cache), str(cache)), ("prune", "--damaged")):
             assert f"JAX_SPLITK_CACHE_MODE='{mode}'; accepted by this command" in refused(capsys, "cache", *words)
+
+
+# ---- what is not to be trusted ---------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_no_regular_one_is_never_replaced(tmp_path: pathlib.Path, capsys: Any) -> None:
+    put(tmp_path / "a", key_of(), {X: 30.0, A: 20.0})
+    device, fifo, out = (tmp_path / f"{name}.json" for name in ("device", "fifo", "out"))
+    device.symlink_to("/dev/null"), os.mkfifo(fifo), out.symlink_to("/proc/self/fd/1")
+    for path in (device, fifo, out):
+        before = path.lstat()
+        assert "it is not a regular file; accepted" in refused(capsys, "cache", "merge", tmp_path / "a", path)
+        assert path.lstat() == before
+    assert "accepted: a cache folder" in refused(capsys, "cache", "merge", fifo, tmp_path / "a")
+
+
+def test_prune_stays_in_the_cache(cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    project, kernels = tmp_path / "project", tmp_path / "kernels"
+    good = put(cache, key_of(), {X: 30.0, A: 20.0})
+    for folder, name in ((project, "package.json"), (kernels, "x.cubin"), (kernels, ".tmp-1")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (0, 0))
+    (cache / "tuning" / "evil").symlink_to(project)
+    (cache / "cubin").symlink_to(kernels)
+    link = good.with_name(f"{'c' * 40}.json")
+    link.symlink_to(project / "package.json")
+    deleted = run(capsys, "cache", "prune", "--damaged", "--environment", "all")["deleted"]
+    assert {item["path"] for item in deleted} == {str(good), str(link)}
+    assert len([*project.iterdir(), *kernels.iterdir()]) == 3
+
+
+def test_ls_and_prune_read_kernels_too(cache: pathlib.Path, capsys: Any) -> None:
+    key = "0" * 64
+    whole = compiler._pack(key, "origin", compiler.Compiled(b"code", "log"))
+    files = {cache / compiler._file(name): whole for name in (key, "1" * 64)}
+    nested = b"[" * 100_000 + b"\0"
+    files[cache / compiler._file("2" * 64)] = compiler._FILE_MAGIC + hashlib.sha256(nested).digest() + nested
+    for path, data in files.items():
+        assert disk.write(path, data)
+    good, *damaged = files
+    (layer,) = run(capsys, "cache", "ls", code=1)
+    assert layer["kernels"] == 3
+    assert {item["path"] for item in layer["unusable"]} == set(map(str, damaged))
+    assert "3 compiled kernels" in text(capsys, "cache", "ls", code=1)
+    deleted = run(capsys, "cache", "prune", "--damaged")["deleted"]
+    assert {item["path"] for item in deleted} == set(map(str, damaged))
+    assert run(capsys, "cache", "ls")[0]["kernels"] == 1
+    good.chmod(0o666)
+    assert run(capsys, "cache", "ls", code=1)[0]["unusable"][0]["path"] == str(good)
+
+
+def test_a_future_date_does_not_win(tmp_path: pathlib.Path, capsys: Any) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    put(a, key_of(), {X: 1.0, B: 0.5}, "9999-12-31T00:00:00+00:00")
+    put(b, key_of(), {X: 30.0, A: 20.0}, OLD)
+    run(capsys, "cache", "merge", a, b)
+    found = got(b, key_of())
+    assert found is not None
+    assert (found.choice, found.metadata["date"]) == (A, OLD)
+
+
+def test_a_choice_that_was_never_measured_is_refused_and_shown(
+    cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    unmeasured = dataclasses.replace(entry_of(key_of(), {X: 30.0, A: 20.0}), choice=B)
+    path = cache / key_of().file
+    assert disk.write(path, unmeasured.dumps().encode())
+    assert f"not measured: {B}" in text(capsys, "cache", "ls")
+    found = run(capsys, "cache", "merge", cache, tmp_path / "b", code=1)
+    assert found["unusable"][0]["reason"] == f"its choice {B} was not measured"
+    assert not (tmp_path / "b").exists()

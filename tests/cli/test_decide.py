@@ -38,7 +38,6 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the host family")
 
@@ -66,14 +65,12 @@ SCRIPT = """
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    folder = isolate(monkeypatch, tmp_path)
+def process(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a command changes for good in its own process is put back here.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.1")
-    return folder
 
 
 @pytest.fixture

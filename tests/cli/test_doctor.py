@@ -80,8 +80,9 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report["settings"] == {
         "JAX_SPLITK_CACHE_MODE": "update",
         "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
-        "JAX_SPLITK_TUNE_BUDGET_S": "10.0",
-        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60.0",
+        "JAX_SPLITK_TUNE_BUDGET_S": "10",
+        "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
+        "JAX_SPLITK_CACHE_DIR": str(tmp_path / "new" / "cache"),
         "JAX_SPLITK_CACHE_PATH": "",
     }
     assert "JAX_SPLITK_CACHE_MODE=update" in text(capsys, "doctor").splitlines()

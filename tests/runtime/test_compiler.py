@@ -237,7 +237,7 @@ def test_worker_process_makes_the_same_code(machine: Machine, monkeypatch: pytes
     assert len(machine.compiled) == 2
     machine.forget()
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(machine.cache / "other"))
-    there = compiler.compile_sources([tiny(1), tiny(2), tiny(1)], workers=2)
+    there = compiler.compile_sources([tiny(1), tiny(2), tiny(1)])
     assert len(machine.compiled) == 2, "these had to be compiled in other processes"
     assert [c.image for c in there] == [here[0].image, here[1].image, here[0].image]
     assert cubin.reports(there[0].log) == cubin.reports(here[0].log)

@@ -1,5 +1,6 @@
 """Calls of the launcher on a GPU: recorded and replayed, side by side, with their workspace, and refused."""
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import _ffi
 from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
+from jax_splitk.runtime import execute
+from jax_splitk.runtime.plan import Int32Struct, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, gpu_wgrad
 from tests.gpu_wgrad import integers, normals
@@ -100,3 +103,24 @@ def test_a_plan_for_other_buffers_is_refused() -> None:
     run = jax.jit(lambda *xs: jax.ffi.ffi_call(call.target, (out, short))(*xs, **call.attributes)[0])
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*buffer 3 has \d+ bytes; the plan expects \d+"):
         jax.block_until_ready(run(*normals(SMALL)))
+
+
+def test_a_plan_for_another_kernel_is_refused() -> None:
+    """The driver tells the kernel's parameters from CUDA 12.4 on."""
+    p = SMALL.problem()
+    made = gpu_wgrad.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
+    first, *others = made.launches
+    count = len(first.params)
+    longer = tuple(
+        dataclasses.replace(param, values=(*param.values, 0, 0)) if isinstance(param, Int32Struct) else param
+        for param in first.params
+    )
+    for params, message in (
+        (first.params[:-1], rf"takes {count} parameters; the plan gives {count - 1}"),
+        ((*first.params, Pointer(0)), rf"takes {count} parameters; the plan gives {count + 1}"),
+        (longer, r"takes \d+ bytes as parameter \d+; the plan gives \d+"),
+    ):
+        changed = dataclasses.replace(made, launches=(dataclasses.replace(first, params=params), *others))
+        call = changed.custom_call()
+        with pytest.raises(Exception, match=f"INVALID_ARGUMENT.*kernel '{first.kernel}' {message}"):
+            jax.block_until_ready(execute.call(call, p, *normals(SMALL)))

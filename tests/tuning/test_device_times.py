@@ -1,6 +1,7 @@
 """Times by the profiler, on a device that the tests play."""
 
 import pathlib
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,7 @@ class FakeDevice:
     def bench(self) -> Bench:
         bench = Bench.__new__(Bench)
         bench.problem, bench.platform, bench.sets = CASE.problem(), "cuda", 1
+        bench.given_up = threading.Event()
         return bench
 
 
@@ -85,7 +87,7 @@ def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> N
     device = FakeDevice(monkeypatch)
     times = {"a": 7.0, "b": 290.0, "c": 12000.0}
     contestants = [device.contestant(name, us) for name, us in times.items()]
-    assert device.bench().screen_on_device(contestants)
+    assert device.bench().time_on_device(contestants, rounds=1)
     assert [c.device_times for c in contestants] == [[pytest.approx(us)] for us in times.values()]
     assert device.profiles == 1
     assert device.bench().time_on_device(contestants)
@@ -99,7 +101,7 @@ def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> N
 def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
     contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, pause_us=20.0)]
-    assert not device.bench().screen_on_device(contestants)
+    assert not device.bench().time_on_device(contestants, rounds=1)
     assert not device.bench().time_on_device(contestants)
     assert [c.device_times for c in contestants] == [[], []]
     bench = device.bench()

@@ -71,7 +71,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
     monkeypatch.setattr(compiler, "_memory", {})  # the machine code comes from disk, as in a new process
     files: list[pathlib.Path] = []
     real = disk.read
-    monkeypatch.setattr(disk, "read", lambda path: files.append(pathlib.Path(path)) or real(path))
+    monkeypatch.setattr(disk, "read", lambda path, **kw: files.append(pathlib.Path(path)) or real(path, **kw))
     return files
 
 

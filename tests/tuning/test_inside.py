@@ -16,7 +16,7 @@ from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import tune
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import disk
+from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import select, store
@@ -119,7 +119,7 @@ def test_a_miss_is_measured_once_inside(
 ) -> None:
     """Also where the decision cannot be stored: a problem is measured once by a process in any case."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
-    salt = 100 + INSIDE.index(inside) + 20 * disk.MODES.index(mode)
+    salt = 100 + INSIDE.index(inside) + 20 * settings.WORDS["JAX_SPLITK_CACHE_MODE"].index(mode)
     with seeded(salt) as rng:
         case = random_tiny(rng)
         lhs, g, _ = operands(rng, case)

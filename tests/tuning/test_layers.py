@@ -18,7 +18,7 @@ from jax import export
 
 import jax_splitk
 from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.runtime import disk
+from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -108,7 +108,7 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
     assert (choice.config, choice.why) == (TWO, "user cache: 2.0 us, XLA 1.0 us")
 
 
-@pytest.mark.parametrize("mode", disk.MODES)
+@pytest.mark.parametrize("mode", settings.WORDS["JAX_SPLITK_CACHE_MODE"])
 def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     lhs, g, _ = operands(generator(12))
     key = key_for(CASE.problem(), CPU)
@@ -208,7 +208,7 @@ def test_wrong_problems_are_refused_before_anything_is_tuned(cache: pathlib.Path
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("mode", disk.MODES)
+@pytest.mark.parametrize("mode", settings.WORDS["JAX_SPLITK_CACHE_MODE"])
 def test_tune_says_what_it_did_not_store(
     mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,33 +284,25 @@ def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
 
 
-def test_a_layer_that_is_no_folder_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+def test_a_layer_that_is_no_folder_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lhs, g, expected = operands(generator(19))
-    typo, file, empty, good = (tmp_path / name for name in ("typo", "file", "empty", "good"))
-    file.touch(), empty.mkdir(), good.mkdir()
-
-    def told() -> list[str]:
-        lines = [(r.levelno, r.getMessage()) for r in caplog.records if "CACHE_PATH" in r.getMessage()]
-        assert all(level == logging.WARNING for level, _ in lines)
-        return [line for _, line in lines]
-
-    layers = map(str, (empty, typo, f"{file}/", "/dev/null", typo, good))
+    lhs, g, _ = operands(generator(19))
+    typo, file, good = (tmp_path / name for name in ("typo", "file", "good"))
+    file.touch(), good.mkdir()
+    layers = map(str, (typo, f"{file}/", "/dev/null", typo, good))
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", os.pathsep.join(layers))
-    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
-    lowered_config(wgrad, lhs, g)
-    assert told() == []  # nothing was to be read
-    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
-    wrong = [f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, file, "/dev/null")]
-    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
-    assert told() == wrong
+    wrong = [
+        f"JAX_SPLITK_CACHE_PATH: {f} is not a folder; nothing is read from it" for f in (typo, f"{file}/", "/dev/null")
+    ]
+    assert settings.mistakes() == wrong
     key = key_for(CASE.problem(), CPU)
     put(good, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE  # behind the wrong ones
     put(typo, key, entry_of(key, TWO).dumps())
     assert lowered_config(wgrad, lhs, g) == TWO  # made meanwhile
-    assert told() == wrong
+    assert settings.mistakes() == wrong[1:]
+    assert caplog.records == []
 
 
 def test_what_comes_after_a_hit_is_not_looked_at(
@@ -325,6 +317,6 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    looked_at = [session.session().is_first("layer", str(folder)) for folder in (cache, near, tmp_path / "far")]
+    looked_at = [session.session().is_first("layer", folder) for folder in (cache, near, tmp_path / "far")]
     assert looked_at == [False, True, True]
     assert "CACHE_PATH" not in caplog.text

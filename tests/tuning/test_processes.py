@@ -87,8 +87,8 @@ logging.basicConfig(level=logging.WARNING)
 rng = random.Random(int(sys.argv[1]))
 
 class FakeBench(measure.Bench):
-    def __init__(self, problem, platform):
-        self.problem, self.platform, self.sets = problem, platform, 1
+    def __init__(self, problem, platform, given_up):
+        self.problem, self.platform, self.given_up, self.sets = problem, platform, given_up, 1
     def prepare(self, candidates):
         return [measure.Contestant(c, lambda: None) for c in candidates], []
     def _round(self, contestant):
@@ -168,7 +168,7 @@ def write_entries(rng):
 def write_cubins(rng):
     while True:
         name = rng.choice(names)
-        disk.write(compiler._cubin_path(name), compiler._pack(name, "origin", rng.choice(cubins)))
+        disk.write(disk.cache_dir() / compiler._file(name), compiler._pack(name, "origin", rng.choice(cubins)))
 
 def check():
     for key in keys:
@@ -180,7 +180,7 @@ def check():
         entries_seen[key] = entries_seen.get(key, False) or found is not None
         assert (found is not None) == entries_seen[key], key  # none is lost
     for name in names:
-        there = compiler._cubin_path(name).exists()
+        there = (disk.cache_dir() / compiler._file(name)).exists()
         found = compiler._load(name)
         assert found is not None or not there, name
         assert found is None or hashlib.sha256(found.image).hexdigest() == found.log, name

@@ -71,25 +71,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
         script = Script(us)
 
         class ScriptedBench(Bench):
-            def __init__(self, problem: ConvWgradProblem, platform: str):
-                self.problem, self.platform, self.sets = problem, platform, 1
+            def __init__(self, problem: ConvWgradProblem, platform: str, given_up: threading.Event):
+                self.problem, self.platform, self.given_up, self.sets = problem, platform, given_up, 1
 
             def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
                 script.prepared += candidates
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
-            def screen_on_device(self, contestants: Sequence[Contestant]) -> bool:
+            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3) -> bool:
                 if script.device_us is None:
                     return False
-                script.screened += [contestant.candidate for contestant in contestants]
-                return self._by_device(contestants, 1)
-
-            def time_on_device(self, contestants: Sequence[Contestant]) -> bool:
-                return script.device_us is not None and self._by_device(contestants, 3)
-
-            def _by_device(self, contestants: Sequence[Contestant], rounds: int) -> bool:
-                assert script.device_us is not None
+                script.screened += [contestant.candidate for contestant in contestants if rounds == 1]
                 for contestant in contestants:
                     contestant.device_times = [script.device_us(contestant.candidate)] * rounds
                 return True
@@ -100,7 +93,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 if script.fatal and any(script.rounds.count(c) == late for c, late in script.late.items()):
                     raise RuntimeError(script.fatal)
                 if candidate in script.stuck and candidate in script.rounds:
-                    script.clock.now += tuner.STUCK_SECONDS + 1
+                    script.clock.now += search.STUCK_SECONDS + 1
                     script.stuck[candidate].wait(60)
                 if script.rounds.count(candidate) == script.late.get(candidate, -1):
                     raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: scripted")
@@ -108,7 +101,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 return script.us(candidate)
 
         monkeypatch.setattr(search, "Bench", ScriptedBench)
-        for module in (tuner, search, measure):
+        for module in (search, measure):
             monkeypatch.setattr(module, "time", script.clock)
         return script
 
@@ -254,16 +247,16 @@ def test_what_does_not_come_back_ends_the_search_with_what_it_has(
     assert found.choice == best
     (failure,) = [m for m in found.measurements if m.error]
     assert (failure.candidate, failure.us) == (bad, None)
-    assert failure.error == f"it did not come back within {tuner.STUCK_SECONDS} s"
+    assert failure.error == f"it did not come back within {search.STUCK_SECONDS} s"
     assert found.us(XLA) == 900.0
     assert entry.loads(found.dumps(), key) == found
     (record,) = caplog.records
     assert f"the search ends and {best} is chosen" in record.getMessage()
     with pytest.raises(RuntimeError, match="an earlier measurement has not come back"):
         tuner.tune(key)
-    assert session.session().stuck is not None
+    _, thread = session.session().search
     script.stuck.pop(bad).set()
-    session.session().stuck.join(10)
+    thread.join(10)
     assert tuner.tune(key).choice == bad
 
 
@@ -273,9 +266,9 @@ def test_where_xla_does_not_come_back_nothing_is_decided(scripted: Any) -> None:
     script.stuck[XLA] = threading.Event()
     with pytest.raises(RuntimeError, match="XLA cannot compute it: it did not come back within"):
         tuner.tune(key)
+    _, thread = session.session().search
     script.stuck.pop(XLA).set()
-    assert session.session().stuck is not None
-    session.session().stuck.join(10)
+    thread.join(10)
 
 
 def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(

@@ -220,18 +220,17 @@ __device__ inline void wait(uint32_t barrier, uint32_t phase) {
 // At a barrier of this block, or with REMOTE of any block of the cluster.
 template <bool REMOTE = false>
 __device__ inline void arrive_if(bool condition, uint32_t barrier) {
+#define ARRIVE(space)                                                                   \
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::" space \
+               ".b64 _, [%0];}" ::"r"(barrier),                                         \
+               "r"(uint32_t(condition))                                                 \
+               : "memory")
   if constexpr (REMOTE) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(
-            barrier),
-        "r"(uint32_t(condition))
-        : "memory");
+    ARRIVE("cluster");
   } else {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
-        "r"(uint32_t(condition))
-        : "memory");
+    ARRIVE("cta");
   }
+#undef ARRIVE
 }
 
 // The first THREADS threads that come to the named barrier wait for each other. Orders plain accesses to

@@ -87,15 +87,18 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
 }
 
+// Parameters of kernels that load both inputs by TMA.
+#define MAPS_AND_ARGS                                                                \
+  const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map, \
+      const __grid_constant__ Args g
+
 // Defines a source's two kernels. Both call wgrad(arguments, to): `wgrad_partial` writes partial sums of the
-// splits, `wgrad_direct` the output itself. The lists are in parentheses.
+// splits, `wgrad_direct` the output itself. The lists are in parentheses. Macro: CTAS_PER_SM.
 #define UNPACK(...) __VA_ARGS__
-#define SPLIT_K_KERNELS(blocks_per_sm, parameters, arguments)          \
-  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
-      wgrad_partial(UNPACK parameters, float* partials) {              \
-    wgrad(UNPACK arguments, partials);                                 \
-  }                                                                    \
-  extern "C" __global__ void __launch_bounds__(THREADS, blocks_per_sm) \
-      wgrad_direct(UNPACK parameters, Output* out) {                   \
-    wgrad(UNPACK arguments, out);                                      \
+#define SPLIT_K_KERNEL(name, parameters, arguments, T)                                                \
+  extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) name(UNPACK parameters, T* to) { \
+    wgrad(UNPACK arguments, to);                                                                      \
   }
+#define SPLIT_K_KERNELS(parameters, arguments)                \
+  SPLIT_K_KERNEL(wgrad_partial, parameters, arguments, float) \
+  SPLIT_K_KERNEL(wgrad_direct, parameters, arguments, Output)

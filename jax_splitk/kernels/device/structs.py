@@ -1,4 +1,5 @@
-"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses.
+"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses,
+or by their values (`Values`).
 
 `declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
 gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is one in C, too.
@@ -53,10 +54,35 @@ class Divisor(Struct):
         return cls(value, multiplier - (1 << 32), shift)
 
 
-def declarations(*structs: type[Struct]) -> str:
+Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...]
+
+
+class Values(Struct):
+    """A struct by the values of its fields. A tuple is one for each of the last of the dimensions d, h and w."""
+
+    def __init__(self, name: str, values: dict[str, Field]) -> None:
+        self.name, self.values = name, values
+
+    def _words(self) -> Iterator[int]:
+        for value in self.values.values():
+            for each in value if isinstance(value, tuple) else (value,):
+                yield from each._words() if isinstance(each, Divisor) else (each,)
+
+    def declaration(self) -> str:
+        members = {}
+        for name, value in self.values.items():
+            first, axes = (value[0], ", ".join("dhw"[-len(value) :])) if isinstance(value, tuple) else (value, "")
+            of = type(first).__name__
+            members[name] = f"struct {{ {of} {axes}; }}" if axes else of
+        return _c_struct(self.name, members)
+
+
+def declarations(*structs: type[Struct] | Values) -> str:
     """The C declarations of structs, in this order; a struct's bases come before it."""
-    wanted = [base for struct in structs for base in _line(struct)]
-    return "\n".join((_HEADER, *map(_declaration, dict.fromkeys(wanted)), ""))
+    found: list[str] = []
+    for struct in structs:
+        found += [struct.declaration()] if isinstance(struct, Values) else map(_declaration, _line(struct))
+    return "\n".join((_HEADER, *dict.fromkeys(found), ""))
 
 
 def _line(struct: type[Struct]) -> list[type[Struct]]:
@@ -67,11 +93,14 @@ def _line(struct: type[Struct]) -> list[type[Struct]]:
 def _declaration(struct: type[Struct]) -> str:
     *bases, _ = _line(struct)
     inherited = {name for base in bases for name in base.__annotations__}
-    members = []
+    types = {}
     for field in dataclasses.fields(struct):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
         if field.type not in (int, Divisor):
             raise TypeError(f"{struct.__qualname__}.{field.name} is of type {field.type!r}; accepted: int, Divisor")
         if field.name not in inherited:
-            members.append(f"  {'int' if field.type is int else 'Divisor'} {field.name};")
-    base = f" : {bases[-1].__name__}" if bases else ""
-    return "\n".join((f"struct {struct.__name__}{base} {{", *members, "};"))
+            types[field.name] = field.type.__name__
+    return _c_struct(struct.__name__ + (f" : {bases[-1].__name__}" if bases else ""), types)
+
+
+def _c_struct(name: str, types: dict[str, str]) -> str:
+    return "\n".join((f"struct {name} {{", *(f"  {of} {field};" for field, of in types.items()), "};"))

@@ -8,6 +8,12 @@ namespace GMMA = cute::SM90::GMMA;
 // CuTe's atom of so many columns, a macro's value; `kind` is the rest of its name.
 #define WGMMA_(columns, kind) GMMA::MMA_64x##columns##kind
 #define WGMMA(columns, kind) WGMMA_(columns, kind)
+// The one of 16-bit elements: half where the macro ELEMENT is 2 (output.cuh), else bfloat16.
+#if ELEMENT == 2
+#define WGMMA_16(columns, kind) WGMMA(columns, x16_F32F16F16_##kind)
+#else
+#define WGMMA_16(columns, kind) WGMMA(columns, x16_F32BF16BF16_##kind)
+#endif
 
 template <int... I>
 struct Indices {};

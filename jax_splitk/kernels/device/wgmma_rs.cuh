@@ -23,33 +23,23 @@ constexpr int ACCUMULATORS = COLUMNS / 2;  // of a lane: four for each 8 columns
 using Accumulator = float[ACCUMULATORS];
 using Fragments = uint32_t[64 / STEP_K][4];  // A registers of a tile of 64 k, by steps
 
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
-                             Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+// acc (+)= A B of STEPS steps, from a[0] and b on: 32 bytes of a row of B each.
+template <int STEPS>
+__device__ inline void multiply_steps(const uint32_t (*a)[4], uint64_t b, Accumulator& acc,
+                                      GMMA::ScaleOut scale) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    wgmma<Wgmma>(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale);
+  }
 }
 
-// Descriptor of a B whose rows of ROW_BYTES (128, or 64) lie one behind the other under the swizzle of that
-// width.
-template <int ROW_BYTES>
-__device__ inline uint64_t operand_of_rows(uint32_t smem_address) {
-  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64, "widths of the swizzle");
-  constexpr auto b128 = uint64_t(GMMA::LayoutType::B128), b64 = uint64_t(GMMA::LayoutType::B64);
-  const uint64_t descriptor = operand(smem_address, 16, 8 * ROW_BYTES);  // has the 128-byte swizzle
-  return ROW_BYTES == 128 ? descriptor : descriptor ^ (b128 ^ b64) << 62;
-}
-
-// acc (+)= A B of STEPS steps, from a[0] and b on, as a batch of its own: 32 bytes of a row of B each.
+// The same as a batch of its own.
 template <int STEPS>
 __device__ inline void multiply_batch(uint32_t (*a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale) {
   fence(acc);
 #pragma unroll
-  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+  for (int step = 0; step < STEPS; ++step) fence(a[step]);
   cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    wgmma(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale,
-          typename MakeIndices<ACCUMULATORS>::type{});
-  }
+  multiply_steps<STEPS>(a, b, acc, scale);
   cute::warpgroup_commit_batch();
 }

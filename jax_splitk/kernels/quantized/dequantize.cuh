@@ -1,12 +1,13 @@
-// Packed weights to the A registers of tensor-core products on 16-bit types. Macros: FORMAT, HALF.
+// Packed weights to the A registers of tensor-core products.
 //
-// A lane of mma.m16n8k16 (or of wgmma.m64nNk16) holds, for each 16 k, rows g and g + 8 and the k 2t, 2t + 1
-// and 2t + 8, 2t + 9; jax_splitk/quantized/packing.py lays the weight out so that these eight elements are
-// one word of 4-bit codes or two words of 8-bit ones.
+// A lane of wgmma.m64nNk16 on 16-bit types holds, for each 16 k, rows g and g + 8 and the k 2t, 2t + 1 and
+// 2t + 8, 2t + 9; jax_splitk/quantized/packing.py lays the weight out so that these eight elements are one
+// word of 4-bit codes or two words of 8-bit ones, one for each of the rows. Of 4-bit codes the low nibbles
+// are row g, the high ones row g + 8. Bytes 0 to 3 are the k 2t, 2t + 8, 2t + 1, 2t + 9.
 //
-// No format is converted by a conversion instruction where its bits can be put into place. Small integers are
-// exact as the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused multiply-add, which
-// rounds nothing here, brings it to normal numbers and subtracts the code's bias.
+// No format is converted by a conversion instruction where its bits can be put into place.
+//
+// Macros: FORMAT, E4M3_PRODUCTS (of two e4m3), otherwise HALF (fp16, or bfloat16).
 
 #include "device/ptx.cuh"
 
@@ -14,14 +15,65 @@ constexpr int INT4 = 0, UINT4 = 1, INT8 = 2, E4M3 = 3, E2M1 = 4;  // the last on
 
 constexpr int WORDS = FORMAT == INT8 || FORMAT == E4M3 ? 2 : 1;  // of a lane, for 16 k
 
+// A lane's words of a tile of 64 features by 64 k, by 16 k.
+using Words = uint32_t[4][WORDS];
+
+__device__ inline void load_words(uint32_t address, Words& words) {
+#pragma unroll
+  for (int load = 0; load < WORDS; ++load) {
+    const uint4 w = load_shared<uint4>(address + load * 512);
+    const uint32_t loaded[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[(load * 4 + i) / WORDS][i % WORDS] = loaded[i];
+  }
+}
+
+constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
+
+#if E4M3_PRODUCTS
+
+// Integers up to 15 are their own e4m3 bits: byte N is N * 2^-9, through the subnormal numbers and the first
+// binade. A sign has to be a sign bit: codes with a bias would be exact too, but tensor cores keep only some
+// 14 bits of a sum of e4m3 products, and the bias would use them up. The words of e4m3 weights are A
+// registers as they stand.
+static_assert(FORMAT == INT4 || FORMAT == UINT4 || FORMAT == E2M1 || FORMAT == E4M3, "what e4m3 holds");
+
+// A weight's value is FACTOR times its e4m3 byte's.
+constexpr float FACTOR = FORMAT == E4M3 ? 1.f : FORMAT == E2M1 ? 64.f : 512.f;
+
+// Bytes whose low nibbles hold a code, and the same code's top bit at the byte's top: e4m3. The other bits of
+// `codes` and `tops` may be anything.
+__device__ inline uint32_t code_to_e4m3(uint32_t codes, uint32_t tops) {
+  if constexpr (FORMAT == INT4) {  // q + 8
+    return byte_distances(codes & 0x0f0f0f0fu, 0x08080808u) | (~tops & 0x80808080u);
+  } else {
+    return codes & 0x0f0f0f0fu;
+  }
+}
+
+// A word of 4-bit codes to two registers of e4m3.
+__device__ inline void decode_e4m3(uint32_t word, uint32_t& row_g, uint32_t& row_g8) {
+  if constexpr (FORMAT == E2M1) {
+    // Its exponent and mantissa, which begin at bit 2, are e4m3 at 2^-6 of the value.
+    row_g = (word << 2 & 0x1c1c1c1cu) | (word << 4 & 0x80808080u);
+    row_g8 = (word >> 2 & 0x1c1c1c1cu) | (word & 0x80808080u);
+  } else {
+    row_g = code_to_e4m3(word, word << 4);
+    row_g8 = code_to_e4m3(word >> 4, word);
+  }
+}
+
+#else
+
+// Small integers are exact as the bits of a subnormal number (code c is c * 2^-133 in bfloat16): one fused
+// multiply-add, which rounds nothing here, brings it to normal numbers and subtracts the code's bias.
+
 // A weight's value is FACTOR times what the fragment holds: bfloat16 ends before 2^133.
 constexpr float FACTOR = !HALF && FORMAT <= INT8 ? 64.f : 1.f;
 
 __device__ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   return HALF ? fma_f16x2(a, b, c) : fma_bf16x2(a, b, c);
 }
-
-constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
 
 // Pairs of unsigned integers in the low bits of each half, to (integer - bias) / FACTOR.
 template <int SHIFT, int BIAS>
@@ -124,3 +176,5 @@ __device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[
     a[3] = __byte_perm(x1, y1, 0x7632);
   }
 }
+
+#endif

@@ -183,10 +183,10 @@ class Fp8(tiles.TileFamily[Config]):
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
-            "HALF": 1,
+            "E4M3_PRODUCTS": 1,
             "PERIOD": period(problem, config),
             "CHUNK": config.chunk,
-            "CLUSTER": config.multicast,
+            "SUMS": sums(problem, config),
         }
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:

@@ -3,8 +3,8 @@
 //   D[n, m] = sum over k of X[n, k] * (q[m, k] - zero[m, k / GROUP]) * scale[m, k / GROUP]
 //
 // Persistent: a cluster of CLUSTER blocks divides k, each block keeps its slice of X in shared memory and
-// streams its slice of one row tile (64 rows of m) after another through a ring that a producer fills by bulk
-// copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
+// streams its slice of one row tile (64 rows of m) after another through a pipeline that a producer fills by
+// bulk copies. A stage holds TILES tiles of 64 rows by 64 k for each consumer warpgroup, in the packed order
 // (jax_splitk/quantized/packing.py), and their scales. A lane's 16 bytes become WGMMA's A operand in its
 // registers (dequantize.cuh), X is B. The products of a group, or of 64 k of a longer one, are summed by the
 // tensor cores, then multiplied by the scale and added in fp32; meanwhile the next tile is dequantized, where
@@ -17,13 +17,13 @@
 //
 // At the end of a row tile the warpgroups' sums meet in shared memory, where the epilogue's warps add them,
 // and the blocks' in the cluster: each block owns TILE_N / CLUSTER rows of the result, receives the others'
-// sums in its slots, and adds them, always in the same order, a row tile later.
+// sums in its inboxes, and adds them, always in the same order, a row tile later.
 //
 // Roles: consumer warps, then the epilogue's, then the producer's.
 // Barriers. Per stage: `full` (one arrival, with the bytes) and `empty` (one arrival per consumer warp).
 // `written`, one arrival per consumer warp: its sums are there; `read`, one per warp of the epilogue. Per
-// slot: `arrived` (one arrival of the own block, with the bytes that the cluster's blocks send) and `free`
-// (one arrival of each finishing warp of each block: that block has read its slot; counted where the sender
+// inbox: `arrived` (one arrival of the own block, with the bytes that the cluster's blocks send) and `free`
+// (one arrival of each finishing warp of each block: that block has read its inbox; counted where the sender
 // waits). All start in phase 0; the first passes of those who wait for room do not wait. Named barriers:
 // READY for the block, when these are ready, on which the producer does not wait; 1 for all consumers, when
 // they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles of X.
@@ -37,19 +37,14 @@
 // (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT (output.cuh; ZERO_TYPE also -1: none), TILE_N (rows of X),
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
-#include <cutlass/arch/barrier.h>
-
 #include "device/output.cuh"
-#include "device/ring.cuh"
+#include "device/pipeline.cuh"
 #include "device/wgmma_rs.cuh"
 #include "quantized/dequantize.cuh"
-#include "quantized/dequantize_e4m3.cuh"
+#include "quantized/scales.cuh"
 #include "structs.cuh"
 
-using Scale = TypeOf<SCALE_TYPE>::type;
-using Zero = TypeOf<ZERO_TYPE>::type;
-
-static_assert(!E4M3_PRODUCTS || (HAS_E4M3 && X_E4M3 && ZERO_TYPE < 0), "what e4m3 products can compute");
+static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 products can compute");
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
@@ -62,33 +57,30 @@ constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1,
               STEPS = 64 / STEP_K / TILE_GROUPS;  // of a tile; of a group in it
 constexpr int STAGE_GROUPS = GROUP ? STAGE_TILES * 64 / GROUP : 0;
 constexpr int SCALES_OFFSET = STAGE_TILES * WORDS_BYTES;
-constexpr int SCALE_ROW = 64 * int(sizeof(Scale)), ZERO_ROW = 64 * int(sizeof(Zero));  // bytes of a group
+constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
+constexpr int SCALE_ROW = 64 * SCALE_ITEM, ZERO_ROW = 64 * ZERO_ITEM;  // bytes of a group
 constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_GROUPS * SCALE_ROW;
-constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_TYPE < 0 ? 0 : STAGE_GROUPS * ZERO_ROW);
+constexpr int STAGE_BYTES = ZEROS_OFFSET + STAGE_GROUPS * ZERO_ROW;
 
 constexpr int SUMS_PITCH = 64 + 4;  // floats; lanes of a fragment write to different banks
 constexpr int SUMS_BYTES = WARPGROUPS * TILE_N * SUMS_PITCH * 4;
-constexpr int SLOTS = CLUSTER > 1 ? 2 : 0;
-constexpr int SLOT_BYTES = TILE_N * 64 * 4, PART_ROWS = TILE_N / CLUSTER;
+constexpr int INBOXES = CLUSTER > 1 ? 2 : 0;
+constexpr int INBOX_BYTES = TILE_N * 64 * 4, PART_ROWS = TILE_N / CLUSTER;
 constexpr int PART_ITEMS = PART_ROWS * 16;  // groups of 4 features
 constexpr int FINISHERS = PART_ITEMS >= EPILOGUE ? EPILOGUE_WARPS : (PART_ITEMS + 31) / 32;  // warps
 
-constexpr int SUMS_AT = STAGES * STAGE_BYTES, SLOTS_AT = SUMS_AT + SUMS_BYTES;
-constexpr int BARRIERS_AT = SLOTS_AT + SLOTS * SLOT_BYTES;
+constexpr int SUMS_AT = STAGES * STAGE_BYTES, INBOXES_AT = SUMS_AT + SUMS_BYTES;
+constexpr int BARRIERS_AT = INBOXES_AT + INBOXES * INBOX_BYTES;
 constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024;
 constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
 struct Barriers {
-  uint64_t full[STAGES], empty[STAGES];
-  uint64_t written, read, arrived[SLOTS + 1], free[SLOTS + 1];
+  Pipeline<STAGES> pipeline;
+  uint64_t written, read, arrived[INBOXES + 1], free[INBOXES + 1];
 
-  __device__ inline void init_ring() {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      FullBarrier::init(&full[i], 1);
-      EmptyBarrier::init(&empty[i], CONSUMERS / 32);
-    }
+  __device__ inline void init_pipeline() {
+    pipeline.init(1, CONSUMERS / 32);
     cutlass::arch::fence_barrier_init();
     cutlass::arch::fence_view_async_shared();
   }
@@ -97,7 +89,7 @@ struct Barriers {
     EmptyBarrier::init(&written, CONSUMERS / 32);
     EmptyBarrier::init(&read, EPILOGUE_WARPS);
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
+    for (int i = 0; i < INBOXES; ++i) {
       FullBarrier::init(&arrived[i], 1);
       EmptyBarrier::init(&free[i], CLUSTER * FINISHERS);
     }
@@ -106,20 +98,23 @@ struct Barriers {
 };
 static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
 
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ inline void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
+// A thread block: its memory, and its work. The stages [first, last) of k are its part of them, which may not
+// be empty.
+struct Block {
+  const Args& g;
+  uint8_t* smem;
+  Barriers& barriers;
+  int rank, cluster, clusters, first, last;
 
-// The part of k of one block, in stages; it may not be empty.
-struct Slice {
-  int first, last;
+  __device__ Block(const Args& g, uint8_t* smem)
+      : g(g),
+        smem(smem),
+        barriers(*reinterpret_cast<Barriers*>(smem + BARRIERS_AT)),
+        rank(CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0),
+        cluster(blockIdx.x / CLUSTER),
+        clusters(gridDim.x / CLUSTER),
+        first(g.stages * rank / CLUSTER),
+        last(g.stages * (rank + 1) / CLUSTER) {}
 };
 
 // ---- producer --------------------------------------------------------------------------------------------
@@ -145,39 +140,41 @@ __device__ inline void copy_rows(const void* all, int tile, int first, int count
 // The producer's warp, of which one lane is the leader. X comes with the stages of the first row tile, so
 // that the products need not wait for all of it: as one box, or where k ends within a stage in boxes of a
 // tile.
-__device__ inline void produce(const Args& g, const TensorMap* x_map, const uint8_t* words,
-                               const Scale* scale, const Zero* zero, uint8_t* smem, Barriers& barriers,
-                               Slice slice, int tile, int clusters, bool leader) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+__device__ inline void produce(const Block& block, const TensorMap* x_map, const uint8_t* words,
+                               const uint8_t* scale, const uint8_t* zero, bool leader) {
+  const Args& g = block.g;
+  Barriers& barriers = block.barriers;
+  constexpr uint64_t HINT = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
   if (WHOLE && !leader) return;
-  Ring ring;
+  Position at;
+  bool first = X_TMA;
 #pragma unroll 1
-  for (bool first = X_TMA; tile < g.feature_tiles; tile += clusters, first = false) {
+  for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters, first = false) {
 #pragma unroll 1
-    for (int s = slice.first; s < slice.last; ++s, ring.advance()) {
-      uint64_t* full = &barriers.full[ring.stage];
-      [[maybe_unused]] uint8_t* x = smem + X_AT + (s - slice.first) * STAGE_TILES * X_TILE;
+    for (int s = block.first; s < block.last; ++s, at.advance(STAGES)) {
+      uint64_t* full = &barriers.pipeline.full[at.stage];
+      [[maybe_unused]] uint8_t* x = block.smem + X_AT + (s - block.first) * STAGE_TILES * X_TILE;
       if (WHOLE || leader) {
-        uint8_t* stage = smem + ring.stage * STAGE_BYTES;
-        EmptyBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-        FullBarrier::arrive_and_expect_tx(full, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
+        uint8_t* stage = block.smem + at.stage * STAGE_BYTES;
+        barriers.pipeline.wait_empty(at);
+        barriers.pipeline.expect(at, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
         copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
         if constexpr (GROUP != 0) {
           copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
                                              stage + SCALES_OFFSET);
-          if constexpr (ZERO_TYPE >= 0) {
+          if constexpr (ZERO_TYPE != NONE) {
             copy_rows<STAGE_GROUPS, ZERO_ROW>(zero, tile, s * STAGE_GROUPS, g.groups, full,
                                               stage + ZEROS_OFFSET);
           }
         }
-        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, hint, x, 0, 0, s * STAGE_TILES);
+        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
       }
       if (!WHOLE && first) {
         __syncwarp();
         const int lane = threadIdx.x % 32;
         if (lane < STAGE_TILES) {
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, hint, x + lane * X_TILE, (s * STAGE_TILES + lane) * X_BOX,
-                                       0);
+          const int column = (s * STAGE_TILES + lane) * X_BOX;
+          cute::SM90_TMA_LOAD_2D::copy(x_map, full, HINT, x + lane * X_TILE, column, 0);
         }
       }
     }
@@ -214,24 +211,20 @@ __device__ inline uint4 reordered(uint4 x) {
   cutlass::arch::NamedBarrier::sync(128, 2 + warpgroup);
 }
 
-// A byte of row n, 0 beyond X's ends.
-[[maybe_unused]] __device__ inline uint32_t byte_of_x(const Args& g, const void* x, int n, int k) {
-  return n < g.rows && k < g.k ? static_cast<const uint8_t*>(x)[int64_t(n) * g.k + k] : 0;
+// The bits of an element as the products take it, 0 beyond X's ends.
+[[maybe_unused]] __device__ inline uint32_t element_of(const Args& g, const void* x, int n, int k) {
+  const bool inside = n < g.rows && k < g.k;
+  if constexpr (!X_E4M3) return inside ? static_cast<const uint16_t*>(x)[int64_t(n) * g.k + k] : 0;
+  const uint32_t code = inside ? static_cast<const uint8_t*>(x)[int64_t(n) * g.k + k] : 0;
+  return E4M3_PRODUCTS ? code : e4m3x2_to_f16x2(uint16_t(code)) & 0xffff;
 }
 
-[[maybe_unused]] __device__ inline void load_x(const Args& g, const void* x, uint8_t* to, Slice slice) {
-  const int first = slice.first * STAGE_TILES * 64;
-  const int chunks = (slice.last - slice.first) * STAGE_TILES * (X_ROW / 16);
-  if constexpr (E4M3_PRODUCTS) {
-    for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
-      const int n = i / chunks, chunk = i % chunks;
-      uint32_t words[4] = {};
-#pragma unroll
-      for (int j = 0; j < 16; ++j)
-        words[j / 4] |= byte_of_x(g, x, n, first + chunk * 16 + j) << (8 * (j % 4));
-      *place_of(to, n, chunk) = reordered(uint4{words[0], words[1], words[2], words[3]});
-    }
-  } else if (X_E4M3 && g.k % 16 == 0) {
+[[maybe_unused]] __device__ inline void load_x(const Block& block, const void* x) {
+  const Args& g = block.g;
+  uint8_t* to = block.smem + X_AT;
+  const int first = block.first * STAGE_TILES * 64;
+  const int chunks = (block.last - block.first) * STAGE_TILES * (X_ROW / 16);
+  if (!E4M3_PRODUCTS && X_E4M3 && g.k % 16 == 0) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < TILE_N * chunks / 2; i += CONSUMERS) {
       const int n = i / (chunks / 2), chunk = i % (chunks / 2) * 2, k = first + chunk * 8;
@@ -248,18 +241,17 @@ __device__ inline uint4 reordered(uint4 x) {
       }
     }
   } else {
+    constexpr int ITEMS = E4M3_PRODUCTS ? 16 : 8, IN_WORD = ITEMS / 4;  // of a chunk
     for (int i = threadIdx.x; i < TILE_N * chunks; i += CONSUMERS) {
       const int n = i / chunks, chunk = i % chunks;
       uint32_t words[4] = {};
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int k = first + chunk * 8 + j;
-        if (n >= g.rows || k >= g.k) continue;
-        const uint32_t bits = X_E4M3 ? e4m3x2_to_f16x2(uint16_t(byte_of_x(g, x, n, k))) & 0xffff
-                                     : static_cast<const uint16_t*>(x)[int64_t(n) * g.k + k];
-        words[j / 2] |= bits << (16 * (j % 2));
+      for (int j = 0; j < ITEMS; ++j) {
+        words[j / IN_WORD] |= element_of(g, x, n, first + chunk * ITEMS + j)
+                              << (32 / IN_WORD * (j % IN_WORD));
       }
-      *place_of(to, n, chunk) = uint4{words[0], words[1], words[2], words[3]};
+      const uint4 loaded{words[0], words[1], words[2], words[3]};
+      *place_of(to, n, chunk) = E4M3_PRODUCTS ? reordered(loaded) : loaded;
     }
   }
   cutlass::arch::fence_view_async_shared();  // WGMMA reads it
@@ -268,72 +260,21 @@ __device__ inline uint4 reordered(uint4 x) {
 
 // ---- consumers -------------------------------------------------------------------------------------------
 
-__device__ inline void fence(Fragments& a) {
+// A lane's values of a tile, over FACTOR.
+__device__ inline void decode_tile(const Words& words, Fragments& a) {
 #pragma unroll
-  for (int i = 0; i < 256 / STEP_K; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-}
-
-// acc (+)= a's STEPS steps from `first` on, 32 bytes of a row of X each.
-__device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accumulator& acc, bool add) {
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const int step = first + i;
-    wgmma(a[step], b + step * (32 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
-          typename MakeIndices<ACCUMULATORS>::type{});
-  }
-}
-
-// A lane's words of a tile.
-struct Words {
-  uint4 loads[WORDS];
-};
-
-__device__ inline Words load_tile(uint32_t address) {
-  Words out;
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) out.loads[i] = load_shared<uint4>(address + i * 512);
-  return out;
-}
-
-// Their values, over FACTOR (or E4M3_FACTOR).
-__device__ inline void dequantize(const Words& from, Fragments& a) {
-#pragma unroll
-  for (int load = 0; load < WORDS; ++load) {
-    const uint4 loaded = from.loads[load];
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+  for (int i = 0; i < 4; ++i) {
 #if E4M3_PRODUCTS
+    if constexpr (WORDS == 1) {
+      decode_e4m3(words[i][0], a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // 16 k of both rows, or of one row
-      if constexpr (WORDS == 1) {
-        decode_e4m3(words[i], a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
-      } else {
-        a[load][i] = words[i];
-      }
+      for (int j = 0; j < 2; ++j) a[i / 2][i % 2 * 2 + j] = words[i][j];
     }
 #else
-#pragma unroll
-    for (int i = 0; i < 4 / WORDS; ++i) {
-      uint32_t of_step[WORDS];
-#pragma unroll
-      for (int j = 0; j < WORDS; ++j) of_step[j] = words[i * WORDS + j];
-      dequantize(of_step, a[load * (4 / WORDS) + i]);
-    }
+    dequantize(words[i], a[i]);
 #endif
   }
-}
-
-// Scales (or zero points) of rows g and g + 8 of a block, which are neighbours.
-__device__ inline float2 two_floats(const float* pair) { return *reinterpret_cast<const float2*>(pair); }
-__device__ inline float2 two_floats(const __half* pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(pair));
-}
-__device__ inline float2 two_floats(const __nv_bfloat16* pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
-}
-template <typename T>
-__device__ inline float2 two_rows(uint32_t address) {  // in shared memory
-  const auto pair = load_shared<Vec<T, 2>>(address);
-  return two_floats(pair.v);
 }
 
 // acc += scale * (sums - zero * sums of x); four elements of a lane: two columns of row g, two of row g + 8.
@@ -343,7 +284,7 @@ __device__ inline void add_scaled(Accumulator& acc, Accumulator& sums, float2 sc
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; ++i) {
     float value = sums[i];
-    if constexpr (ZERO_TYPE >= 0) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
+    if constexpr (ZERO_TYPE != NONE) value = fmaf(i % 4 < 2 ? -zero.x : -zero.y, x_sums[i], value);
     acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, value, acc[i]);
   }
 }
@@ -365,7 +306,7 @@ constexpr int UNITS =
 constexpr int LAST_UNIT = UNITS - 1;
 // Whether words are loaded while the tile before them is multiplied: not where they already are fragments.
 constexpr bool AHEAD = (!E4M3_PRODUCTS || WORDS == 1) && TILE_N < 64;
-constexpr bool X_SUMS = ZERO_TYPE >= 0;
+constexpr bool X_SUMS = ZERO_TYPE != NONE;
 // Sums that the tensor cores work on. Two, which take turns, where registers allow for them: ptxas of
 // CUDA 13.0 spills with the widest X of e4m3 where tiles lie beyond k, which is too rare for the cost model
 // to know.
@@ -375,10 +316,6 @@ constexpr int IN_FLIGHT = TILES > 1 && !X_SUMS && !CROWDED ? 2 : 1;
 
 // ---- results ---------------------------------------------------------------------------------------------
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return cute::cast_smem_ptr_to_uint(pointer);
-}
-
 __device__ inline void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
@@ -386,12 +323,9 @@ __device__ inline void add(float4& sum, const float4& more) {
 // Four features of one row of the result.
 __device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
-  constexpr float factor = E4M3_PRODUCTS ? E4M3_FACTOR : FACTOR;
-  const float values[4] = {value.x * factor, value.y * factor, value.z * factor, value.w * factor};
+  const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   Output* to = out + uint32_t(n * g.features + feature);
-  Vec<Output, 4> four;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) convert(values[i], four.v[i]);
+  const Vec<Output, 4> four = converted<Output>(values);
   if constexpr (FOURS) {
     if (feature < g.features) *reinterpret_cast<Vec<Output, 4>*>(to) = four;
   } else {
@@ -402,44 +336,45 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
   }
 }
 
-// Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the slot is
+// Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the inbox is
 // free if they will use it again: a block that has sent its last sums may have ended.
-__device__ inline void finish(const Args& g, Output* out, const uint8_t* slots, Barriers& barriers,
-                              int thread, int count, int tile, int rank, bool again) {
-  const int slot = count % 2;
+__device__ inline void finish(const Block& block, Output* out, int thread, int count, int tile, bool again) {
+  const int inbox = count % 2;
+  Barriers& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
-  FullBarrier::wait(&barriers.arrived[slot], count / 2 & 1);
+  FullBarrier::wait(&barriers.arrived[inbox], count / 2 & 1);
 #pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
   for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
     const int item = i + thread;
     if (i + 32 * FINISHERS > PART_ITEMS && item >= PART_ITEMS) break;
-    const float4* from = reinterpret_cast<const float4*>(slots + slot * SLOT_BYTES) + item;
+    const float4* from =
+        reinterpret_cast<const float4*>(block.smem + INBOXES_AT + inbox * INBOX_BYTES) + item;
     float4 sum = from[0];
 #pragma unroll
     for (int s = 1; s < CLUSTER; ++s) add(sum, from[s * PART_ITEMS]);
-    store(g, out, rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
+    store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
   }
   __syncwarp();
-  if (again && thread % 32 < CLUSTER) EmptyBarrier::arrive(&barriers.free[slot], thread % 32, 1);
+  if (again && thread % 32 < CLUSTER) EmptyBarrier::arrive(&barriers.free[inbox], thread % 32, 1);
 }
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
 // tiles: the last one's sums are finished by code that has run before.
-__device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barriers& barriers, int tile,
-                                int clusters, int rank) {
+__device__ inline void epilogue(const Block& block, Output* out) {
+  const Args& g = block.g;
+  Barriers& barriers = block.barriers;
   constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
   const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
-  const float* sums = reinterpret_cast<const float*>(smem + SUMS_AT) + column;
-  uint8_t* slots = smem + SLOTS_AT;
+  const float* sums = reinterpret_cast<const float*>(block.smem + SUMS_AT) + column;
 #pragma unroll 1
-  for (int count = 0;; ++count, tile += clusters) {
+  for (int count = 0, tile = block.cluster;; ++count, tile += block.clusters) {
     const bool more = tile < g.feature_tiles;
     if (more) {
-      [[maybe_unused]] const int slot = count % 2;
+      [[maybe_unused]] const int inbox = count % 2;
       if constexpr (CLUSTER > 1) {
-        if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[slot], SLOT_BYTES);
-        if (count >= 2) EmptyBarrier::wait(&barriers.free[slot], (count / 2 - 1) & 1);
+        if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[inbox], INBOX_BYTES);
+        if (count >= 2) EmptyBarrier::wait(&barriers.free[inbox], (count / 2 - 1) & 1);
       }
       FullBarrier::wait(&barriers.written, count & 1);
 #pragma unroll 1
@@ -462,10 +397,11 @@ __device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barri
           if constexpr (CLUSTER == 1) {
             store(g, out, n, tile * 64 + column, sum[turn]);
           } else {
-            const unsigned owner = n / PART_ROWS, row = rank * PART_ROWS + n % PART_ROWS;
-            const uint32_t to = shared_address(slots + slot * SLOT_BYTES) + (row * 64 + column) * 4;
+            const unsigned owner = n / PART_ROWS, row = block.rank * PART_ROWS + n % PART_ROWS;
+            const uint32_t to =
+                shared_address(block.smem + INBOXES_AT + inbox * INBOX_BYTES) + (row * 64 + column) * 4;
             store_async(cute::set_block_rank(to, owner), sum[turn],
-                        cute::set_block_rank(shared_address(&barriers.arrived[slot]), owner));
+                        cute::set_block_rank(shared_address(&barriers.arrived[inbox]), owner));
           }
         }
       }
@@ -473,9 +409,9 @@ __device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barri
       if (thread % 32 == 0) EmptyBarrier::arrive(&barriers.read);
     }
     if (CLUSTER > 1 && count) {
-      const int previous = tile - clusters;
-      const bool again = previous + SLOTS * clusters < g.feature_tiles;
-      finish(g, out, slots, barriers, thread, count - 1, previous, rank, again);
+      const int previous = tile - block.clusters;
+      const bool again = previous + INBOXES * block.clusters < g.feature_tiles;
+      finish(block, out, thread, count - 1, previous, again);
     }
     if (!more) return;
   }
@@ -483,8 +419,10 @@ __device__ inline void epilogue(const Args& g, Output* out, uint8_t* smem, Barri
 
 // ---- roles -----------------------------------------------------------------------------------------------
 
-__device__ inline void consume(const Args& g, const Scale* scales, const Zero* zeros, uint8_t* smem,
-                               Barriers& barriers, Slice slice, int cluster, int clusters) {
+__device__ inline void consume(const Block& block, const uint8_t* scales, const uint8_t* zeros) {
+  const Args& g = block.g;
+  uint8_t* smem = block.smem;
+  Barriers& barriers = block.barriers;
   // The compiler shall see that descriptors of X are the same in all lanes.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, id = threadIdx.x % 32;
@@ -492,43 +430,46 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
   const int group = GROUP ? warpgroup * TILES * 64 / (GROUP ? GROUP : 1) : 0;
   const Lane lane{
       uint32_t(warpgroup * TILES * WORDS_BYTES + warp * WORDS * 512 + id * 16),
-      uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * sizeof(Scale)),
-      uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * sizeof(Zero)),
+      uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * SCALE_ITEM),
+      uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * ZERO_ITEM),
   };
-  const uint32_t ring_address = shared_address(smem);
-  const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
+  const uint32_t pipeline = shared_address(smem);
+  constexpr auto SWIZZLE = X_ROW == 128 ? GMMA::LayoutType::B128 : GMMA::LayoutType::B64;
+  const uint64_t x_start =
+      operand(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE, 16, 8 * X_ROW, SWIZZLE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
                 warp * 16 + id / 4;
-  Ring ring;
+  Position at;
   uint32_t phase = 1;
   Fragments a[IN_FLIGHT];
   Accumulator sums[IN_FLIGHT];
   [[maybe_unused]] Accumulator x_sums;
   float2 scale[IN_FLIGHT], zero{};
   Words words;
-  for (int tile = cluster; tile < g.feature_tiles; tile += clusters) {
+  for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
     if constexpr (GROUP == 0) {
-      channel_scale = two_floats(scales + int64_t(tile) * 64 + rows);
-      if constexpr (X_SUMS) channel_zero = two_floats(zeros + int64_t(tile) * 64 + rows);
+      channel_scale = load_pair<SCALE_TYPE>(scales + (int64_t(tile) * 64 + rows) * SCALE_ITEM);
+      if constexpr (X_SUMS)
+        channel_zero = load_pair<ZERO_TYPE>(zeros + (int64_t(tile) * 64 + rows) * ZERO_ITEM);
     }
     uint64_t x = x_start;
     uint32_t stage = 0;
     const auto begin_stage = [&](int s) {
-      stage = ring_address + ring.stage * STAGE_BYTES;
-      FullBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      if (E4M3_PRODUCTS && X_TMA && tile == cluster) {
-        reorder_tiles(smem + X_AT + ((s - slice.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
+      stage = pipeline + at.stage * STAGE_BYTES;
+      barriers.pipeline.wait_full(at);
+      if (E4M3_PRODUCTS && X_TMA && tile == block.cluster) {
+        reorder_tiles(smem + X_AT + ((s - block.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
       }
-      if constexpr (AHEAD) words = load_tile(stage + lane.words);
+      if constexpr (AHEAD) load_words(stage + lane.words, words);
     };
     const auto decode = [&](int unit) {
       if (!AHEAD && unit % TILE_GROUPS == 0) {
-        words = load_tile(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES);
+        load_words(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES, words);
       }
-      if (unit % TILE_GROUPS == 0) dequantize(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
+      if (unit % TILE_GROUPS == 0) decode_tile(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
     };
     // The products of a unit of stage s; then the words of the tile after it.
     const auto start = [&](int unit, int s) {
@@ -537,41 +478,42 @@ __device__ inline void consume(const Args& g, const Scale* scales, const Zero* z
       scale[now] = channel_scale;
       zero = channel_zero;
       if constexpr (GROUP != 0) {
-        scale[now] = two_rows<Scale>(stage + lane.scales + row * SCALE_ROW);
-        if constexpr (X_SUMS) zero = two_rows<Zero>(stage + lane.zeros + row * ZERO_ROW);
+        scale[now] = load_pair<SCALE_TYPE>(stage + lane.scales + row * SCALE_ROW);
+        if constexpr (X_SUMS) zero = load_pair<ZERO_TYPE>(stage + lane.zeros + row * ZERO_ROW);
       }
       fence(sums[now]);
       fence(a[t % IN_FLIGHT]);
       if constexpr (X_SUMS) fence(x_sums);
       cute::warpgroup_arrive();
-      multiply(a[t % IN_FLIGHT], part * STEPS, x + t * (X_TILE >> 4), sums[now], false);
+      const uint64_t b = x + t * (X_TILE >> 4) + part * STEPS * (32 >> 4);
+      multiply_steps<STEPS>(a[t % IN_FLIGHT] + part * STEPS, b, sums[now], GMMA::ScaleOut::Zero);
       if constexpr (X_SUMS) {
         Fragments one;
         fill_ones(one);
-        multiply(one, part * STEPS, x + t * (X_TILE >> 4), x_sums, false);
+        multiply_steps<STEPS>(one + part * STEPS, b, x_sums, GMMA::ScaleOut::Zero);
       }
       cute::warpgroup_commit_batch();
       if (unit == LAST_UNIT) {  // all of the stage has been read
         __syncwarp();
-        if (id == 0) EmptyBarrier::arrive(&barriers.empty[ring.stage]);
-        ring.advance();
+        if (id == 0) barriers.pipeline.release(at.stage);
+        at.advance(STAGES);
         x += STAGE_TILES * X_TILE >> 4;
-        if (s + 1 < slice.last) begin_stage(s + 1);
+        if (s + 1 < block.last) begin_stage(s + 1);
       } else if (AHEAD && part == TILE_GROUPS - 1) {
-        words = load_tile(stage + lane.words + (t + 1) * WORDS_BYTES);
+        load_words(stage + lane.words + (t + 1) * WORDS_BYTES, words);
       }
     };
     const auto finish = [&](int unit) {
       if constexpr (X_SUMS) fence(x_sums);
       add_scaled(acc, sums[unit % IN_FLIGHT], scale[unit % IN_FLIGHT], zero, x_sums);
     };
-    begin_stage(slice.first);
+    begin_stage(block.first);
     if constexpr (IN_FLIGHT == 2) {  // before the first unit there is none
 #pragma unroll
       for (int i = 0; i < ACCUMULATORS; ++i) sums[1][i] = 0.f;
       scale[1] = float2{};
     }
-    for (int s = slice.first; s < slice.last; ++s) {
+    for (int s = block.first; s < block.last; ++s) {
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         decode(unit);
@@ -614,42 +556,38 @@ using X = const void*;
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const __grid_constant__ X x,
                                                                           const uint8_t* words,
-                                                                          const Scale* scale,
-                                                                          const Zero* zero, Output* out,
+                                                                          const uint8_t* scale,
+                                                                          const uint8_t* zero, Output* out,
                                                                           const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  Barriers& barriers = *reinterpret_cast<Barriers*>(smem + BARRIERS_AT);
-  const int rank = CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0;
-  const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-  const Slice slice{g.stages * rank / CLUSTER, g.stages * (rank + 1) / CLUSTER};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const Block block(g, smem);
+  const int warp = warp_index();
   if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
     if (warp == 0 && cute::elect_one_sync()) prefetch_tensor_map(&x);
 #endif
     if (warp == CONSUMERS / 32) {
-      if (cute::elect_one_sync()) barriers.init_sums();
+      if (cute::elect_one_sync()) block.barriers.init_sums();
       __syncwarp();
     }
     if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
     cutlass::arch::NamedBarrier::sync(THREADS, READY);
     if (warp < CONSUMERS / 32) {
 #if !X_TMA
-      load_x(g, x, smem + X_AT, slice);
+      load_x(block, x);
 #endif
-      consume(g, scale, zero, smem, barriers, slice, cluster, clusters);
+      consume(block, scale, zero);
     } else {
       if constexpr (CLUSTER > 1) cute::cluster_wait();  // for the other blocks' barriers
-      epilogue(g, out, smem, barriers, cluster, clusters, rank);
+      epilogue(block, out);
     }
     return;
   }
   // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
   const bool leader = cute::elect_one_sync();
-  if (leader) barriers.init_ring();
+  if (leader) block.barriers.init_pipeline();
   __syncwarp();
   cutlass::arch::NamedBarrier::arrive(THREADS, READY);
   if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
-  produce(g, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, smem, barriers,
-          slice, cluster, clusters, leader);
+  produce(block, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, leader);
 }

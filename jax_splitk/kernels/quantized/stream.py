@@ -15,6 +15,7 @@ from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
+from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
@@ -26,10 +27,8 @@ TILES = (1, 2, 4)
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
 WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, twice for e4m3
 MAX_STAGES = 14  # barriers
-SHARED_BYTES = 227 * 1024
-INT32_MAX = 2**31 - 1
 
-_SLOTS = 2
+_INBOXES = 2
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
@@ -77,11 +76,6 @@ class Args(Struct):
     stages: int
 
 
-def threads(config: Config) -> int:
-    """Of a thread block: consumers, and a warpgroup of the producer and the epilogue."""
-    return 128 * (config.warpgroups + 1)
-
-
 def products(p: QuantizedMatmulProblem) -> str:
     """The type that the tensor cores multiply: x's own, but float16 for what e4m3 products cannot do exactly enough.
 
@@ -108,11 +102,11 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The pipeline, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
+    """The pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
-    slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
+    inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
-    rest = config.stages * stage_bytes(p, config) + sums + slots + _BARRIER_BYTES
+    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
 
@@ -194,11 +188,6 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
         return plan.TiledMap(0, dtype, (k, p.rows), (2 * k,), (width, config.tile_n), swizzle)
     dims, box = (width, p.rows, p.k_tiles), (width, config.tile_n, stage_tiles(config))
     return plan.TiledMap(0, dtype, dims, (2 * k, 2 * width), box, swizzle)
-
-
-def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    packed = (p.feature_tiles, p.k_tiles, p.groups)
-    return Args(p.rows, p.k, p.features, *packed, k_stages(p, config)).param()
 
 
 class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
@@ -322,16 +311,17 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         return (_x_map(problem, config),) if _by_tma(problem) else ()
 
     def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
-        out = len(dequantize.buffers(problem)) - 1
+        out, p = len(dequantize.buffers(problem)) - 1, problem
+        args = Args(p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups, k_stages(p, config))
         launch = plan.Launch(
             kernel="quantized_stream",
             grid=(config.clusters * config.cluster, 1, 1),
-            block=(threads(config), 1, 1),
+            block=(128 * (config.warpgroups + 1), 1, 1),  # consumers, and a warpgroup of the producer and the epilogue
             # Without zero points the kernel does not read their address.
             params=(
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
                 *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
-                _args(problem, config),
+                args.param(),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

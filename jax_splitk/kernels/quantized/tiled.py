@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import tiles
-from jax_splitk.kernels.quantized.dequantize import TYPE_CODES, has_zero, per_channel
+from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -272,9 +272,9 @@ class Tiled(tiles.TileFamily[Config]):
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
+            "E4M3_PRODUCTS": 0,
             "HALF": int(_operand_dtype(problem) == "float16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "SCALING": SCALINGS.index(config.scaling),
             "PERIOD": period(problem),
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
@@ -286,25 +286,24 @@ class Tiled(tiles.TileFamily[Config]):
         dims, strides = (problem.k, problem.rows), (_pitch(problem) * 2,)  # of k itself where rows are not copied
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
-    def operands(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> list[plan.Param]:
+    def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
         """Zero points and sums of x."""
-        return [plan.Pointer(3 if has_zero(problem) else 2), plan.Pointer(workspace, _copy_bytes(problem))]
-
-    def first_launches(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> list[plan.Launch]:
+        sums = plan.Pointer(workspace, _copy_bytes(problem))
+        operands = (plan.Pointer(3 if has_zero(problem) else 2), sums)
         if not _prepared(problem):
-            return []
+            return operands, ()
         rows, blocks = _padded_rows(problem, config), k_blocks(problem)
         pitch = _pitch(problem) if needs_copy(problem) else 0
-        args = PrepareArgs(problem.rows, problem.k, rows, blocks, pitch).param()
-        sums = plan.Pointer(workspace, _copy_bytes(problem))
-        return [
-            plan.Launch(
-                kernel="prepare_x",
-                grid=(-(-rows * blocks // PREPARE_WARPS), 1, 1),
-                block=(32 * PREPARE_WARPS, 1, 1),
-                params=(args, plan.Pointer(0), plan.Pointer(workspace), sums),
-            )
-        ]
+        launch = plan.Launch(
+            kernel="prepare_x",
+            grid=(-(-rows * blocks // PREPARE_WARPS), 1, 1),
+            block=(32 * PREPARE_WARPS, 1, 1),
+            params=(
+                PrepareArgs(problem.rows, problem.k, rows, blocks, pitch).param(),
+                *(plan.Pointer(0), plan.Pointer(workspace), sums),
+            ),
+        )
+        return operands, (launch,)
 
 
 FAMILY = Tiled(Config)

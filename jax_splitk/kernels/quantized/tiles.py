@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def m_warpgroups(self) -> int:
-        """Features of a thread block, in 64 (CONSUMERS in the device code)."""
+        """Features of a thread block, in 64 (M_WARPGROUPS in the device code)."""
         return self.tile_m // WARPGROUP_M
 
     @property
@@ -82,6 +82,7 @@ class Config:
 
 
 C = TypeVar("C", bound=Config)
+Prepared: TypeAlias = tuple[tuple[plan.Param, ...], tuple[plan.Launch, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,15 +380,10 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     def x_map(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> plan.TiledMap:
         """Of x; the workspace is the buffer of that number."""
 
-    def operands(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Param]:
-        """Parameters of the kernel between scale and result."""
+    def prepare(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> Prepared:
+        """Parameters of the kernel between scale and result, and kernels that prepare the workspace for it."""
         del problem, config, workspace
-        return []
-
-    def first_launches(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Launch]:
-        """Kernels that prepare the workspace."""
-        del problem, config, workspace
-        return []
+        return (), ()
 
     def macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
         """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
@@ -398,10 +394,12 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             "FORMAT": FORMAT_CODES[problem.qtype],
             "OUT": OUT_CODES[problem.out_dtype],
             "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
+            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
             "GROUP": dequantize.group_code(problem),
-            "CONSUMERS": config.m_warpgroups,
-            "PARTS": config.k_warpgroups,
+            "M_WARPGROUPS": config.m_warpgroups,
+            "K_WARPGROUPS": config.k_warpgroups,
             "SPLITS": config.splits,
+            "MULTICAST": config.multicast,
             "RANGE": ranges[0],
             "LAST_RANGE": ranges[1],
             "TILE_N": config.tile_n,
@@ -423,34 +421,24 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         workspace = len(dequantize.buffers(problem))
         out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
         args = Args.of(problem, config).param()
-        launches = self.first_launches(problem, config, workspace)
-        operands = (plan.Pointer(1), plan.Pointer(2), *self.operands(problem, config, workspace))
+        operands, first = self.prepare(problem, config, workspace)
         main = plan.Launch(
             kernel=self.name,
             grid=(config.blocks, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),
-            params=(plan.MapParam(0), args, *operands, out, partials),
+            params=(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
             shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
             cluster=(config.multicast * config.splits, 1, 1),
-            programmatic=bool(launches),
+            programmatic=bool(first),
         )
-        launches.append(main)
-        if is_cut(problem, config):
-            launches.append(self._reduce_launch(problem, config, (args, partials, out)))
-        return tuple(launches)
-
-    def _reduce_launch(
-        self, problem: QuantizedMatmulProblem, config: C, params: tuple[plan.Int32Struct, plan.Pointer, plan.Pointer]
-    ) -> plan.Launch:
-        """The launch of reduce_ranges, which adds the slots of tiles that are cut."""
-        given = schedule(problem, config)
-        args, *pointers = params
-        before = plan.Int32Struct((given.whole_tiles * given.workers,))
-        parts = config.multicast * tile_bytes(config) // CHUNK_BYTES
-        return plan.Launch(
+        if not is_cut(problem, config):
+            return (*first, main)
+        given, parts = schedule(problem, config), config.multicast * tile_bytes(config) // CHUNK_BYTES
+        adds_slots = plan.Launch(
             kernel="reduce_ranges",
             grid=(given.rest * parts, 1, 1),
             block=(128, 1, 1),
-            params=(args, before, *pointers),
+            params=(args, plan.Int32Struct((given.whole_tiles * given.workers,)), partials, out),
             programmatic=True,
         )
+        return (*first, main, adds_slots)

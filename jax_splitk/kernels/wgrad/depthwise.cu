@@ -24,32 +24,25 @@
 // stride, for which X is read with that stride: its rows and columns as they are used here are always
 // neighbours.
 //
-// Where a row is one segment, zeros beside the image need not be in the planes (PAD, X_COLUMNS): all lanes
+// Where a row is one segment, zeros beside the image need not be in the planes (X_PAD, X_COLUMNS): all lanes
 // have them in the same places of their runs, known to the compiler, and constants there.
 //
 // Roles, for each of the split's blocks and one more of X alone (dY is zero):
 //   - PRODUCERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels
-//     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane
-//     has stored it reads again for the next block at once, so that loads are always in flight. They are the
-//     first warps, because these start first.
+//     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column], a stage of the
+//     pipeline. What a lane has stored it reads again for the next block at once, so that loads are always in
+//     flight. They are the first warps, because these start first.
 //   - Consumers: a warp for each channel (with more than one pass: for each of a few) computes products from
 //     its planes, then the epilogue.
-// Barriers: a stage holds the planes of a block; `full` has an arrival of every producer warp, `empty` one of
-// every consumer warp, after its products.
 //
-// Macros: ELEMENT_BF16, OUT (output.cuh), CHANNELS (of a thread block), SEGMENT (8 or 16 columns), SEGMENTS
-// (1, 2 or 4 along a row), IMAGES, ROWS (of a block), COLUMNS (of dY in a tile, a multiple of 8), USED (of
-// these, columns of the image at most), PAD (columns of zeros, an even number, to the left of what is kept of
-// X), X_COLUMNS (of X in a tile, from there on), TAPS (of a block of taps, along a row), SHIFT (columns from
-// tap to tap), REACH (from the first tap to the last), PITCH, TILES (in a row of dY), MULTIPLIER, BLOCKS_H,
-// BLOCKS_W (of a class of taps), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), IN_H, IN_W, IN_CHANNELS,
-// OUT_H, OUT_W, OUT_CHANNELS, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W, SHIFT_H (rows of X,
-// as they are read here, from tap to tap), KERNEL_H, STEP_H, SIZE_H, KERNEL_W, STEP_W (of the filter;
-// `Taps`), WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums leave the tensor cores, a
-// power of two; 0: at the end), STAGE_BYTES, X_*, Y_* (fields of `Operand` in depthwise.py), SUMS (floats for
-// a channel's taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler
-// for the sake of addresses: whatever runs once before the first loads or after the last products is fetched
-// from L2 at every launch.
+// Macros: ELEMENT, OUT; fields of depthwise.py's Config, Axis (_H and _W), Operand (X_ and Y_) and Tiling:
+// COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TILES (in a row
+// of dY), X_PAD (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a
+// tile, from there on); ROWS (of a block), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), CHAIN (blocks
+// after which sums leave the tensor cores, a power of two; 0: at the end), SUMS (floats for a channel's
+// taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler for the
+// sake of addresses: whatever runs once before the first loads or after the last products is fetched from L2
+// at every launch.
 
 #include <cute/arch/mma_sm80.hpp>
 
@@ -61,15 +54,13 @@
 struct Taps {
   int kernel, step, size;
 };
-constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, TAPS};
+constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, SIZE_W};
+// Of a thread block's along a row: how many, columns from one to the next and from the first to the last.
+constexpr int TAPS = SIZE_W, SHIFT = SHIFT_W, REACH = (TAPS - 1) * SHIFT;
 
-#if ELEMENT_BF16
-using Element = __nv_bfloat16;
-using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-#else
-using Element = __half;
-using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-#endif
+using Element = TypeOf<ELEMENT>::type;
+using Mma = cute::conditional_t<ELEMENT == BF16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
+                                cute::SM80_16x8x16_F32F16F16F32_TN>;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -116,7 +107,7 @@ PLANES(X);
 PLANES(Y);
 static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
               "all that is read of X is written for every block");
-static_assert(PAD % 2 == 0 && (SEGMENTS == 1 || (PAD == 0 && X_COLUMNS == USED + REACH)));
+static_assert(X_PAD % 2 == 0 && (SEGMENTS == 1 || (X_PAD == 0 && X_COLUMNS == USED + REACH)));
 
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
 __device__ inline void wait_full(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
@@ -235,8 +226,8 @@ struct Operand {
   }
 };
 
-using XOperand = Operand<IN_H, IN_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
-using YOperand = Operand<OUT_H, OUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
+using XOperand = Operand<INPUT_H, INPUT_W, IN_CHANNELS, STRIDE_H, STRIDE_W, false, X>;
+using YOperand = Operand<OUTPUT_H, OUTPUT_W, OUT_CHANNELS, 1, 1, (TILES > 1 && Y::WRITTEN * 8 > COLUMNS), Y>;
 
 // A warp's work: the first loads, and all blocks.
 struct Producer {
@@ -266,7 +257,7 @@ struct Producer {
 
   __device__ void begin(const Args& g, const Work& work, const Element* x, const Element* y) {
     blocks = work.end - work.begin + 1;
-    const int h0 = work.r0 * DILATION_H - PAD_H, w0 = work.s0 * DILATION_W - PAD_W + PAD;
+    const int h0 = work.r0 * DILATION_H - PAD_H, w0 = work.s0 * DILATION_W - PAD_W + X_PAD;
     x_operand = XOperand(x, h0, w0, work.c0, g.batch);
     y_operand = YOperand(y, 0, 0, work.k0, g.batch);
     warp = warp_index();
@@ -329,7 +320,7 @@ using Columns = uint32_t[STEPS][4];
 // place of the others: registers are few.
 __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
   auto word = [&](int w) {  // of a row with all its zeros
-    const int kept = w - PAD / 2;
+    const int kept = w - X_PAD / 2;
     return kept >= 0 && word_at(kept) < X::READ_CHUNKS * 4 ? x[word_at(kept)] : 0;
   };
   uint32_t x_odd[X_WORDS];
@@ -432,14 +423,14 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
   for (int i = work.begin * ROWS; i < work.end * ROWS; ++i) {
     const Row row(i);
     const int p = row.p, h = p * STRIDE_H - PAD_H + r * DILATION_H;
-    if (p >= OUT_H || h < 0 || h >= IN_H) continue;
+    if (p >= OUTPUT_H || h < 0 || h >= INPUT_H) continue;
 #pragma unroll 1  // rarely run
     for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
       const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
       const int w = q * STRIDE_W - PAD_W + s * DILATION_W;
-      if (n >= g.batch || q >= OUT_W || w < 0 || w >= IN_W) continue;
-      const size_t x_at = ((size_t(n) * IN_H + h) * IN_W + w) * IN_CHANNELS + k / MULTIPLIER;
-      const size_t y_at = ((size_t(n) * OUT_H + p) * OUT_W + q) * OUT_CHANNELS + k;
+      if (n >= g.batch || q >= OUTPUT_W || w < 0 || w >= INPUT_W) continue;
+      const size_t x_at = ((size_t(n) * INPUT_H + h) * INPUT_W + w) * IN_CHANNELS + k / MULTIPLIER;
+      const size_t y_at = ((size_t(n) * OUTPUT_H + p) * OUTPUT_W + q) * OUT_CHANNELS + k;
       sum = fmaf(float(x[x_at]), float(y[y_at]), sum);
     }
   }
@@ -578,4 +569,4 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
   }
 }
 
-SPLIT_K_KERNELS(1, (const __grid_constant__ Args g, const Element* x, const Element* y), (g, x, y))
+SPLIT_K_KERNELS((const __grid_constant__ Args g, const Element* x, const Element* y), (g, x, y))

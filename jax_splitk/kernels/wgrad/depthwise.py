@@ -1,11 +1,7 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, on the tensor cores (device code:
-wgrad/depthwise.cu).
+wgrad/depthwise.cu, which says how taps become products).
 
-A channel's filter taps of one row are products of rows of the input, shifted by the tap, with rows of the cotangent,
-summed over columns: [16 rows of X] x [8 rows of dY] for each shift. The taps are sums along the diagonals of these
-products. Where the filter is 7 rows high, 56 of a product's 128 elements are taps, and that is enough: memory is the
-limit. The reduction over images, tiles of columns and rows is cut into splits, whose fp32 partial sums a second kernel
-adds in a fixed order (split_k.py).
+Of a product's 128 elements 56 are taps where the filter is 7 rows high, and that is enough: memory is the limit.
 
 Strides and dilations are reduced to unit stride: the taps fall into classes by their residue, each class reads every
 stride-th row and column, and its taps are a fixed number of those apart.
@@ -17,10 +13,10 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, one_block_apart, type_macros
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.geometry import geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -81,8 +77,8 @@ class Axis:
     class has up to `blocks` blocks of at most `size` taps each.
     """
 
-    size_in: int
-    size_out: int
+    input: int
+    output: int
     kernel: int
     stride: int
     pad: int
@@ -113,25 +109,26 @@ class Axis:
             if tap < self.kernel:
                 start = tap * self.dilation - self.pad
                 above = -(start // self.stride)
-                below = self.size_out - 1 + self.reach - (self.size_in - 1 - start) // self.stride
+                below = self.output - 1 + self.reach - (self.input - 1 - start) // self.stride
                 gap = max(gap, self.reach - max(0, min(above, below)))
         return gap
 
 
-def _axis(
-    size_in: int, size_out: int, kernel: int, stride: int, pad: int, dilation: int, reach: int, taps: int
-) -> Axis:
+def _axis(p: ConvWgradProblem, axis: int, reach: int, taps: int) -> Axis:
     """With blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
+    g = geometry(p, 2)
+    kernel, stride, dilation = g.kernel[axis], g.stride[axis], g.dilation[axis]
     common = math.gcd(stride, dilation)
     step, shift = stride // common, dilation // common
     longest = -(-kernel // step)
     blocks = -(-longest // min(taps, 1 + reach // shift))
     size = -(-longest // blocks)
-    return Axis(size_in, size_out, kernel, stride, pad, dilation, step, shift if size > 1 else 1, size, blocks)
+    given = (g.size[axis], g.out[axis], kernel, stride, g.pad[axis], dilation)
+    return Axis(*given, step, shift if size > 1 else 1, size, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
+class Axes:
     """The convolution as the kernel sees it, in two spatial dimensions."""
 
     height: Axis
@@ -144,14 +141,10 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(p: ConvWgradProblem) -> Geometry:
-    def extents(i: int) -> tuple[int, int, int, int, int, int]:
-        stride, dilation = p.window_strides[i], p.rhs_dilation[i]
-        return (p.input_spatial[i], p.output_spatial[i], p.kernel_spatial[i], stride, p.padding[i][0], dilation)
-
-    height = _axis(*((1, 1, 1, 1, 0, 1) if p.rank == 1 else extents(0)), MAX_ROW_REACH, MAX_ROW_REACH + 1)
-    width = _axis(*extents(p.rank - 1), MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
-    return Geometry(height, width, height.size_out + height.gap)
+def axes(p: ConvWgradProblem) -> Axes:
+    height = _axis(p, 0, MAX_ROW_REACH, MAX_ROW_REACH + 1)
+    width = _axis(p, 1, MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
+    return Axes(height, width, height.output + height.gap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,24 +187,9 @@ class Operand:
         image = ROWS * row + {1: 2, 2: 4, 4: 0}[config.segments]
         channel = images * image + store_chunks
         part = 8 * channel + (2 if parts == 4 or images == 2 else 4)
-        return Operand(
-            store_images=store_images,
-            store_chunks=store_chunks,
-            row_stores=row_stores,
-            stores=images // store_images * row_stores,
-            written=written,
-            read_chunks=read_chunks,
-            row_chunks=row_chunks,
-            row=row,
-            image=image,
-            channel=channel,
-            part=part,
-            plane_bytes=parts * part * 16,
-        )
-
-    def macros(self, name: str) -> dict[str, int]:
-        """The fields, under names that begin with the operand's."""
-        return {f"{name}_{field.upper()}": value for field, value in dataclasses.asdict(self).items()}
+        stores = images // store_images * row_stores
+        cut = (store_images, store_chunks, row_stores, stores, written, read_chunks, row_chunks)
+        return Operand(*cut, row, image, channel, part, parts * part * 16)
 
 
 def chunks(segment: int, columns: int) -> int:
@@ -249,15 +227,11 @@ class Tiling:
         return min(MAX_STAGES, (SHARED_BYTES - self.sums_bytes) // self.planes_bytes)
 
 
-def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
-    return _tiling(p, config.channels, config.segments)
-
-
 @functools.lru_cache(maxsize=4096)
-def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
-    config = Config(channels, segments, 2, 1)
-    g = geometry(p)
-    width = g.width.size_out
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    channels, segments = config.channels, config.segments
+    g = axes(p)
+    width = g.width.output
     segment = 8 if width <= 8 and segments == 1 else 16
     columns = -(-width // -(-width // (segment * segments)))
     columns = -(-columns // 8) * 8
@@ -266,12 +240,7 @@ def _tiling(p: ConvWgradProblem, channels: int, segments: int) -> Tiling:
     taps, reach = g.width.size, g.width.reach
     x_pad, x_columns = _kept(g.width) if segments == 1 and tiles == 1 else (0, used + reach)
     return Tiling(
-        segment=segment,
-        columns=columns,
-        used=used,
-        tiles=tiles,
-        x_pad=x_pad,
-        x_columns=x_columns,
+        *(segment, columns, used, tiles, x_pad, x_columns),
         x=Operand.of(config, segment, x_columns, x_columns if segments == 1 else segment + reach),
         y=Operand.of(config, segment, used, segment),
         groups=-(-p.out_channels // channels),
@@ -292,11 +261,11 @@ def _kept(width: Axis) -> tuple[int, int]:
     The first one is even, because a word has two columns. All that is zero can be left out only where every tap finds
     it in the same place: with one block of taps and unit stride.
     """
-    columns = width.size_out + width.reach
+    columns = width.output + width.reach
     if width.stride > 1 or width.tap_blocks > 1 or not 0 <= width.pad <= width.reach:
         return 0, columns
     first = width.pad // 2 * 2
-    return first, min(columns, width.pad + width.size_in) - first
+    return first, min(columns, width.pad + width.input) - first
 
 
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
@@ -310,14 +279,14 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
             return f"padding {low} {where}; accepted: {-MAX_EXTENT} to {MAX_EXTENT}"
         if reach > MAX_EXTENT:
             return f"dilated window's reach {reach} {where}; accepted: at most {MAX_EXTENT}"
-    g = geometry(p)
+    g = axes(p)
     for what, size in (
-        ("input rows", g.height.size_in),
-        ("input columns", g.width.size_in),
-        ("input rows of all images", p.batch * g.height.size_in),
+        ("input rows", g.height.input),
+        ("input columns", g.width.input),
+        ("input rows of all images", p.batch * g.height.input),
         ("output rows times stride", g.pitch * g.height.stride),
-        ("output columns times stride", g.width.size_out * g.width.stride),
-        ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.size_out // 8)),
+        ("output columns times stride", g.width.output * g.width.stride),
+        ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.output // 8)),
     ):
         if size > MAX_EXTENT:
             return f"{size} {what}; accepted: at most {MAX_EXTENT}"
@@ -338,23 +307,12 @@ _HBM_BYTES = 4.0e12
 _LAUNCH_SECONDS = 4.5e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """What the device code is not specialised to: `blocks` of the reduction, `stages` of the pipeline."""
-
-    batch: int
-    blocks: int
-    blocks_per_split: int
-    stages: int
-
-
 class Depthwise(SplitFamily[Config]):
     """Chosen wherever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
 
     name = "wgrad_depthwise"
     ABI = 3
     file = "wgrad/depthwise.cu"
-    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         reason = refusals.rank(problem, (1, 2)) or refusals.dtypes(problem, refusals.HALVES)
@@ -374,10 +332,9 @@ class Depthwise(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        reason = field_refusal(config, channels=CHANNELS, segments=SEGMENTS)
-        if reason is not None:
+        if (reason := field_refusal(config, channels=CHANNELS, segments=SEGMENTS)) is not None:
             return reason
-        g, t = geometry(problem), tiling(problem, config)
+        g, t = axes(problem), tiling(problem, config)
         if config.channels == 32:
             if problem.in_channels != problem.out_channels:
                 each = problem.out_channels // problem.in_channels
@@ -391,14 +348,15 @@ class Depthwise(SplitFamily[Config]):
             return f"stages {config.stages}; accepted with these channels and segments: 1 to {t.max_stages}"
         return split_k.splits_refusal(config.splits, t.blocks, "blocks of rows")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiling(problem, config).blocks
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
+        """Blocks of taps, and of channels."""
+        return axes(problem).tap_blocks, tiling(problem, config).groups
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
+        return (tiling(problem, config).blocks,)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return geometry(problem).tap_blocks * tiling(problem, config).groups
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
@@ -419,91 +377,58 @@ class Depthwise(SplitFamily[Config]):
         wanted = {config.splits // 2, config.splits * 2} | one_block_apart(config.splits, t.blocks)
         depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
         found = self.other_splits(problem, config, wanted)
-        return found + [dataclasses.replace(config, stages=stages) for stages in sorted(depths)]
+        return found + varied(config, stages=sorted(depths))
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
-        g, t = geometry(problem), tiling(problem, config)
+        g, t = axes(problem), tiling(problem, config)
         blocks = -(-t.blocks // config.splits) + 1
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
         shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
         mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
-        useful = g.width.size_out / (t.tiles * t.used) * g.height.size_out / g.pitch
+        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch
         pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
         sectors = pixels * max(config.channels * 2, 32)
         load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
         longest = max(shared, mma, load)
         cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _BLOCK_CYCLES
-        waves = -(-self.thread_blocks(problem, config) * config.splits // target.cores)
+        waves = self.waves(problem, config, target)
         seconds = waves * blocks * cycles / _CLOCK
         seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / _HBM_BYTES)
         seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """All but the batch, stages and splits."""
-        t, g = tiling(problem, config), geometry(problem)
-        return {
-            **type_macros(problem),
-            "CHANNELS": config.channels,
-            "SEGMENT": t.segment,
-            "SEGMENTS": config.segments,
-            "IMAGES": config.images,
-            "ROWS": ROWS,
-            "COLUMNS": t.columns,
-            "USED": t.used,
-            "PAD": t.x_pad,
-            "X_COLUMNS": t.x_columns,
-            "TAPS": g.width.size,
-            "SHIFT": g.width.shift,
-            "REACH": g.width.reach,
-            "PITCH": g.pitch,
-            "TILES": t.tiles,
-            "MULTIPLIER": problem.out_channels // problem.in_channels,
-            "BLOCKS_H": g.height.blocks,
-            "BLOCKS_W": g.width.blocks,
-            "TAP_BLOCKS_W": g.width.tap_blocks,
-            "TAP_BLOCKS": g.tap_blocks,
-            "IN_H": g.height.size_in,
-            "IN_W": g.width.size_in,
-            "IN_CHANNELS": problem.in_channels,
-            "OUT_H": g.height.size_out,
-            "OUT_W": g.width.size_out,
-            "OUT_CHANNELS": problem.out_channels,
-            "STRIDE_H": g.height.stride,
-            "STRIDE_W": g.width.stride,
-            "PAD_H": g.height.pad,
-            "PAD_W": g.width.pad,
-            "DILATION_H": g.height.dilation,
-            "DILATION_W": g.width.dilation,
-            "SHIFT_H": g.height.shift,
-            "KERNEL_H": g.height.kernel,
-            "STEP_H": g.height.step,
-            "SIZE_H": g.height.size,
-            "KERNEL_W": g.width.kernel,
-            "STEP_W": g.width.step,
-            "WARPS": config.warps,
-            "PRODUCERS": PRODUCERS,
-            "MAX_STAGES": MAX_STAGES,
-            "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
-            "STAGE_BYTES": t.planes_bytes,
-            **t.x.macros("X"),
-            **t.y.macros("Y"),
-            "SUMS": _channel_sums(g.width.size),
-            "SCRATCH": _SCRATCH,
-        }
-
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        t = tiling(problem, config)
-        args = Args(problem.batch, t.blocks, -(-t.blocks // config.splits), config.stages)
-        return self.split_launches(
-            problem,
-            config,
-            threads=32 * (config.warps + PRODUCERS),
-            params=(args.param(), plan.Pointer(0), plan.Pointer(1)),
-            shared_bytes=t.shared_bytes(config.stages),
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to all but the batch, stages and splits."""
+        t, g = tiling(problem, config), axes(problem)
+        each = -(-t.blocks // config.splits)
+        return Kernel(
+            32 * (config.warps + PRODUCERS),
+            t.shared_bytes(config.stages),
+            {
+                **field_macros(config, "channels", "segments", "images", "warps"),
+                **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
+                **field_macros(g.height, name="{}_H"),
+                **field_macros(g.width, name="{}_W"),
+                **field_macros(t.x, name="X_{}"),
+                **field_macros(t.y, name="Y_{}"),
+                **field_macros(problem, "in_channels", "out_channels"),
+                "ROWS": ROWS,
+                "PITCH": g.pitch,
+                "MULTIPLIER": problem.out_channels // problem.in_channels,
+                "TAP_BLOCKS_W": g.width.tap_blocks,
+                "TAP_BLOCKS": g.tap_blocks,
+                "PRODUCERS": PRODUCERS,
+                "MAX_STAGES": MAX_STAGES,
+                "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
+                "STAGE_BYTES": t.planes_bytes,
+                "SUMS": _channel_sums(g.width.size),
+                "SCRATCH": _SCRATCH,
+            },
+            {"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
+            after=(plan.Pointer(0), plan.Pointer(1)),
         )
 
 

@@ -6,16 +6,19 @@ fixed order; see device/split_k.py.
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
+from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
+from jax_splitk.kernels.device.structs import Field, Values, declarations
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Buffer, Launch, Param, Pointer
+from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
 _Any = TypeVar("_Any")
@@ -32,9 +35,41 @@ class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
         return tuple(Buffer(size, 16) for size in sizes)
 
 
-def type_macros(problem: ConvWgradProblem) -> dict[str, int]:
-    """Of inputs of 16 bits and of the result."""
-    return {"ELEMENT_BF16": int(problem.dtype == "bfloat16"), "OUT": OUT_CODES[problem.out_dtype]}
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel for a problem and config.
+
+    Attributes:
+      threads, shared_bytes: of a thread block; without the shared memory that the device code declares.
+      macros: what the device code is specialised to, besides types and thread blocks of a multiprocessor.
+      args: its struct `Args`.
+      maps: tensor maps.
+      before, after: parameters between the maps and Args, and after Args. Where the kernel writes comes last.
+    """
+
+    threads: int
+    shared_bytes: int
+    macros: dict[str, int]
+    args: dict[str, Field]
+    maps: tuple[TiledMap | Im2colMap, ...] = ()
+    before: tuple[Param, ...] = ()
+    after: tuple[Param, ...] = ()
+
+    @property
+    def struct(self) -> Values:
+        return Values("Args", self.args)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (*map(MapParam, range(len(self.maps))), *self.before, self.struct.param(), *self.after)
+
+    def launch(self, kernel: str, grid: tuple[int, int, int], *more: Param) -> Launch:
+        return Launch(kernel, grid, (self.threads, 1, 1), (*self.params, *more), self.shared_bytes)
+
+
+def reduction(kernel: str, grid: tuple[int, int, int], *params: Param) -> Launch:
+    """Of a kernel that adds partial sums, and waits for them itself."""
+    return Launch(kernel, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
 
 
 class _Split(Protocol):
@@ -52,11 +87,13 @@ _Config = TypeVar("_Config", bound=_Split)
 class SplitFamily(WgradFamily[_Config]):
     """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction."""
 
-    structs = (ReduceArgs,)
+    @abc.abstractmethod
+    def tile_counts(self, problem: ConvWgradProblem, config: _Config) -> tuple[int, ...]:
+        """Tiles of the output along each of its dimensions: thread blocks of one split."""
 
     @abc.abstractmethod
-    def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Blocks of the reduction, of which each split has as many or one less."""
+    def block_counts(self, problem: ConvWgradProblem, config: _Config) -> tuple[int, ...]:
+        """Blocks along each dimension of the reduction."""
 
     @abc.abstractmethod
     def longest_chain(self, problem: ConvWgradProblem, config: _Config) -> int:
@@ -66,9 +103,18 @@ class SplitFamily(WgradFamily[_Config]):
         result keeps it; in a 16-bit one rounding hides it.
         """
 
-    @abc.abstractmethod
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Of one split."""
+        return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
+
+    def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
+        """Of which each split has as many or one less."""
+        return math.prod(self.block_counts(problem, config))
+
+    def grid_groups(self, problem: ConvWgradProblem) -> int:
+        """Products that have such tiles each; the grid's last dimension."""
+        del problem
+        return 1
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -86,6 +132,11 @@ class SplitFamily(WgradFamily[_Config]):
         """Splits that fill the machine once."""
         return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
 
+    def waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
+        """In which the thread blocks of all splits run."""
+        blocks = self.thread_blocks(problem, config) * config.splits
+        return -(-blocks // (target.cores * self.blocks_per_sm(problem, config)))
+
     def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
         """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
         slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
@@ -93,6 +144,11 @@ class SplitFamily(WgradFamily[_Config]):
         wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
         found = {self.with_splits(problem, config, splits) for splits in wanted}
         return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
+
+    def filling(self, problem: ConvWgradProblem, config: _Config, target: Target) -> _Config:
+        """The config with the splits that fill the machine at most once, or the fewest there may be."""
+        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
+        return self.with_splits(problem, config, max(self.least_splits(problem, config), slots // blocks))
 
     def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
         """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
@@ -113,42 +169,70 @@ class SplitFamily(WgradFamily[_Config]):
         """fp32 partial sums, one set for each split; none when there is a single split, which writes dW itself."""
         return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
 
-    def split_launches(
-        self,
-        problem: ConvWgradProblem,
-        config: _Config,
-        *,
-        threads: int,
-        params: tuple[Param, ...],
-        shared_bytes: int,
-        groups: int = 1,
-    ) -> tuple[Launch, ...]:
-        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`.
+    @abc.abstractmethod
+    def kernel(self, problem: ConvWgradProblem, config: _Config) -> Kernel:
+        """What the plan is made of."""
 
-        Where they are written is the kernel's last parameter, after `params`. Feature groups are the grid's last
-        dimension.
-        """
-        split = config.splits > 1
-        main = Launch(
-            kernel="wgrad_partial" if split else "wgrad_direct",
-            grid=(self.thread_blocks(problem, config) // groups, config.splits, groups),
-            block=(threads, 1, 1),
-            params=(*params, Pointer(3 if split else 2)),
-            shared_bytes=shared_bytes,
-        )
-        if not split:
-            return (main,)
+    def macros(self, problem: ConvWgradProblem, config: _Config) -> dict[str, int]:
+        types = {"ELEMENT": OUT_CODES[problem.dtype], "OUT": OUT_CODES[problem.out_dtype]}
+        return {**types, "CTAS_PER_SM": self.blocks_per_sm(problem, config), **self.kernel(problem, config).macros}
+
+    def maps(self, problem: ConvWgradProblem, config: _Config) -> tuple[TiledMap | Im2colMap, ...]:
+        return self.kernel(problem, config).maps
+
+    def source(self, problem: ConvWgradProblem, config: _Config) -> Source:
+        structs = declarations(*self.structs, self._reduce_args(problem, config), self.kernel(problem, config).struct)
+        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+
+    def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
+        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`."""
+        kernel, groups = self.kernel(problem, config), self.grid_groups(problem)
+        grid = (self.thread_blocks(problem, config) // groups, config.splits, groups)
+        if config.splits == 1:
+            return (kernel.launch("wgrad_direct", grid, Pointer(2)),)
         size = math.prod(problem.out_shape)
-        lanes = reduce_lanes(size // 4, config.splits)
-        args = ReduceArgs(size, partial_stride(problem), config.splits, lanes).param()
-        reduce = Launch(
-            kernel="reduce_splits",
-            grid=(-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1),
-            block=(REDUCE_THREADS, 1, 1),
-            params=(Pointer(3), Pointer(2), args),
-            programmatic=True,
-        )
-        return main, reduce
+        columns = REDUCE_THREADS // reduce_lanes(size // 4, config.splits)
+        args = self._reduce_args(problem, config).param()
+        reduce = reduction("reduce_splits", (-(-size // (4 * columns)), 1, 1), Pointer(3), Pointer(2), args)
+        return kernel.launch("wgrad_partial", grid, Pointer(3)), reduce
+
+    def _reduce_args(self, problem: ConvWgradProblem, config: _Config) -> Values:
+        return reduce_args(math.prod(problem.out_shape), partial_stride(problem), config.splits)
+
+
+class RankedFamily(SplitFamily[_Config]):
+    """One whose variants are many: split counts are tried of the most promising only.
+
+    Attributes:
+      MAX_CANDIDATES, MAX_VARIANTS: at most so many candidates, of so many variants.
+    """
+
+    MAX_CANDIDATES: ClassVar[int]
+    MAX_VARIANTS: ClassVar[int]
+
+    @abc.abstractmethod
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[_Config]:
+        """Legal configs, the most promising first."""
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[_Config]:
+        """The variants with the split counts that fill 1 to 4 whole waves: the fastest, and the four of fewest splits,
+        however slow: a small workspace may allow no others."""
+        return _ranked(self, problem, target)
+
+
+@functools.lru_cache(maxsize=512)
+def _ranked(family: RankedFamily[Any], p: ConvWgradProblem, target: Target) -> tuple[Any, ...]:
+    variants = family.variants(p, target)[: family.MAX_VARIANTS]
+    seconds = {c: family.estimate(p, c, target) for v in variants for c in family.in_waves(p, v, target)}
+    ranked = sorted(seconds, key=lambda c: seconds[c])
+    fewest = sorted(ranked, key=_splits_of)[:4]
+    return tuple(dict.fromkeys([*ranked[: family.MAX_CANDIDATES - len(fewest)], *fewest]))
+
+
+def box_map(p: ConvWgradProblem, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
+    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape."""
+    dims = shape[::-1]
+    return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize), box)
 
 
 def partial_stride(problem: ConvWgradProblem) -> int:
@@ -169,11 +253,3 @@ def one_block_apart(splits: int, blocks: int) -> set[int]:
     """Split counts with one block of the reduction more or less in each split."""
     each = -(-blocks // splits)
     return {-(-blocks // other) for other in (each - 1, each + 1) if other > 0}
-
-
-def fastest_and_fewest(seconds: Mapping[_Config, float], most: int) -> tuple[_Config, ...]:
-    """At most so many configs, the fastest first. The four of fewest splits stay, however slow: a small workspace may
-    allow no others."""
-    ranked = sorted(seconds, key=lambda c: seconds[c])
-    fewest = sorted(ranked, key=_splits_of)[:4]
-    return tuple(dict.fromkeys([*ranked[: most - len(fewest)], *fewest]))

@@ -1,8 +1,8 @@
 // Split-k convolution weight gradient for Hopper where TMA cannot load X or where X is float32: any channel
 // counts, any strides, dilations (of either side) and padding, one to three spatial dimensions.
 //
-//   dW[tap, c, k] = sum over pixels (n, o, p, q) of X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p,
-//   q, k]
+//   dW[tap, c, k] = sum over pixels (n, o, p, q) of
+//       X[n, pixel*stride - pad + tap*dilation, c] * dY[n, o, p, q, k]
 //
 // A stage of the pipeline holds a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels: dY as WGMMA's B
 // operand (MN-major, 128-byte swizzle), and all of X that the windows of these pixels touch, once, as it is
@@ -21,22 +21,20 @@
 // + lh). A part of an infinity or NaN that would meet 0 or an opposite infinity must not spoil it: these are
 // whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
 //
-// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers,
-// then the epilogue.
-// Barriers, per stage: `full` (each producer thread arrives when its cp.asyncs are complete and when its own
-// stores are made, one thread for TMA's bytes) and `empty` (one arrival per consumer warp, once the WGMMAs
-// that follow its reads have retired).
+// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers.
+// `full` has an arrival of each producer thread for its cp.asyncs and one for its own stores, as far as there
+// are any, and one for TMA's bytes; `empty` one of each consumer warp, once the WGMMAs that follow its reads
+// have retired.
 //
-// Macros: ELEMENT, OUT (output.cuh); PARTS (1; for float 2 or 3), COPIES (bf16 parts of an operand: h, m,
-// (l,) f); CONSUMERS warpgroups of BLOCKS 64-row blocks, TILE_N, STAGES, STAGE_BYTES, CTAS_PER_SM,
-// PRODUCER_REGS, CONSUMER_REGS; TILE_IMAGES, TILE_P, TILE_Q; KERNEL_T, KERNEL_R, KERNEL_S (the window); CHAIN
-// (times 16 pixels from one rounding addition to the next, with three parts); RAGGED (some tiles reach beyond
-// the output); DY_TMA, DY_VEC (elements of one load of dY without TMA). X's stage, in elements:
-// [TILE_IMAGES][KERNEL_T][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
+// Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS and what gather.py takes from its Config
+// (CONSUMERS warpgroups of BLOCKS 64-row blocks), Volume and Layout: X's stage, in elements, is
+// [TILE_IMAGES][KERNEL_D][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
 // rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
-// (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next. TAP_COL, TAP_ROW: from one
-// tap to the next. SLICE: channels; GRANULE: bytes of one copy; LHS_D, LHS_H, LHS_W: dilation of X. SEGMENTS
-// of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the first element.
+// (else only pixels are). PIXEL_*, TAP_*: from one output pixel or tap to the next. GRANULE: bytes of one
+// copy. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the
+// first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels from one rounding
+// addition to the next, with three parts. RAGGED: some tiles reach beyond the output. DY_VEC: elements of one
+// load of dY without DY_TMA.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -52,11 +50,7 @@ using Gradient = TensorMap;
 using Gradient = const Element*;
 #endif
 
-#if ELEMENT == 2
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage
 constexpr int PRODUCERS = 128;                         // threads
@@ -69,7 +63,7 @@ constexpr int FINITE = COPIES - 1;       // f, the last part
 constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
 constexpr int DY_BOXES = (TILE_N + 63) / 64;
 constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
-constexpr int PIXEL_IMAGE = KERNEL_T * ROWS * ROW_PITCH;
+constexpr int PIXEL_IMAGE = KERNEL_D * ROWS * ROW_PITCH;
 
 constexpr int GRANULE_ITEMS = GRANULE / ITEM;
 constexpr bool X_ASYNC = GRANULE >= 4;
@@ -82,19 +76,19 @@ struct Tile {
 };
 
 __device__ inline Tile tile_at(const Args& g, int kt) {
-  const int rest = kt / g.tiles_w, plane = rest / g.tiles_h, images = plane / g.out_d;
-  return {images * TILE_IMAGES, plane - images * g.out_d, (rest - plane * g.tiles_h) * TILE_P,
+  const int rest = kt / g.tiles_w, plane = rest / g.tiles_h, images = plane / g.out.d;
+  return {images * TILE_IMAGES, plane - images * g.out.d, (rest - plane * g.tiles_h) * TILE_P,
           (kt - rest * g.tiles_w) * TILE_Q};
 }
 
 __device__ inline void advance(const Args& g, Tile& tile) {
   tile.q += TILE_Q;
-  if (tile.q < g.out_w) return;
+  if (tile.q < g.out.w) return;
   tile.q = 0;
   tile.p += TILE_P;
-  if (tile.p < g.out_h) return;
+  if (tile.p < g.out.h) return;
   tile.p = 0;
-  if (++tile.d < g.out_d) return;
+  if (++tile.d < g.out.d) return;
   tile.d = 0;
   tile.image += TILE_IMAGES;
 }
@@ -138,7 +132,7 @@ __device__ inline int undilated(int position, int size) {
 
 constexpr int LINE_GRANULES =
     DENSE ? (LEAD + COLUMNS * PITCH + GRANULE_ITEMS - 1) / GRANULE_ITEMS : SLICE / GRANULE_ITEMS;
-constexpr int LINES = TILE_IMAGES * KERNEL_T * ROWS * (DENSE ? 1 : COLUMNS);
+constexpr int LINES = TILE_IMAGES * KERNEL_D * ROWS * (DENSE ? 1 : COLUMNS);
 constexpr int GRANULES = LINES * LINE_GRANULES;
 
 // Where granule `i` of X's stage comes from (null: it is zero) and goes to (bytes from the stage's start).
@@ -152,20 +146,20 @@ __device__ inline const Element* granule(const Args& g, const Element* x, const 
     line /= COLUMNS;
   }
   to = (line * ROW_PITCH + column * PITCH + first) * ITEM;
-  const int row = line % ROWS, plane = line / ROWS % KERNEL_T, n = tile.image + line / (ROWS * KERNEL_T);
-  const int d = undilated<LHS_D>(tile.d * g.stride_d - g.pad_d + plane * GRID_D, g.in_d);
-  const int h = undilated<LHS_H>(tile.p * g.stride_h - g.pad_h + row * GRID_H, g.in_h);
+  const int row = line % ROWS, plane = line / ROWS % KERNEL_D, n = tile.image + line / (ROWS * KERNEL_D);
+  const int d = undilated<LHS_D>(tile.d * g.stride.d - g.pad.d + plane * GRID_D, g.in.d);
+  const int h = undilated<LHS_H>(tile.p * g.stride.h - g.pad.h + row * GRID_H, g.in.h);
   int w = 0, element;
   bool inside = n < g.batch && d >= 0 && h >= 0;
   if constexpr (DENSE) {
-    element = (tile.q * g.stride_w - g.pad_w) * PITCH - LEAD + first;
-    inside = inside && element >= 0 && element < g.in_w * PITCH;
+    element = (tile.q * g.stride.w - g.pad.w) * PITCH - LEAD + first;
+    inside = inside && element >= 0 && element < g.in.w * PITCH;
   } else {
-    w = undilated<LHS_W>(tile.q * g.stride_w - g.pad_w + column * GRID_W, g.in_w);
+    w = undilated<LHS_W>(tile.q * g.stride.w - g.pad.w + column * GRID_W, g.in.w);
     element = c0 + first;
     inside = inside && w >= 0 && element < g.channels;
   }
-  const int pixel = ((n * g.in_d + d) * g.in_h + h) * g.in_w + w;
+  const int pixel = ((n * g.in.d + d) * g.in.h + h) * g.in.w + w;
   return inside ? x + (int64_t(pixel) * g.channels + element) : nullptr;
 }
 
@@ -208,8 +202,8 @@ __device__ inline void load_x(const Args& g, const Element* x, uint32_t stage, c
       const int i = base + j * PRODUCERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
       const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
                 q = tile.q + pixel % TILE_Q;
-      const bool inside = i < TOTAL && n < g.batch && p < g.out_h && q < g.out_w;
-      const int at = ((n * g.out_d + tile.d) * g.out_h + p) * g.out_w + q;
+      const bool inside = i < TOTAL && n < g.batch && p < g.out.h && q < g.out.w;
+      const int at = ((n * g.out.d + tile.d) * g.out.h + p) * g.out.w + q;
       const Element* from = dy + (int64_t(at) * g.out_channels + k);
 #pragma unroll
       for (int v = 0; v < 8 / DY_VEC; ++v) {
@@ -292,8 +286,8 @@ __device__ inline int row_offset(int m) {
   Row row = row_of(m);
   // Rows beyond the filter read something, and are not stored.
   const int segment = min(row.segment, SEGMENTS - 1);
-  const int s = RUNS ? 0 : segment % KERNEL_S, tr = RUNS ? segment : segment / KERNEL_S;
-  return (tr / KERNEL_R * ROWS * ROW_PITCH) + tr % KERNEL_R * TAP_ROW + s * TAP_COL + LEAD + row.position;
+  const int s = RUNS ? 0 : segment % KERNEL_W, tr = RUNS ? segment : segment / KERNEL_W;
+  return (tr / KERNEL_H * ROWS * ROW_PITCH) + tr % KERNEL_H * TAP_ROW + s * TAP_COL + LEAD + row.position;
 }
 
 using Accumulator = float[BLOCKS][ACCUMULATORS];
@@ -363,7 +357,7 @@ __device__ inline void gather(const uint32_t (&at)[2], int k, [[maybe_unused]] c
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int pixel = k + 2 * int(threadIdx.x % 4) + i % 2 + i / 2 * 8;
-    const bool in = tile.q + pixel % TILE_Q < g.out_w && tile.p + pixel / TILE_Q % TILE_P < g.out_h &&
+    const bool in = tile.q + pixel % TILE_Q < g.out.w && tile.p + pixel / TILE_Q % TILE_P < g.out.h &&
                     tile.image + pixel / (TILE_Q * TILE_P) < g.batch;
     inside[i] = in ? ~0u : 0u;
   }
@@ -441,7 +435,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
     const uint64_t b = operand(stage, BOX_BYTES);
 #if RAGGED
     const bool whole =
-        tile.q + TILE_Q <= g.out_w && tile.p + TILE_P <= g.out_h && tile.image + TILE_IMAGES <= g.batch;
+        tile.q + TILE_Q <= g.out.w && tile.p + TILE_P <= g.out.h && tile.image + TILE_IMAGES <= g.batch;
 #endif
 #pragma unroll
     for (int k = 0; k < PIXELS; k += 16) {
@@ -493,8 +487,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
   fence(acc);
 }
 
-// Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem. WGMMA's
-// accumulator holds, for lane l, rows l/4 (+8) of the warp's 16 and columns 8*j + 2*(l%4) (+1).
+// Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem.
 template <class T>
 __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2,
@@ -555,6 +548,5 @@ __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x
   }
 }
 
-SPLIT_K_KERNELS(CTAS_PER_SM,
-                (const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),
+SPLIT_K_KERNELS((const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),
                 (dy, g, x))

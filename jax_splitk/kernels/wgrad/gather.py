@@ -1,9 +1,7 @@
 """Kernel family: weight gradients that TMA cannot load, or of float32 (device code: wgrad/gather.cu).
 
 Any channel counts (the 3-channel stem, single-channel images), float32 inputs of any, one to three spatial dimensions,
-any strides, dilations and padding. A thread block keeps in shared memory the part of X that a tile of output pixels
-touches, as it is, and its warps gather WGMMA's A operand from there into registers. Splits and their reduction are
-those of wgrad_im2col.
+any strides, dilations and padding.
 
 float32 is computed as products of bf16 parts ("bfloat16_3x": three products; for precision HIGHEST exact parts and six
 products). Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -11,18 +9,16 @@ Computations" (2019).
 """
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Sequence
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
+from jax_splitk.kernels.wgrad.geometry import axis_macros
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -44,11 +40,7 @@ SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 EXACT_REGISTERS = 224  # with three parts ptxas spills above
 _OTHER_REGISTERS = 26
-MAX_CANDIDATES = 56
 _PIXEL_TILES = 8  # shapes that are tried
-_VARIANTS = 20  # of which split counts are tried
-
-_ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # macro ELEMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +79,6 @@ class Config:
         return 64 * self.consumers * self.blocks
 
 
-# ---- a thread block's registers and shared memory --------------------------------------------------------------------
-
-
 def layout(v: Volume, config: Config) -> Layout:
     return layout_of(v, config.tile, config.slice)
 
@@ -114,22 +103,14 @@ def chain(v: Volume, config: Config) -> int:
     if v.parts < 3:
         return 1
     *longer, shortest = CHAINS
-    most = consumer_registers(_blocks_per_sm(v, config, shortest), config.consumers)
-    fitting = (c for c in longer if config.pixels % (16 * c) == 0 and _registers(v, config, c) <= most)
+    most = consumer_registers(blocks_per_sm(v, config, shortest), config.consumers)
+    fitting = (c for c in longer if config.pixels % (16 * c) == 0 and registers(v, config, c) <= most)
     return next(fitting, shortest)
 
 
-def most_registers(v: Volume, config: Config) -> int:
-    most = consumer_registers(1, config.consumers)
-    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
-
-
-def registers(v: Volume, config: Config) -> int:
-    """A consumer thread's, about."""
-    return _registers(v, config, chain(v, config))
-
-
-def _registers(v: Volume, config: Config, steps: int) -> int:
+def registers(v: Volume, config: Config, steps: int | None = None) -> int:
+    """A consumer thread's, about, in chains of so many steps."""
+    steps = steps or chain(v, config)
     exact = v.parts == 3
     accumulators = config.blocks * config.tile_n // 2 * (2 if exact else 1)
     # Two fragments in turn; with three parts the first one is kept for the whole chain.
@@ -143,27 +124,10 @@ def is_ragged(v: Volume, config: Config) -> bool:
     return v.batch % config.images + v.out[1] % config.tile_p + v.out[2] % config.tile_q > 0
 
 
-def blocks_per_sm(v: Volume, config: Config) -> int:
-    """2 where shared memory and registers allow it."""
-    return _blocks_per_sm(v, config, chain(v, config))
-
-
-def _blocks_per_sm(v: Volume, config: Config, steps: int) -> int:
-    fits = _registers(v, config, steps) <= consumer_registers(2, config.consumers)
+def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
+    """2 where shared memory and registers allow it, in chains of so many steps."""
+    fits = registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
-
-
-# ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
-def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """(slices of channels, tiles along M of one slice, tiles along N)."""
-    v = volume(p)
-    return (
-        -(-v.channels // config.slice),
-        -(-layout(v, config).gemm_rows(v, config.slice) // config.tile_m),
-        -(-v.out_channels // config.tile_n),
-    )
 
 
 def _steps_add_up(config: Config) -> bool:
@@ -172,16 +136,6 @@ def _steps_add_up(config: Config) -> bool:
         return True
     row = config.tile_q * config.tile_p
     return 8 % config.tile_q == 0 and (row % 8 == 0 or 8 % row == 0)
-
-
-def _span_refusal(v: Volume, rank: int) -> str | None:
-    for axis in range(3):
-        span = abs(v.pad[axis]) + (v.out[axis] + MAX_PIXELS) * v.stride[axis] + v.kernel[axis] * v.rhs_dilation[axis]
-        span *= v.channels if axis == 2 else 1
-        if span > INT32_MAX:
-            where = f"in spatial dimension {axis - 3 + rank}"
-            return f"padded input of up to {span} elements {where}; accepted: at most {INT32_MAX}"
-    return None
 
 
 def _window_refusal(v: Volume) -> str | None:
@@ -207,8 +161,8 @@ def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
             continue
         covered = -(-v.batch // n) * n * -(-v.out[1] // p) * p * -(-v.out[2] // q) * q
         waste = covered / (v.batch * v.out[1] * v.out[2])
-        rows = lattice(p, v.stride[1], v.kernel[1], v.rhs_dilation[1])[1]
-        columns = lattice(q, v.stride[2], v.kernel[2], v.rhs_dilation[2])[1]
+        rows = lattice(p, v.stride[1], v.kernel[1], v.dilation[1])[1]
+        columns = lattice(q, v.stride[2], v.kernel[2], v.dilation[2])[1]
         x = rows * columns * v.kernel[0] / (p * q)
         found[n, p, q] = waste * (1 + 0.01 * x * min(v.channels, 64) * v.item / 4 + 4 / config.pixels)
     return sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES]
@@ -262,59 +216,24 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The problem's extents, and where its tiles lie.
-
-    Attributes:
-      channels, out_channels: C and K.
-      m_tiles, n_tiles: of one slice of channels.
-      tiles_h, tiles_w: tiles of pixels in a plane of the output.
-      k_tiles, k_tiles_per_split: tiles of pixels.
-      partial_stride: elements from one split's partial sums to the next's.
-    """
-
-    batch: int
-    in_d: int
-    in_h: int
-    in_w: int
-    channels: int
-    out_channels: int
-    out_d: int
-    out_h: int
-    out_w: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    m_tiles: int
-    n_tiles: int
-    tiles_h: int
-    tiles_w: int
-    k_tiles: int
-    k_tiles_per_split: int
-    partial_stride: int
-
-
-class Gather(SplitFamily[Config]):
+class Gather(RankedFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
     file = "wgrad/gather.cu"
-    structs = (*SplitFamily.structs, Args)
+    MAX_CANDIDATES = 56
+    MAX_VARIANTS = 20
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         pixels = problem.batch * math.prod(problem.input_spatial)
         return (
-            refusals.dtypes(problem, tuple(_ELEMENTS))
+            refusals.dtypes(problem, tuple(split_k.OUT_CODES))
             or refusals.groups(problem)
             or refusals.input_pixels(problem)
             or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
             # A tile may reach beyond the output, by less than MAX_PIXELS in each dimension.
             or refusals.output_pixels(problem, INT32_MAX - MAX_PIXELS**2)
             or refusals.weights(problem)
-            or _span_refusal(volume(problem), problem.rank)
+            or refusals.coordinates(volume(problem), problem.rank, MAX_PIXELS, row=problem.in_channels)
             or _window_refusal(volume(problem))
         )
 
@@ -330,7 +249,8 @@ class Gather(SplitFamily[Config]):
         if not _steps_add_up(config):
             return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
         v = volume(problem)
-        count, most = registers(v, config), most_registers(v, config)
+        count, most = registers(v, config), consumer_registers(1, config.consumers)
+        most = min(most, EXACT_REGISTERS) if v.parts == 3 else most
         if count > most:
             return (
                 f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
@@ -338,8 +258,7 @@ class Gather(SplitFamily[Config]):
             )
         if config.slice not in slices(v):
             return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
-        needed = shared_bytes(v, config)
-        if needed > SHARED_BYTES:
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
@@ -351,19 +270,22 @@ class Gather(SplitFamily[Config]):
             return None
         return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Tiles of pixels."""
-        v, rows, columns = volume(problem), config.tile_p, config.tile_q
-        return -(-v.batch // config.images) * v.out[0] * -(-v.out[1] // rows) * -(-v.out[2] // columns)
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Slices of channels, tiles along M of one slice, tiles along N."""
+        v = volume(problem)
+        rows = layout(v, config).gemm_rows
+        return -(-v.channels // config.slice), -(-rows // config.tile_m), -(-v.out_channels // config.tile_n)
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Tiles of pixels: groups of images, planes, rows, columns."""
+        (n, p, q), v = config.tile, volume(problem)
+        return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
         if v.parts == 3:
             return MAX_ROUNDED_CHAIN * chain(v, config) // steps
         return MAX_FLOAT32_CHAIN // (steps * v.products)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config))
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         return blocks_per_sm(volume(problem), config)
@@ -381,24 +303,15 @@ class Gather(SplitFamily[Config]):
                         shallow = dataclasses.replace(config, stages=2)
                         if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
-        rows = {c: layout(v, c).gemm_rows(v, c.slice) for c in found}
+        rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
 
-        def seconds(config: Config) -> float:
-            slots = target.cores * blocks_per_sm(v, config)
-            splits = max(self.least_splits(problem, config), slots // self.thread_blocks(problem, config))
-            return self.estimate(problem, self.with_splits(problem, config, splits), target)
-
-        return sorted(useful, key=seconds)
-
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Config]:
-        """The most promising variants with the split counts that fill 1 to 4 whole waves."""
-        return _candidates(self, problem, target)
+        return sorted(useful, key=lambda c: self.estimate(problem, self.filling(problem, c, target), target))
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
         found = self.other_splits(problem, config, nearby(config.splits, self.wave(problem, config, target)))
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
         for tile_p in (config.tile_p * 2, config.tile_p // 2):
             if tile_p:
                 other = dataclasses.replace(config, tile_p=tile_p)
@@ -415,86 +328,53 @@ class Gather(SplitFamily[Config]):
         units = sorted(clocks(volume(problem), config).values())
         step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
         stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
-        waves = -(-blocks // (target.cores * together))
-        seconds = stages * step + waves * _WAVE_SECONDS
+        seconds = stages * step + self.waves(problem, config, target) * _WAVE_SECONDS
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window, channels and tiles, not batch, sizes or splits."""
-        v = volume(problem)
-        x, tma = layout(v, config), _dy_by_tma(v)
-        return {
-            "ELEMENT": _ELEMENTS[problem.dtype],
-            "PARTS": v.parts,
-            "COPIES": v.copies,
-            "CHAIN": chain(v, config),
-            "OUT": split_k.OUT_CODES[problem.out_dtype],
-            "CONSUMERS": config.consumers,
-            "BLOCKS": config.blocks,
-            "TILE_N": config.tile_n,
-            "STAGES": config.stages,
-            "STAGE_BYTES": _stage_bytes(v, config),
-            "CTAS_PER_SM": blocks_per_sm(v, config),
-            **share_macros(blocks_per_sm(v, config), config.consumers),
-            "TILE_IMAGES": config.images,
-            "TILE_P": config.tile_p,
-            "TILE_Q": config.tile_q,
-            "SLICE": config.slice,
-            "KERNEL_T": v.kernel[0],
-            "KERNEL_R": v.kernel[1],
-            "KERNEL_S": v.kernel[2],
-            "RAGGED": int(is_ragged(v, config)),
-            "DY_TMA": int(tma),
-            "DY_VEC": 8 if tma else math.gcd(v.out_channels, 4),
-            "LHS_D": v.lhs_dilation[0],
-            "LHS_H": v.lhs_dilation[1],
-            "LHS_W": v.lhs_dilation[2],
-            "SEGMENT": x.segment(v, config.slice),
-            "SEGMENT_ROWS": x.segment_rows(v, config.slice),
-            "SEGMENTS": x.segments(v),
-            "PARITY": x.parity,
-            **{field.upper(): int(value) for field, value in dataclasses.asdict(x).items()},
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        v = volume(problem)
-        if not _dy_by_tma(v):
-            return ()
-        dims = (v.out_channels, v.out[2], v.out[1], v.out[0], v.batch)
-        box = (64, config.tile_q, config.tile_p, 1, config.images)
-        return (plan.TiledMap(1, problem.dtype, dims, plan.tensor_map_strides(dims, v.item), box),)
-
-    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
-        v, tiles = volume(p), self.reduction_blocks(p, config)
-        _, m_tiles, n_tiles = tile_counts(p, config)
-        return Args(
-            *(v.batch, *v.size, v.channels, v.out_channels, *v.out, *v.stride, *v.pad),
-            m_tiles=m_tiles,
-            n_tiles=n_tiles,
-            tiles_h=-(-v.out[1] // config.tile_p),
-            tiles_w=-(-v.out[2] // config.tile_q),
-            k_tiles=tiles,
-            k_tiles_per_split=-(-tiles // config.splits),
-            partial_stride=partial_stride(p),
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window, channels and tiles, not to batch, sizes or splits."""
+        v, tiles = volume(problem), self.reduction_blocks(problem, config)
+        dy_box = (64, config.tile_q, config.tile_p, 1, config.images)
+        dy_map = (box_map(problem, 1, (v.batch, *v.out, v.out_channels), dy_box),) if _dy_by_tma(v) else ()
+        _, m_tiles, n_tiles = self.tile_counts(problem, config)
+        _, _, tiles_h, tiles_w = self.block_counts(problem, config)
+        return Kernel(
+            128 * (config.consumers + 1),
+            shared_bytes(v, config),
+            {
+                **field_macros(v, "parts", "copies"),
+                **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
+                "TILE_IMAGES": config.images,
+                "CHAIN": chain(v, config),
+                "STAGE_BYTES": _stage_bytes(v, config),
+                **share_macros(blocks_per_sm(v, config), config.consumers),
+                "RAGGED": int(is_ragged(v, config)),
+                "DY_TMA": len(dy_map),
+                "DY_VEC": 8 if dy_map else math.gcd(v.out_channels, 4),
+                **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
+                **field_macros(layout(v, config)),
+            },
+            {
+                "batch": v.batch,
+                "in": v.size,
+                "channels": v.channels,
+                "out_channels": v.out_channels,
+                "out": v.out,
+                "stride": v.stride,
+                "pad": v.pad,
+                "m_tiles": m_tiles,  # of one slice of channels
+                "n_tiles": n_tiles,
+                "tiles_h": tiles_h,
+                "tiles_w": tiles_w,
+                "k_tiles": tiles,  # of pixels
+                "k_tiles_per_split": -(-tiles // config.splits),
+                "partial_stride": partial_stride(problem),
+            },
+            dy_map,
+            before=() if dy_map else (plan.Pointer(1),),
+            after=(plan.Pointer(0),),
         )
-
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        v = volume(problem)
-        dy = plan.MapParam(0) if _dy_by_tma(v) else plan.Pointer(1)
-        return self.split_launches(
-            problem,
-            config,
-            threads=128 * (config.consumers + 1),
-            params=(dy, self._args(problem, config).param(), plan.Pointer(0)),
-            shared_bytes=shared_bytes(v, config),
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _candidates(family: Gather, p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
-    configs = [c for variant in family.variants(p, target)[:_VARIANTS] for c in family.in_waves(p, variant, target)]
-    return fastest_and_fewest({c: family.estimate(p, c, target) for c in configs}, MAX_CANDIDATES)
 
 
 FAMILY = Gather(Config)

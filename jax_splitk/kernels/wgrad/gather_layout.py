@@ -1,8 +1,5 @@
-"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X lies in shared memory
-(device code: wgrad/gather.cu).
-
-A stage is a tile of output pixels, (images, rows, columns).
-"""
+"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X, a tile (images, rows,
+columns) of output pixels, lies in shared memory (device code: wgrad/gather.cu)."""
 
 import dataclasses
 import functools
@@ -11,7 +8,7 @@ import math
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.wgrad.geometry import Geometry, geometry, is_matrix_product
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 SLICES = (128, 64, 32, 16, 8)  # about as many channels of X in a stage
@@ -20,21 +17,10 @@ BANKS = 32
 Tile = tuple[int, int, int]
 
 
-# ---- the problem in three dimensions -------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
-class Volume:
-    """A problem with three spatial dimensions; what fewer have not are ones in front."""
+class Volume(Geometry):
+    """A problem with three spatial dimensions."""
 
-    batch: int
-    size: tuple[int, int, int]
-    out: tuple[int, int, int]
-    kernel: tuple[int, int, int]
-    stride: tuple[int, int, int]
-    pad: tuple[int, int, int]  # low sides
-    lhs_dilation: tuple[int, int, int]
-    rhs_dilation: tuple[int, int, int]
     channels: int
     out_channels: int
     item: int  # bytes of an element
@@ -52,34 +38,13 @@ class Volume:
 
 @functools.lru_cache(maxsize=4096)
 def volume(p: ConvWgradProblem) -> Volume:
-    pad = 3 - p.rank
-    ones = (1,) * pad
-
-    def three(values: tuple[int, ...]) -> tuple[int, int, int]:
-        a, b, c = (*ones, *values)
-        return a, b, c
-
-    batch, size, out = p.batch, three(p.input_spatial), three(p.output_spatial)
-    if im2col.is_matrix_product(p) and set(p.lhs_dilation) == {1}:
-        batch, size, out = 1, (1, 1, p.reduction_size), (1, 1, p.reduction_size)
-    low = (0,) * pad + tuple(low for low, _ in p.padding)
-    return Volume(
-        batch=batch,
-        size=size,
-        out=out,
-        kernel=three(p.kernel_spatial),
-        stride=three(p.window_strides),
-        pad=(low[0], low[1], low[2]),
-        lhs_dilation=three(p.lhs_dilation),
-        rhs_dilation=three(p.rhs_dilation),
-        channels=p.in_channels,
-        out_channels=p.out_channels,
-        item=jnp.dtype(p.dtype).itemsize,
-        parts=1 if p.dtype != "float32" else 3 if "highest" in p.precision else 2,
-    )
-
-
-# ---- X's stage in shared memory ------------------------------------------------------------------------------------
+    g = geometry(p, 3)
+    if is_matrix_product(p):
+        pixels = (1, 1, p.reduction_size)
+        g = dataclasses.replace(g, batch=1, size=pixels, out=pixels)
+    item = jnp.dtype(p.dtype).itemsize
+    parts = 1 if p.dtype != "float32" else 3 if "highest" in p.precision else 2
+    return Volume(**vars(g), channels=p.in_channels, out_channels=p.out_channels, item=item, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,30 +67,18 @@ class Layout:
     tap_col: int
     tap_row: int
     granule: int  # bytes
+    segment: int
+    segment_rows: int  # of the product, with those that fill a segment up, `parity` of them in front
+    segments: int
+    parity: int
 
     def stage_bytes(self, v: Volume, images: int) -> int:
         return -(-images * v.kernel[0] * self.rows * self.row_pitch * v.item // 1024) * 1024
 
     @property
-    def parity(self) -> int:
-        """Places that fill up a segment in front."""
-        return self.lead % 2 if self.paired else 0
-
-    def segment(self, v: Volume, channels: int) -> int:
-        """Elements of a segment, for a slice of so many channels."""
-        return channels * (v.kernel[2] if self.runs else 1)
-
-    def segment_rows(self, v: Volume, channels: int) -> int:
-        """A segment's rows of the product, with those that fill it up."""
-        segment = self.segment(v, channels)
-        return -(-(self.parity + segment) // 2) * 2 if self.paired else segment
-
-    def segments(self, v: Volume) -> int:
-        return math.prod(v.kernel[:2]) * (1 if self.runs else v.kernel[2])
-
-    def gemm_rows(self, v: Volume, channels: int) -> int:
-        """Rows of the product for a slice of so many channels."""
-        return self.segments(v) * self.segment_rows(v, channels)
+    def gemm_rows(self) -> int:
+        """Rows of the product for a slice of channels."""
+        return self.segments * self.segment_rows
 
 
 def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, int]:
@@ -134,19 +87,14 @@ def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, in
     return step, ((tile - 1) * stride + (kernel - 1) * dilation) // step + 1
 
 
-def _pixel_places(layout: Layout, v: Volume, tile: Tile, count: int) -> list[int]:
+def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
+    """Turns that shared memory takes to serve one of a warp's loads of A's elements (at best 1 for each 128 bytes)."""
     image = v.kernel[0] * layout.rows * layout.row_pitch
     places = []
-    for k in range(count):
+    for k in range(8):
         rest, q = divmod(k, tile[2])
         n, p = divmod(rest, tile[1])
         places.append(q * layout.pixel_col + p * layout.pixel_row + n * image)
-    return places
-
-
-def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
-    """Turns that shared memory takes to serve one of a warp's loads of A's elements (at best 1 for each 128 bytes)."""
-    places = _pixel_places(layout, v, tile, 8)
     width = v.item * (2 if layout.paired else 1)
     lanes_at_once = 16 if width == 8 else 32
     turns = 0
@@ -160,16 +108,10 @@ def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
     return turns
 
 
-def _granule_items(v: Volume, channels: int) -> int:
-    """The longest copy's elements, where pixels are copied one by one, a slice of channels of each."""
-    return next(n for n in (16 // v.item, 8 // v.item, 4 // v.item, 1) if v.channels % n == 0 and channels % n == 0)
-
-
-def _dense_granule_items(v: Volume, tile_q: int) -> int:
-    """The longest copy's elements, where rows are: also at the first pixel of each tile and at an image's edges."""
-    step = tile_q * v.stride[2] * v.channels if v.out[2] > tile_q else 0
+def _granule_items(v: Volume, *counts: int) -> int:
+    """The longest copy's elements, of which all these are whole numbers."""
     sizes = (16 // v.item, 8 // v.item, 4 // v.item, 1)
-    return next(n for n in sizes if v.size[2] * v.channels % n == 0 and step % n == 0)
+    return next(n for n in sizes if all(count % n == 0 for count in counts))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -177,17 +119,19 @@ def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
     """X's stage for a slice of so many channels; pitches are chosen for few bank conflicts."""
     _, tile_p, tile_q = tile
     (_, stride_h, stride_w), (_, kernel_h, kernel_w) = v.stride, v.kernel
-    _, dilation_h, dilation_w = v.rhs_dilation
+    _, dilation_h, dilation_w = v.dilation
     grid_h, rows = lattice(tile_p, stride_h, kernel_h, dilation_h)
     grid_w, columns = lattice(tile_q, stride_w, kernel_w, dilation_w)
     few = channels == v.channels and (channels < 16 or channels * v.item % 4 != 0)
     dense = few and grid_w == 1 and v.lhs_dilation[2] == 1
     runs = dense and (dilation_w == 1 or kernel_w == 1)
-    items = _dense_granule_items(v, tile_q) if dense else _granule_items(v, channels)
+    # Copies of whole rows begin at the first pixel of each tile and at an image's edges.
+    step = tile_q * stride_w * v.channels if v.out[2] > tile_q else 0
+    items = _granule_items(v, *((v.size[2] * v.channels, step) if dense else (v.channels, channels)))
     lead = -v.pad[2] * channels % items if dense else 0
+    segment, segments = channels * (kernel_w if runs else 1), v.kernel[0] * kernel_h * (1 if runs else kernel_w)
     even = math.lcm(items, 2)  # of pitches
-    best, best_score = None, None
-    fewest = 2 if v.item == 4 else 1
+    tried: list[tuple[int, Layout]] = []
     for extra, row_extra in itertools.product(range(1 if dense else 9), range(1 if tile_q >= 8 else 9)):
         pitch = channels if dense else -(-channels // even) * even + extra * even
         width = -(-(lead + columns * pitch) // even) * even
@@ -195,31 +139,25 @@ def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
         paired = (tile_q == 1 or pitch * (stride_w // grid_w) % 2 == 0) and (
             runs or kernel_w == 1 or pitch * (dilation_w // grid_w) % 2 == 0
         )
+        parity = lead % 2 if paired else 0
         found = Layout(
-            rows=rows,
-            columns=columns,
-            pitch=pitch,
-            row_pitch=row_pitch,
-            lead=lead,
-            grid_d=v.rhs_dilation[0],
-            grid_h=grid_h,
-            grid_w=grid_w,
-            dense=dense,
-            runs=runs,
-            paired=paired,
+            *(rows, columns, pitch, row_pitch, lead),
+            *(v.dilation[0], grid_h, grid_w),
+            *(dense, runs, paired),
             pixel_col=stride_w // grid_w * pitch if tile_q > 1 else 0,
             pixel_row=stride_h // grid_h * row_pitch if tile_p > 1 else 0,
             tap_col=dilation_w // grid_w * pitch if kernel_w > 1 else 0,
             tap_row=dilation_h // grid_h * row_pitch if kernel_h > 1 else 0,
             granule=items * v.item,
+            segment=segment,
+            segment_rows=-(-(parity + segment) // 2) * 2 if paired else segment,
+            segments=segments,
+            parity=parity,
         )
-        score = (conflicts(found, v, tile), row_pitch)
-        if best_score is None or score < best_score:
-            best, best_score = found, score
-        if score[0] <= fewest:
+        tried.append((conflicts(found, v, tile), found))
+        if tried[-1][0] <= (2 if v.item == 4 else 1):  # the fewest there may be
             break
-    assert best is not None
-    return best
+    return min(tried, key=lambda turns: (turns[0], turns[1].row_pitch))[1]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,6 +166,6 @@ def slices(v: Volume) -> tuple[int, ...]:
     found = {v.channels} if v.channels <= SLICES[0] else set()
     for most in SLICES:
         equal = -(-v.channels // -(-v.channels // most))
-        items = _granule_items(v, 0)
+        items = _granule_items(v, v.channels)
         found.add(min(v.channels, -(-equal // items) * items))
     return tuple(sorted(found, reverse=True))

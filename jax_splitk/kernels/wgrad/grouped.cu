@@ -23,24 +23,20 @@
 // What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
 // the convolution does not multiply.
 //
-// Roles: the last warp is the producer (one thread issues TMA), the others are consumers, then the epilogue.
-// Barriers, per stage: `full` (one arrival, with the bytes of both boxes) and `empty` (one arrival per
-// consumer warp after its last ldmatrix). The producer fills all stages before the block's other warps have
-// even begun.
+// Roles: the last warp is the producer (one thread issues TMA) and fills all stages before the block's other
+// warps, the consumers, have even begun. `empty` has an arrival of each of these after its last ldmatrix.
 //
-// Macros: ELEMENT_BF16, OUT (output.cuh), KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W;
-// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one),
-// IN_BLOCK, OUT_BLOCK, BUNDLES (of a block; 1 also where the block is a part of a bundle), IN_PARTS,
-// OUT_PARTS (blocks of a bundle), SUM_ROWS; IMAGES, ROWS, COLUMNS, RAGGED (the last tile of an image may have
-// fewer rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
-// STAGE_BYTES, STRIPS (of a row), REUSE; WARP_IN, WARP_OUT (units of a job), WARP_COLUMNS (tap columns of a
-// job), IN_JOBS, OUT_JOBS, COLUMN_JOBS (of a bundle), SLICES, STAGES, CTAS_PER_SM.
+// Macros: ELEMENT, OUT, CTAS_PER_SM, what grouped.py takes from its Config and Job; KERNEL_H to
+// DILATION_W; GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of
+// one), IN_PARTS, OUT_PARTS (blocks of a bundle), SUM_ROWS; RAGGED (the last tile of an image may have fewer
+// rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
+// STAGE_BYTES, STRIPS (of a row), REUSE.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 
-using Element = TypeOf<ELEMENT_BF16 ? BF16 : HALF_FLOAT>::type;
+using Element = TypeOf<ELEMENT>::type;
 
 constexpr int IN_UNITS = IN_JOBS * WARP_IN, OUT_UNITS = OUT_JOBS * WARP_OUT;  // of one bundle in a block
 constexpr int JOBS = BUNDLES * IN_JOBS * OUT_JOBS * COLUMN_JOBS;
@@ -104,7 +100,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     uint64_t* full = pipeline.expect(at, IMAGES * (X_IMAGE + DY_IMAGE));
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad_w, p * STRIDE_H - g.pad_h, n);
+    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad.w, p * STRIDE_H - g.pad.h, n);
     load_box(dy_map, full, stage + DY_OFFSET, channels.out, q, p, n);
   }
 }
@@ -257,8 +253,8 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
   Position at;
 #pragma unroll 1
   for (; tiles > 0; --tiles, advance(tile), at.advance(STAGES)) {
-    const int rows = RAGGED ? min(ROWS, g.out_h - tile.h * ROWS) : ROWS;
-    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out_w - tile.w * COLUMNS);
+    const int rows = RAGGED ? min(ROWS, g.out.h - tile.h * ROWS) : ROWS;
+    const int columns = TILES_W == 1 ? COLUMNS : min(COLUMNS, g.out.w - tile.w * COLUMNS);
     pipeline.wait_full(at);
 #pragma unroll 1
     for (int strip = slice; strip < STRIPS; strip += SLICES) {
@@ -393,7 +389,4 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   store_sums(g, out + size_t(split) * g.stride, channels, stages);
 }
 
-SPLIT_K_KERNELS(CTAS_PER_SM,
-                (const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g),
-                (x_map, dy_map, g))
+SPLIT_K_KERNELS((MAPS_AND_ARGS), (x_map, dy_map, g))

@@ -1,27 +1,24 @@
 """Kernel family: weight gradients of grouped convolutions with few channels per group, on Hopper by TMA tiles and
 mma.sync (device code: wgrad/grouped.cu, which defines unit, bundle, block, octet, strip, job and slice).
 
-A thread block computes the filter taps of one block of channels over a part (split) of the tiles of output pixels. It
-keeps all sums in registers; partial sums of the splits go to the workspace and are added in a fixed order by a second
-kernel: the result is deterministic, bit for bit. The tile's input, with its halo, is loaded once for all taps.
-
-A convolution over one dimension is one over images of height 1.
+A thread block computes all filter taps of one block of channels, whose sums are in its registers. A convolution over
+one dimension is one over images of height 1.
 """
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.geometry import axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
@@ -73,43 +70,6 @@ class Config:
     splits: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Plane:
-    """A problem's geometry in two dimensions (height, width)."""
-
-    size: tuple[int, int]
-    out: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    pad: tuple[int, int]
-
-    @property
-    def reach(self) -> tuple[int, int]:
-        """From a window's first pixel to its last."""
-        height, width = ((k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True))
-        return height, width
-
-    @property
-    def reuse(self) -> bool:
-        """Whether a row of X is loaded once, for all tap rows."""
-        return self.stride[0] == self.dilation[0] == 1 and self.kernel[0] > 1
-
-
-def plane(p: ConvWgradProblem) -> Plane:
-    def pair(values: tuple[int, ...], missing: int) -> tuple[int, int]:
-        return (missing, values[0]) if len(values) == 1 else (values[0], values[1])
-
-    return Plane(
-        pair(p.input_spatial, 1),
-        pair(p.output_spatial, 1),
-        pair(p.kernel_spatial, 1),
-        pair(p.window_strides, 1),
-        pair(p.rhs_dilation, 1),
-        pair(tuple(low for low, _ in p.padding), 0),
-    )
-
-
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     """(groups, input channels, output channels) of a bundle."""
     group_in, group_out = p.group_channels
@@ -117,24 +77,39 @@ def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     return groups, groups * group_in, groups * group_out
 
 
-def _parts(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """Blocks along the input and the output channels of a bundle."""
-    _, bundle_in, bundle_out = bundle(p)
-    return max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
+def _above(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What a warp computes: units of X and of dY of one bundle, at all tap rows and some tap columns.
+class Tiling:
+    """A thread block's work. The device code has the fields as macros.
 
     Attributes:
-      bundles: of a thread block; 1 also where the block is a part of a bundle.
+      in_parts, out_parts: blocks along the input and the output channels of a bundle.
+      sum_rows: input channels with which an output channel of the block has sums: at most those of its group.
+      x_height, x_width, dy_width: pixels of a tile's boxes; widths in whole octets.
+      dy_offset: of dY in a stage, in bytes.
+      strips: pairs of octets of a tile's row.
+      reuse: whether a row of X is loaded once, for all tap rows.
+      warp_in, warp_out, warp_columns: a warp's job: units of X and of dY of one bundle, and tap columns.
+      bundles: of the block; 1 also where it is a part of a bundle.
       in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
     """
 
-    in_units: int
-    out_units: int
-    columns: int
+    in_parts: int
+    out_parts: int
+    sum_rows: int
+    x_height: int
+    x_width: int
+    dy_width: int
+    dy_offset: int
+    stage_bytes: int
+    strips: int
+    reuse: bool
+    warp_in: int
+    warp_out: int
+    warp_columns: int
     bundles: int
     in_jobs: int
     out_jobs: int
@@ -142,94 +117,68 @@ class Job:
 
     @property
     def jobs(self) -> int:
-        """Of a thread block."""
         return self.bundles * self.in_jobs * self.out_jobs * self.column_jobs
 
     @property
     def pairs(self) -> int:
-        return -(-self.in_units * self.columns // 2)
+        """Of a job's units of X."""
+        return -(-self.warp_in * self.warp_columns // 2)
 
 
-def job(p: ConvWgradProblem, config: Config) -> Job:
-    """The largest job whose accumulators leave room for other registers."""
-    kernel_h, kernel_w = plane(p).kernel
-    bundles = max(1, config.in_block // bundle(p)[1])
+@functools.lru_cache(maxsize=4096)
+def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
+    """With the largest jobs whose accumulators leave room for other registers."""
+    g, (_, bundle_in, bundle_out) = geometry(p, 2), bundle(p)
+    pixels = config.images * config.rows
+    x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
+    x_width = _above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
+    dy_width = _above(config.columns, OCTET)
+    x_bytes = _above(config.images * x_height * x_width * config.in_block * 2, 1024)
+    bundles = max(1, config.in_block // bundle_in)
     in_units, out_units = config.in_block // UNIT // bundles, config.out_block // UNIT // bundles
-    mine_in, mine_out, columns = min(2, in_units), min(4, out_units), kernel_w
-    while kernel_h * -(-mine_in * columns // 2) * mine_out * 4 > MAX_ACCUMULATORS and (mine_out > 1 or columns > 1):
-        if mine_out > 1:
-            mine_out //= 2
+    warp_in, warp_out, columns = min(2, in_units), min(4, out_units), g.kernel[1]
+    while g.kernel[0] * -(-warp_in * columns // 2) * warp_out * 4 > MAX_ACCUMULATORS and (warp_out > 1 or columns > 1):
+        if warp_out > 1:
+            warp_out //= 2
         else:
             columns = -(-columns // 2)
-    parts = (in_units // mine_in, out_units // mine_out, -(-kernel_w // columns))
-    return Job(mine_in, mine_out, columns, bundles, *parts)
+    return Tiling(
+        in_parts=max(1, bundle_in // config.in_block),
+        out_parts=max(1, bundle_out // config.out_block),
+        sum_rows=min(config.in_block, p.group_channels[0]),
+        x_height=x_height,
+        x_width=x_width,
+        dy_width=dy_width,
+        dy_offset=x_bytes,
+        stage_bytes=x_bytes + _above(pixels * dy_width * config.out_block * 2, 1024),
+        strips=-(-(dy_width // OCTET * config.images) // 2),
+        reuse=g.stride[0] == g.dilation[0] == 1 and g.kernel[0] > 1,
+        **{"warp_in": warp_in, "warp_out": warp_out, "warp_columns": columns, "bundles": bundles},
+        in_jobs=in_units // warp_in,
+        out_jobs=out_units // warp_out,
+        column_jobs=-(-g.kernel[1] // columns),
+    )
 
 
-def accumulators(p: ConvWgradProblem, config: Config) -> int:
-    """Of a thread."""
-    j = job(p, config)
-    return plane(p).kernel[0] * j.pairs * j.out_units * 4
-
-
-def registers(p: ConvWgradProblem, config: Config) -> int:
+def registers(p: ConvWgradProblem, t: Tiling) -> int:
     """What a thread needs, at most: accumulators, rows of dY, two rows of X, addresses and the rest."""
-    j = job(p, config)
-    rows = plane(p).kernel[0] if plane(p).reuse else 1
-    count = accumulators(p, config) + 2 * rows * j.out_units + 8 * j.pairs + 2 * (j.pairs + j.out_units) + 28
+    height = geometry(p, 2).kernel[0]
+    rows = height if t.reuse else 1
+    count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
     return _above(count, 8)
 
 
 def _fits_registers(p: ConvWgradProblem, config: Config, together: int) -> bool:
-    warps = -(-together * threads(p, config) // 128)  # of a quarter of an SM
-    return warps * 32 * registers(p, config) <= REGISTERS
-
-
-def threads(p: ConvWgradProblem, config: Config) -> int:
-    return 32 * (job(p, config).jobs * config.slices + 1)
-
-
-def _above(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def x_box(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(rows, columns) of input that a tile reads; columns in whole octets."""
-    s, (reach_h, reach_w) = plane(p), plane(p).reach
-    height = (config.rows - 1) * s.stride[0] + reach_h + 1
-    return height, _above((config.columns - 1) * s.stride[1] + reach_w + 1, OCTET)
-
-
-def strips(config: Config) -> int:
-    """Pairs of octets of a tile's row."""
-    return -(-(_above(config.columns, OCTET) // OCTET * config.images) // 2)
-
-
-def _x_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """Of a stage: dY follows from there on."""
-    height, width = x_box(p, config)
-    return _above(config.images * height * width * config.in_block * 2, 1024)
-
-
-def stage_bytes(p: ConvWgradProblem, config: Config) -> int:
-    dy = config.images * config.rows * _above(config.columns, OCTET) * config.out_block * 2
-    return _x_bytes(p, config) + _above(dy, 1024)
-
-
-def _sum_rows(p: ConvWgradProblem, config: Config) -> int:
-    """Input channels with which an output channel of the block has sums: at most those of its group."""
-    return min(config.in_block, p.group_channels[0])
+    t = tiling(p, config)
+    warps = -(-together * (t.jobs * config.slices + 1) // 4)  # of a quarter of an SM
+    return warps * 32 * registers(p, t) <= REGISTERS
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """The pipeline, which the slices' sums take over at the end."""
-    sums = math.prod(plane(p).kernel) * _sum_rows(p, config) * config.out_block * 4
-    return max(config.stages * stage_bytes(p, config), config.slices * sums) + ALIGNMENT_BYTES
-
-
-def tile_counts(p: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """Tiles along (batch, height, width)."""
-    out_h, out_w = plane(p).out
-    return -(-p.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
+    t = tiling(p, config)
+    sums = math.prod(geometry(p, 2).kernel) * t.sum_rows * config.out_block * 4
+    return max(config.stages * t.stage_bytes, config.slices * sums) + ALIGNMENT_BYTES
 
 
 def _group_refusal(p: ConvWgradProblem) -> str | None:
@@ -251,13 +200,13 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
 
 def _window_refusal(p: ConvWgradProblem) -> str | None:
     """The input of the smallest tile, 8 pixels of one output row, must be one TMA box and fit in shared memory."""
-    s = plane(p)
+    s = geometry(p, 2)
     for axis in range(2):
         where = f"in spatial dimension {axis - 2 + p.rank}"
         if s.kernel[axis] > MAX_KERNEL:
             return f"kernel size {s.kernel[axis]} {where}; accepted: at most {MAX_KERNEL}"
     smallest = _smallest(p)
-    height, width = x_box(p, smallest)
+    height, width = tiling(p, smallest).x_height, tiling(p, smallest).x_width
     if max(height, width) > MAX_BOX:
         return (
             f"window stride {p.window_strides} and rhs_dilation {p.rhs_dilation}: {height}x{width} pixels of input for "
@@ -274,7 +223,7 @@ def _window_refusal(p: ConvWgradProblem) -> str | None:
 def _smallest(p: ConvWgradProblem) -> Config:
     """The config with the least shared memory, with one split."""
     block = min(_blocks(p), key=sum)
-    return Config(*block, images=1, rows=1, columns=min(OCTET, plane(p).out[1]), slices=1, stages=2, splits=1)
+    return Config(*block, images=1, rows=1, columns=min(OCTET, geometry(p, 2).out[1]), slices=1, stages=2, splits=1)
 
 
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
@@ -327,49 +276,23 @@ _LAUNCH_SECONDS = 4.5e-6
 
 def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], float]:
     """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
-    s, j = plane(p), job(p, config)
-    steps = j.jobs * strips(config) * config.rows
-    x_rows = x_box(p, config)[0] if s.reuse else config.rows * s.kernel[0]
-    mmas = steps * s.kernel[0] * j.pairs * j.out_units
+    g, t = geometry(p, 2), tiling(p, config)
+    strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
+    x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
+    row_mmas = g.kernel[0] * t.pairs * t.warp_out  # of a strip's row
     # Rows of ldmatrix that a stride brings to the same banks.
-    conflicts = math.gcd(s.stride[1], 8)
-    x_wavefronts = j.jobs * strips(config) * x_rows * j.pairs * 4 * conflicts
-    wavefronts = x_wavefronts + steps * j.out_units * 2
-    loads = j.jobs * strips(config) * x_rows * j.pairs + steps * -(-j.out_units // 2)
-    issued = mmas + 3 * loads + j.jobs * strips(config) * (_STRIP_INSTRUCTIONS + 4 * j.pairs)
-    warp_rows = -(-strips(config) // config.slices) * x_rows
-    warp_mmas = -(-strips(config) // config.slices) * config.rows * s.kernel[0] * j.pairs * j.out_units
+    conflicts = math.gcd(g.stride[1], 8)
+    wavefronts = strips * x_rows * t.pairs * 4 * conflicts + steps * t.warp_out * 2
+    loads = strips * x_rows * t.pairs + steps * -(-t.warp_out // 2)
+    issued = steps * row_mmas + 3 * loads + strips * (_STRIP_INSTRUCTIONS + 4 * t.pairs)
     shared_by_all = {
-        "mma": mmas * _MMA_CLOCKS,
-        "shared": wavefronts + stage_bytes(p, config) / _SHARED_BYTES_PER_CLOCK,
+        "mma": steps * row_mmas * _MMA_CLOCKS,
+        "shared": wavefronts + t.stage_bytes / _SHARED_BYTES_PER_CLOCK,
         "issue": issued / _ISSUE_PER_CLOCK,
-        "l2": stage_bytes(p, config) / _L2_BYTES_PER_CLOCK,
+        "l2": t.stage_bytes / _L2_BYTES_PER_CLOCK,
     }
-    return shared_by_all, warp_rows * _ROW_CLOCKS + warp_mmas * _WARP_MMA_CLOCKS
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The problem's extents and a split's tiles.
-
-    Attributes:
-      stride: elements from one split's partial sums to the next's.
-      each, more: tiles of a split; the first `more` splits have another one.
-    """
-
-    out_channels: int
-    stride: int
-    out_h: int
-    out_w: int
-    pad_h: int
-    pad_w: int
-    each: int
-    more: int
-
-
-def _map(p: ConvWgradProblem, buffer: int, size: tuple[int, int], channels: int, box: tuple[int, ...]) -> plan.TiledMap:
-    dims = (channels, size[1], size[0], p.batch)
-    return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box, _SWIZZLES[box[0] * 2])
+    of_warp = -(-t.strips // config.slices)
+    return shared_by_all, of_warp * x_rows * _ROW_CLOCKS + of_warp * config.rows * row_mmas * _WARP_MMA_CLOCKS
 
 
 class Grouped(SplitFamily[Config]):
@@ -378,7 +301,6 @@ class Grouped(SplitFamily[Config]):
     name = "wgrad_grouped"
     ABI = 1
     file = "wgrad/grouped.cu"
-    structs = (*SplitFamily.structs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -396,7 +318,7 @@ class Grouped(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        out_h, out_w = plane(problem).out
+        out_h, out_w = geometry(problem, 2).out
         block = (config.in_block, config.out_block)
         if block not in _blocks(problem):
             accepted = ", ".join(f"{i}x{o}" for i, o in _blocks(problem))
@@ -411,40 +333,34 @@ class Grouped(SplitFamily[Config]):
             return reason
         if config.columns != out_w and (config.columns < 1 or config.columns % OCTET or config.columns > out_w):
             return f"columns {config.columns}; accepted: {out_w}, or a multiple of {OCTET} below it"
-        if max(*x_box(problem, config), _above(config.columns, OCTET)) > MAX_BOX:
-            height, width = x_box(problem, config)
-            return (
-                f"rows {config.rows}, columns {config.columns}: {height}x{width} pixels of input; "
-                f"accepted: at most {MAX_BOX} a side"
-            )
-        warps = job(problem, config).jobs * config.slices
-        if not (1 <= config.slices <= strips(config) and warps <= MAX_WARPS):
-            return (
-                f"slices {config.slices}, with {job(problem, config).jobs} jobs each; accepted: 1 to {strips(config)}, "
-                f"and at most {MAX_WARPS} warps"
-            )
+        t = tiling(problem, config)
+        if max(t.x_height, t.x_width, t.dy_width) > MAX_BOX:
+            tile = f"rows {config.rows}, columns {config.columns}"
+            return f"{tile}: {t.x_height}x{t.x_width} pixels of input; accepted: at most {MAX_BOX} a side"
+        warps = t.jobs * config.slices
+        if not (1 <= config.slices <= t.strips and warps <= MAX_WARPS):
+            accepted = f"1 to {t.strips}, and at most {MAX_WARPS} warps"
+            return f"slices {config.slices}, with {t.jobs} jobs each; accepted: {accepted}"
         if not _fits_registers(problem, config, 1):
-            most = REGISTERS // 32 // registers(problem, config) * 4 - 1
-            return f"{warps} warps of {registers(problem, config)} registers a thread; accepted: at most {most} warps"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        tiles = self.reduction_blocks(problem, config)
-        most = min(tiles, split_k.MAX_GRID_Y)
-        if not 1 <= config.splits <= most:
-            return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
-        return None
+            count = registers(problem, t)
+            most = REGISTERS // 32 // count * 4 - 1
+            return f"{warps} warps of {count} registers a thread; accepted: at most {most} warps"
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Tiles of pixels."""
-        return math.prod(tile_counts(problem, config))
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Blocks of channels: of bundles, and of a bundle's input and output channels."""
+        bundles, t = problem.feature_group_count // bundle(problem)[0], tiling(problem, config)
+        return -(-bundles // t.bundles), t.in_parts, t.out_parts
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Tiles of pixels: groups of images, rows, columns."""
+        out_h, out_w = geometry(problem, 2).out
+        return -(-problem.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
-        return MAX_FLOAT32_CHAIN // (-(-strips(config) // config.slices) * config.rows)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Blocks of channels."""
-        bundles = problem.feature_group_count // bundle(problem)[0]
-        return -(-bundles // job(problem, config).bundles) * math.prod(_parts(problem, config))
+        return MAX_FLOAT32_CHAIN // (-(-tiling(problem, config).strips // config.slices) * config.rows)
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         """By shared memory and registers; 0 where none fits."""
@@ -482,20 +398,21 @@ class Grouped(SplitFamily[Config]):
         return found or [_smallest(problem)]
 
     def _variants_of(self, problem: ConvWgradProblem, blocks: list[tuple[int, int]]) -> Iterator[Config]:
-        out_h, out_w = plane(problem).out
+        out_h, out_w = geometry(problem, 2).out
         geometries = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
         for block, rows, columns, images in geometries:
             yield from self._with_slices(problem, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
 
     def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
         """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
-        jobs = job(problem, config).jobs
+        t = tiling(problem, config)
+        jobs, strips = t.jobs, t.strips
         for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
             # Slices take whole strips: no more than a quarter of the warps may wait.
-            if slices > strips(config) or strips(config) < 0.75 * -(-strips(config) // slices) * slices:
+            if slices > strips or strips < 0.75 * -(-strips // slices) * slices:
                 continue
             rooms = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
-            depths = {room // stage_bytes(problem, config) for room in rooms}
+            depths = {room // t.stage_bytes for room in rooms}
             for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
                 sliced = dataclasses.replace(config, slices=slices, stages=stages)
                 if self.config_refusal(problem, sliced) is None:
@@ -504,14 +421,13 @@ class Grouped(SplitFamily[Config]):
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """One stage or slice more or less, other images and rows, and split counts nearby, doubled and halved."""
         wanted, least = nearby(config.splits, self.wave(problem, config, target)), self.least_splits(problem, config)
-        found = [dataclasses.replace(config, splits=s) for s in sorted(wanted) if s >= least]
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
-        found += [dataclasses.replace(config, slices=slices) for slices in (config.slices // 2, config.slices * 2)]
-        found += [dataclasses.replace(config, images=images) for images in (config.images // 2, config.images * 2)]
-        found += [dataclasses.replace(config, rows=rows) for rows in (config.rows // 2, config.rows * 2)]
+        sizes = {"slices": config.slices, "images": config.images, "rows": config.rows}
+        found = varied(config, splits=[s for s in sorted(wanted) if s >= least])
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
+        found += varied(config, **{field: (value // 2, value * 2) for field, value in sizes.items()})
         if config.images > 1:  # less is left to do once the last tile has come
             half = dataclasses.replace(config, images=config.images // 2, stages=min(2 * config.stages, MAX_STAGES))
-            found += [dataclasses.replace(half, slices=n) for n in sorted({1, min(config.slices, strips(half))})]
+            found += varied(half, slices=sorted({1, min(config.slices, tiling(problem, half).strips)}))
         return found
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -526,85 +442,43 @@ class Grouped(SplitFamily[Config]):
         shared_by_all, alone = tile_clocks(problem, config)
         clocks = sorted([*shared_by_all.values(), alone / together])
         busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
-        waves = -(-sharing // together)
         # The memory's rate is shared by the thread blocks there are.
         filled = min(1.0, blocks / target.cores)
         memory = problem.bytes_moved / _HBM_BYTES / filled
-        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + waves * _RAMP_SECONDS + _LAUNCH_SECONDS
+        ramps = self.waves(problem, config, target) * _RAMP_SECONDS
+        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + ramps + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window, the groups and the image's tiles, not splits."""
-        s, j = plane(problem), job(problem, config)
-        group_in, group_out = problem.group_channels
-        groups, bundle_in, bundle_out = bundle(problem)
-        in_parts, out_parts = _parts(problem, config)
-        _, tiles_h, tiles_w = tile_counts(problem, config)
-        x_height, x_width = x_box(problem, config)
-        return {
-            **type_macros(problem),
-            "KERNEL_H": s.kernel[0],
-            "KERNEL_W": s.kernel[1],
-            "STRIDE_H": s.stride[0],
-            "STRIDE_W": s.stride[1],
-            "DILATION_H": s.dilation[0],
-            "DILATION_W": s.dilation[1],
-            "GROUP_IN": group_in,
-            "GROUP_OUT": group_out,
-            "BUNDLE": groups,
-            "BUNDLE_IN": bundle_in,
-            "BUNDLE_OUT": bundle_out,
-            "IN_PARTS": in_parts,
-            "OUT_PARTS": out_parts,
-            "IN_BLOCK": config.in_block,
-            "OUT_BLOCK": config.out_block,
-            "IMAGES": config.images,
-            "ROWS": config.rows,
-            "COLUMNS": config.columns,
-            "RAGGED": int(s.out[0] % config.rows != 0),
-            "TILES_H": tiles_h,
-            "TILES_W": tiles_w,
-            "X_HEIGHT": x_height,
-            "X_WIDTH": x_width,
-            "DY_WIDTH": _above(config.columns, OCTET),
-            "DY_OFFSET": _x_bytes(problem, config),
-            "STRIPS": strips(config),
-            "REUSE": int(s.reuse),
-            "SUM_ROWS": _sum_rows(problem, config),
-            "SLICES": config.slices,
-            "STAGES": config.stages,
-            "STAGE_BYTES": stage_bytes(problem, config),
-            "WARP_IN": j.in_units,
-            "WARP_OUT": j.out_units,
-            "WARP_COLUMNS": j.columns,
-            "BUNDLES": j.bundles,
-            "IN_JOBS": j.in_jobs,
-            "OUT_JOBS": j.out_jobs,
-            "COLUMN_JOBS": j.column_jobs,
-            "CTAS_PER_SM": self.blocks_per_sm(problem, config),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        s, (height, width) = plane(problem), x_box(problem, config)
-        dy_width = _above(config.columns, OCTET)
-        return (
-            _map(problem, 0, s.size, problem.in_channels, (config.in_block, width, height, config.images)),
-            _map(problem, 1, s.out, problem.out_channels, (config.out_block, dy_width, config.rows, config.images)),
-        )
-
-    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
-        s = plane(p)
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window, the groups and the image's tiles, not to splits."""
+        p, g, t = problem, geometry(problem, 2), tiling(problem, config)
+        groups, bundle_in, bundle_out = bundle(p)
+        _, tiles_h, tiles_w = self.block_counts(p, config)
         each, more = divmod(self.reduction_blocks(p, config), config.splits)
-        stride = partial_stride(p) if config.splits > 1 else 0
-        return Args(p.out_channels, stride, *s.out, *s.pad, each, more)
-
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        return self.split_launches(
-            problem,
-            config,
-            threads=threads(problem, config),
-            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
-            shared_bytes=shared_bytes(problem, config),
+        x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
+        dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
+        return Kernel(
+            32 * (t.jobs * config.slices + 1),
+            shared_bytes(p, config),
+            {
+                **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
+                **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
+                **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+                **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
+                **field_macros(t),
+                "RAGGED": int(g.out[0] % config.rows != 0),
+                "TILES_H": tiles_h,
+                "TILES_W": tiles_w,
+            },
+            {
+                "out_channels": p.out_channels,
+                "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
+                "out": g.out,
+                "pad": g.pad,
+                "each": each,  # tiles of a split
+                "more": more,  # of the splits, the first, have another one
+            },
+            tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
         )
 
 

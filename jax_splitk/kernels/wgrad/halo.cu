@@ -11,29 +11,23 @@
 // reduction is 16 pixels of a row or, where TILE_Q is odd eights, 8 pixels of each of two rows: nothing but
 // the problem's own pixels is ever multiplied.
 //
-// A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. A tile
-// with a single split is stored; otherwise each split goes to the workspace, in the accumulators' order, and
-// `reduce_tiles` adds them in a fixed order.
+// A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. Partial
+// sums go to the workspace in the accumulators' order, and `reduce_tiles` adds them.
 //
-// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers.
-// A stage of the pipeline is a line: a row of X, and the row of dY that completes what it allows. `full` has
-// the producer's arrival and the bytes, `empty` one arrival per consumer warpgroup. A buffer is the lines of
-// a unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
+// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers. A stage of the
+// pipeline is a line: a row of X, and the row of dY that completes what it allows. A buffer is the lines of a
+// unit; every unit fills every line of its buffer once, in order: a line is filled again as soon as the
 // products of its rows are done.
 //
-// Macros: ELEMENT_BF16, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip), BATCH_ROWS
-// (output rows whose products are issued and waited for together), OUT (output.cuh).
+// Macros: ELEMENT, OUT, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip),
+// BATCH_ROWS (output rows whose products are issued and waited for together).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
-#if ELEMENT_BF16
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
 constexpr int CHANNELS = 64;  // of a block, on both sides
 constexpr int PIXEL_BYTES = CHANNELS * 2;
@@ -56,7 +50,7 @@ struct Geometry {
   int x_bytes, dy_offset, buffer_bytes;  // of an X line; of dY in a buffer
 
   __device__ explicit Geometry(const Args& g)
-      : halo((TAPS_H - 1) * g.dilation_h), lines(g.tile_p + halo), x_bytes(g.pitch * PIXEL_BYTES) {
+      : halo((TAPS_H - 1) * g.dilation.h), lines(g.tile_p + halo), x_bytes(g.pitch * PIXEL_BYTES) {
     dy_offset = (lines * g.pitch + 7) / 8 * 8 * PIXEL_BYTES;
     buffer_bytes = dy_offset + g.tile_p * DY_BYTES;
   }
@@ -93,8 +87,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
   const Geometry at(g);
   for (Position buffer; u < end; ++u, buffer.advance(g.buffers)) {
     const Unit unit = unit_of(g, u);
-    const int w = unit.q0 - g.pad_w + tile.s0 * g.dilation_w;
-    const int h = unit.p0 - g.pad_h + tile.r0 * g.dilation_h;
+    const int w = unit.q0 - g.pad.w + tile.s0 * g.dilation.w;
+    const int h = unit.p0 - g.pad.h + tile.r0 * g.dilation.h;
     const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
 #pragma unroll 1
     for (int line = 0; line < at.lines; ++line) {
@@ -130,7 +124,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
   const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
-  const uint64_t b0 = operand(x + warpgroup * g.dilation_h * at.x_bytes, g.dilation_w * PIXEL_BYTES,
+  const uint64_t b0 = operand(x + warpgroup * g.dilation.h * at.x_bytes, g.dilation.w * PIXEL_BYTES,
                               ROWS == 2 ? at.x_bytes : 8 * PIXEL_BYTES);
   const int first = buffer.stage * at.lines;
   int waited = 0;
@@ -176,8 +170,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   }
 }
 
-// Where a consumer thread's accumulators belong in out[R][S][C][K]. Element 4*i + j is column 8*i +
-// 2*(lane%4) + j%2 and row 16*warp + lane/4 + 8*(j/2) of the warpgroup's tile.
+// Where a consumer thread's accumulators belong in out[R][S][C][K].
 struct Place {
   int offset;  // of the tile's first column, in the thread's row
   // How many are left from the thread's first on: channels, output channels, filter columns.
@@ -187,8 +180,8 @@ struct Place {
 __device__ inline Place place_of(const Args& g, const Tile& tile, int thread) {
   const int r = tile.r0 + thread / 128, lane = thread % 32;
   const int c = tile.c0 + 2 * (lane % 4), k = tile.k0 + thread % 128 / 32 * 16 + lane / 4;
-  return {((r * g.filter_w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c,
-          g.out_channels - k, r < g.filter_h ? g.filter_w - tile.s0 : 0};
+  return {((r * g.filter.w + tile.s0) * g.channels + c) * g.out_channels + k, g.channels - c,
+          g.out_channels - k, r < g.filter.h ? g.filter.w - tile.s0 : 0};
 }
 
 __device__ inline void store(const Args& g, const Place& place, Output* out, int i, const float (&v)[4]) {
@@ -212,8 +205,7 @@ __device__ inline float4* partial_of(const Args& g, float4* partials, int tile, 
 // Grid: x over tiles, y over splits. Split s covers units [s, s+1) * units_per_split; the plan leaves none
 // empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_halo(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-               const __grid_constant__ Args g, Output* out, float4* partials) {
+    wgrad_halo(MAPS_AND_ARGS, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<MAX_LINES> pipeline;
   const uint32_t buffers = aligned_address(raw);

@@ -1,9 +1,8 @@
-"""Kernel family: weight gradients of unit-stride 2D convolutions that load each input row once for all filter taps.
+"""Kernel family: weight gradients of unit-stride 2D convolutions that load each input row once for all filter taps
+(device code: wgrad/halo.cu).
 
-Where channels are few, an implicit GEMM reads its input from L2 once per filter tap, and that is what bounds it. Here a
-strip of input rows with its halo lies in shared memory, and the taps are shifted views of it (device code:
-wgrad/halo.cu). It also loses nothing to tiles that do not fit the filter: 64 output channels by 9 taps of 64 input
-channels is the tile of a 3x3 filter, for any number of channels.
+An implicit GEMM reads its input from the L2 once per filter tap, which bounds it where channels are few. It also loses
+to tiles that do not fit the filter, which is 64 output channels by 9 taps of 64 input channels here.
 """
 
 import dataclasses
@@ -13,9 +12,10 @@ import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.device.structs import Divisor
+from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, type_macros
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, reduction
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -80,17 +80,6 @@ def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
     return max(1, buffers(problem, config)) * buffer_bytes(problem, config) + RESERVED_BYTES
 
 
-def tiles(problem: ConvWgradProblem, config: Config) -> int:
-    r, s = problem.kernel_spatial
-    groups = -(-r // config.taps_h) * -(-s // config.taps_w)
-    return groups * -(-problem.in_channels // CHANNELS) * -(-problem.out_channels // CHANNELS)
-
-
-def units_per_tile(problem: ConvWgradProblem, config: Config) -> int:
-    p, q = problem.output_spatial
-    return problem.batch * -(-p // config.tile_p) * (q // config.tile_q)
-
-
 def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
     """Output rows whose products are issued together: at least four of each warpgroup, if the rows divide so."""
     row = 2 if pairs(config) else 1
@@ -129,78 +118,6 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, MAX_LINES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernel and its reduction.
-
-    Attributes:
-      channels, out_channels: C and K.
-      filter_h, filter_w: R and S.
-      groups_w: blocks of taps along S.
-      slots, k_blocks: blocks of 64 input and output channels.
-      out_h, tile_p: P, and the output rows of a strip.
-      in_image, tiles_q: strips of an image and of a row.
-      pitch: pixels of an X line.
-      lanes: threads of a block of the reduction that share an element's splits; as in `ReduceArgs`.
-    """
-
-    channels: int
-    out_channels: int
-    filter_h: int
-    filter_w: int
-    groups_w: Divisor
-    slots: Divisor
-    k_blocks: Divisor
-    out_h: int
-    tile_p: int
-    in_image: Divisor
-    tiles_q: Divisor
-    pitch: int
-    pad_h: int
-    pad_w: int
-    dilation_h: int
-    dilation_w: int
-    units_per_tile: int
-    units_per_split: int
-    buffers: int
-    splits: int
-    lanes: int
-
-
-def _args(p: ConvWgradProblem, config: Config) -> Args:
-    height, width = p.output_spatial
-    units = units_per_tile(p, config)
-    return Args(
-        channels=p.in_channels,
-        out_channels=p.out_channels,
-        filter_h=p.kernel_spatial[0],
-        filter_w=p.kernel_spatial[1],
-        groups_w=Divisor.of(-(-p.kernel_spatial[1] // config.taps_w)),
-        slots=Divisor.of(-(-p.in_channels // CHANNELS)),
-        k_blocks=Divisor.of(-(-p.out_channels // CHANNELS)),
-        out_h=height,
-        tile_p=config.tile_p,
-        in_image=Divisor.of(units // p.batch),
-        tiles_q=Divisor.of(width // config.tile_q),
-        pitch=pitch(p, config),
-        pad_h=p.padding[0][0],
-        pad_w=p.padding[1][0],
-        dilation_h=p.rhs_dilation[0],
-        dilation_w=p.rhs_dilation[1],
-        units_per_tile=units,
-        units_per_split=-(-units // config.splits),
-        buffers=buffers(p, config),
-        splits=config.splits,
-        lanes=split_k.reduce_lanes(tiles(p, config) * config.tile_bytes // 16, config.splits),
-    )
-
-
-def _row_map(buffer: int, p: ConvWgradProblem, shape: tuple[int, ...], pixels: int) -> plan.TiledMap:
-    """Rows of `pixels` pixels and 64 channels of an NHWC array."""
-    dims = tuple(reversed(shape))
-    return plan.TiledMap(buffer, p.dtype, dims, plan.tensor_map_strides(dims, 2), box=(CHANNELS, pixels, 1, 1))
-
-
 @functools.lru_cache(maxsize=4096)
 def _strips(family: "Halo", problem: ConvWgradProblem) -> tuple[Config, ...]:
     """The largest strips that fit: for each width, heights that cut the output into equal parts."""
@@ -236,7 +153,7 @@ _MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
 _BATCH_SECONDS = 0.31e-6  # least time of a batch of products
 _UNIT_SECONDS = 0.3e-6
 _HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 4.0e12
+_PARTIAL_BYTES = 8.0e12
 _L2_BYTES_PER_SM = 111e9
 _LAUNCH_SECONDS = 4.0e-6
 _REDUCE_SECONDS = 1.0e-6
@@ -248,7 +165,6 @@ class Halo(SplitFamily[Config]):
     name = "wgrad_halo"
     ABI = 1
     file = "wgrad/halo.cu"
-    structs = (split_k.ReduceArgs, Args)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -280,20 +196,25 @@ class Halo(SplitFamily[Config]):
             return f"rows of {pitch(problem, config)} pixels; accepted: at most {MAX_PITCH}"
         if lines(problem, config) > MAX_LINES:
             return f"{lines(problem, config)} rows; accepted: at most {MAX_LINES}"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        if tiles(problem, config) > split_k.MAX_GRID_Y:
-            return f"{tiles(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
-        return split_k.splits_refusal(config.splits, units_per_tile(problem, config), "strips")
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if (count := self.thread_blocks(problem, config)) > split_k.MAX_GRID_Y:
+            return f"{count} tiles; accepted: at most {split_k.MAX_GRID_Y}"
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "strips")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return units_per_tile(problem, config)
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Blocks of filter rows and columns, of input channels, of output channels."""
+        r, s = problem.kernel_spatial
+        slots, k_blocks = (-(-channels // CHANNELS) for channels in problem.group_channels)
+        return -(-r // config.taps_h), -(-s // config.taps_w), slots, k_blocks
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Images, strips of rows, strips of columns."""
+        p, q = problem.output_spatial
+        return problem.batch, -(-p // config.tile_p), q // config.tile_q
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_PIXELS // (config.tile_p * config.tile_q)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return tiles(problem, config)
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Strips that fit, with the split counts that fill 1 to 4 whole waves of the machine."""
@@ -308,8 +229,8 @@ class Halo(SplitFamily[Config]):
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
-        blocks = tiles(problem, config) * config.splits
-        units = -(-blocks // target.cores) * -(-units_per_tile(problem, config) // config.splits)
+        blocks = self.thread_blocks(problem, config) * config.splits
+        units = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         height = problem.output_spatial[0]
         rows = height / -(-height // config.tile_p)  # of a strip, on average
         together = batch_rows(problem, config)
@@ -318,48 +239,62 @@ class Halo(SplitFamily[Config]):
         load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
         seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-        if config.splits > 1:
-            seconds += _REDUCE_SECONDS + blocks * config.tile_bytes / _PARTIAL_BYTES
-        return seconds
+        return seconds + self.reduce_seconds(problem, config, _REDUCE_SECONDS, _PARTIAL_BYTES)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """fp32 partial sums, in whole tiles."""
-        return 0 if config.splits == 1 else tiles(problem, config) * config.splits * config.tile_bytes
+        return 0 if config.splits == 1 else self.thread_blocks(problem, config) * config.splits * config.tile_bytes
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Dtypes, taps and the strip's geometry."""
-        return {
-            **type_macros(problem),
-            "TAPS_H": config.taps_h,
-            "TAPS_W": config.taps_w,
-            "TILE_N": CHANNELS * config.taps_w,
-            "TILE_Q": config.tile_q,
-            "BATCH_ROWS": batch_rows(problem, config),
-        }
+    def _lanes(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Threads of a block of the reduction that share an element's splits."""
+        return split_k.reduce_lanes(self.thread_blocks(problem, config) * config.tile_bytes // 16, config.splits)
 
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        return (
-            _row_map(0, problem, problem.lhs_shape, pitch(problem, config)),
-            _row_map(1, problem, problem.g_shape, config.tile_q),
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to taps and the strip's geometry."""
+        p, units = problem, self.reduction_blocks(problem, config)
+        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
+        batch, _, tiles_q = self.block_counts(p, config)
+        x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
+        dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
+        return Kernel(
+            128 * (config.taps_h + 1),
+            shared_bytes(p, config),
+            {
+                **field_macros(config, "taps_h", "taps_w", "tile_q"),
+                "TILE_N": CHANNELS * config.taps_w,
+                "BATCH_ROWS": batch_rows(p, config),
+            },
+            {
+                "channels": p.in_channels,
+                "out_channels": p.out_channels,
+                "filter": p.kernel_spatial,
+                "groups_w": Divisor.of(groups_w),  # blocks of taps along S
+                "slots": Divisor.of(slots),  # blocks of input channels
+                "k_blocks": Divisor.of(k_blocks),
+                "out_h": p.output_spatial[0],
+                "tile_p": config.tile_p,
+                "in_image": Divisor.of(units // batch),  # strips
+                "tiles_q": Divisor.of(tiles_q),
+                "pitch": pitch(p, config),  # pixels of an X line
+                "pad": (p.padding[0][0], p.padding[1][0]),
+                "dilation": p.rhs_dilation,
+                "units_per_tile": units,
+                "units_per_split": -(-units // config.splits),
+                "buffers": buffers(p, config),
+                "splits": config.splits,
+                "lanes": self._lanes(p, config),
+            },
+            (x_map, dy_map),
         )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        args, count = _args(problem, config), tiles(problem, config)
-        main = plan.Launch(
-            kernel="wgrad_halo",
-            grid=(count, config.splits, 1),
-            block=(128 * (config.taps_h + 1), 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args.param(), plan.Pointer(2), plan.Pointer(3)),
-            shared_bytes=shared_bytes(problem, config),
-        )
-        reduce = plan.Launch(
-            kernel="reduce_tiles",
-            grid=(config.tile_bytes // 16 * args.lanes // split_k.REDUCE_THREADS, count, 1),
-            block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(plan.Pointer(3), plan.Pointer(2), args.param()),
-            programmatic=True,
-        )
-        return (main,) if config.splits == 1 else (main, reduce)
+        kernel, count = self.kernel(problem, config), self.thread_blocks(problem, config)
+        out, partials = plan.Pointer(2), plan.Pointer(3)
+        main = kernel.launch("wgrad_halo", (count, config.splits, 1), out, partials)
+        if config.splits == 1:
+            return (main,)
+        grid = (config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
+        return main, reduction("reduce_tiles", grid, partials, out, kernel.struct.param())
 
 
 FAMILY = Halo(Config)

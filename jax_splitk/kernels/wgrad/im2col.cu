@@ -7,30 +7,22 @@
 // 64-channel boxes of dY. In shared memory every box is 64 rows of 128 bytes under the 128-byte swizzle. With
 // SWAP the M side of the tile is k and the N side is rsc.
 //
-// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA; it leaves its registers to
-// the others, where these are several), the other warpgroups are consumers (WGMMA, then the epilogue).
-// Barriers, per stage: `full` (one arrival per producer warp, with the bytes of its boxes) and `empty` (one
-// arrival per consumer warpgroup, once the WGMMAs that read the stage have retired). Both start in phase 0;
-// the producers' first pass over the ring does not wait. Epilogue: fp32 goes to memory from the accumulators.
-// Once every consumer of the block is done with the ring, it holds a 16-bit tile [rsc][k], which is read back
-// in rows of the output.
+// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA), the others are consumers.
+// `full` has an arrival of every producer warp, `empty` one of every consumer warpgroup, once the WGMMAs that
+// read the stage have retired. Epilogue: fp32 goes to memory from the accumulators. 16 bits go through the
+// pipeline's memory, as a tile [rsc][k], and from there in rows of the output.
 //
 // Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
 // of it.
 //
-// Macros: ELEMENT_BF16, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
-// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split), OUT
-// (split_k.cuh).
+// Macros: ELEMENT, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
+// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
-#if ELEMENT_BF16
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#else
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<GMMA::Major::MN, GMMA::Major::MN>;
-#endif
+using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
 // A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
 // memory.
@@ -50,7 +42,7 @@ constexpr int M_PER_WG = M_BOXES / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = 128 + CONSUMER_THREADS;
-// The register file, shared out by role (setmaxnreg wants multiples of 8). One consumer has enough without.
+// One consumer has enough registers without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
@@ -64,8 +56,7 @@ __device__ inline Slot slot_of(const Args& g, int index) {
   return {tap, (index - tap * g.slots) * SLOT};
 }
 
-// ---- producer
-// ------------------------------------------------------------------------------------------------------
+// ---- producer --------------------------------------------------------------------------------------------
 
 // The first of 64 output pixels.
 struct Pixel {
@@ -77,42 +68,29 @@ struct Tap {
 };
 
 __device__ inline Pixel pixel_at(const Args& g, int index) {
-  int row = index / g.out_w;
-  int q = index - row * g.out_w;
-  int plane = row / g.out_h;
-  int p = row - plane * g.out_h;
-#if RANK3
-  int n = plane / g.out_d;
-  return {index, n, plane - n * g.out_d, p, q};
-#else
-  return {index, plane, 0, p, q};
-#endif
+  const int row = index / g.out.w, q = index - row * g.out.w;
+  const int plane = row / g.out.h, p = row - plane * g.out.h;
+  const int n = RANK3 ? plane / g.out.d : plane;
+  return {index, n, RANK3 ? plane - n * g.out.d : 0, p, q};
 }
 
 __device__ inline void advance(const Args& g, Pixel& at) {
   at.index = int(at.index + (TURNS ? uint32_t(g.step) : BLOCK_K));  // may wrap, after the last block
   at.q += g.step_q;
-  if (at.q >= g.out_w) {
-    at.q -= g.out_w;
+  if (at.q >= g.out.w) {
+    at.q -= g.out.w;
     ++at.p;
   }
   at.p += g.step_p;
-#if RANK3
-  if (at.p >= g.out_h) {
-    at.p -= g.out_h;
-    ++at.o;
+  if (at.p >= g.out.h) {
+    at.p -= g.out.h;
+    ++(RANK3 ? at.o : at.n);
   }
-  at.o += g.step_o;
-  if (at.o >= g.out_d) {
-    at.o -= g.out_d;
+  if (RANK3) at.o += g.step_o;
+  if (RANK3 && at.o >= g.out.d) {
+    at.o -= g.out.d;
     ++at.n;
   }
-#else
-  if (at.p >= g.out_h) {
-    at.p -= g.out_h;
-    ++at.n;
-  }
-#endif
   at.n += g.step_n;
 }
 
@@ -129,9 +107,9 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
 #if X_TILED
   load_matrix(map, full, to, c, at, g.x_once);
 #else
-  const int w = at.q * g.stride_w - g.pad_w, h = at.p * g.stride_h - g.pad_h;
+  const int w = at.q * g.stride.w - g.pad.w, h = at.p * g.stride.h - g.pad.h;
 #if RANK3
-  const int d = at.o * g.stride_d - g.pad_d;
+  const int d = at.o * g.stride.d - g.pad.d;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
 #else
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
@@ -140,15 +118,10 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
 }
 
 __device__ inline Tap tap_at(const Args& g, int tap) {
-  int row = tap / g.kernel_w;
-  int s = tap - row * g.kernel_w;
-#if RANK3
-  int t = row / g.kernel_h;
-  return {uint16_t(t * g.dilation_d), uint16_t((row - t * g.kernel_h) * g.dilation_h),
-          uint16_t(s * g.dilation_w)};
-#else
-  return {0, uint16_t(row * g.dilation_h), uint16_t(s * g.dilation_w)};
-#endif
+  const int row = tap / g.kernel.w, s = tap - row * g.kernel.w;
+  const int t = RANK3 ? row / g.kernel.h : 0;
+  return {uint16_t(t * g.dilation.d), uint16_t((row - t * g.kernel.h) * g.dilation.h),
+          uint16_t(s * g.dilation.w)};
 }
 
 // One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four
@@ -223,8 +196,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
   }
 }
 
-// ---- consumer
-// ------------------------------------------------------------------------------------------------------
+// ---- consumer --------------------------------------------------------------------------------------------
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
@@ -261,8 +233,7 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
   fence(acc);
 }
 
-// ---- epilogue
-// ------------------------------------------------------------------------------------------------------
+// ---- epilogue --------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = X_BOXES * SLOT, DY_TILE = DY_BOXES * SLOT;
 static_assert(X_TILE * DY_TILE * 2 <= STAGES * STAGE_BYTES, "the ring holds the 16-bit tile");
@@ -288,11 +259,6 @@ struct Place {
   const Rows* slots;
   int column, columns, pitch;
 };
-
-// WGMMA's accumulator holds, for warp w and lane l of the warpgroup, rows w*16 + l/4 (+8) and columns
-// 8*j + 2*(l%4) (+1).
-
-// ---- epilogue: fp32 ----
 
 // Straight from the accumulators: a warp writes whole 32-byte sectors.
 __device__ inline void store_sums(const Place& place, int warpgroup, const Accumulator& acc, float* out) {
@@ -334,8 +300,6 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 #endif
   }
 }
-
-// ---- epilogue: 16 bits ----
 
 #if OUT != 0
 // The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of
@@ -394,8 +358,7 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
 }
 #endif
 
-// ---- the kernels
-// ---------------------------------------------------------------------------------------------------
+// ---- the kernels -----------------------------------------------------------------------------------------
 
 // What a thread block computes: a tile's sum over so many blocks of pixels from kt on.
 struct Work {
@@ -488,9 +451,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 
 #if TAIL
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_tail(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out,
-               float* partials) {
+    wgrad_tail(MAPS_AND_ARGS, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
 }
 
@@ -523,14 +484,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                  const __grid_constant__ Args g, float* partials) {
+    wgrad_partial(MAPS_AND_ARGS, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g, Output* out) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) wgrad_direct(MAPS_AND_ARGS, Output* out) {
   wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
 }
 #endif

@@ -1,27 +1,33 @@
 """Kernel family: convolution weight gradients on Hopper by TMA im2col and WGMMA (device code: wgrad/im2col.cu).
 
-The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits; a thread
-block computes one tile of one split. A split is a range of pixels, or takes turns with the others at blocks of them
-(see `takes_turns`). With more than one split the fp32 partial sums meet in the workspace, where a second kernel,
-launched with programmatic dependent launch, adds them in a fixed order, so that the result is deterministic, bit for
-bit.
+The output [taps * C, K] of a feature group is cut into tiles and the reduction over N*P*Q pixels into splits: implicit
+GEMM with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM Convolution" in CUTLASS's documentation), rebuilt
+on the Hopper atoms of CuTe.
 
 The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
 padding) are folded into the dimension before them: see `folded`.
-
-The method is implicit-GEMM weight gradient with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM
-Convolution" in CUTLASS's documentation), rebuilt on the Hopper atoms of CuTe.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, nearby, one_block_apart, partial_stride, type_macros
+from jax_splitk.kernels.wgrad.family import (
+    Kernel,
+    SplitFamily,
+    box_map,
+    nearby,
+    one_block_apart,
+    partial_stride,
+    reduction,
+)
+from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -40,19 +46,9 @@ TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
-    (64, 64),
-    (64, 128),
-    (64, 192),
-    (64, 256),
-    (128, 64),
-    (128, 128),
-    (128, 192),
-    (128, 256),
-    (192, 64),
-    (192, 128),
-    (192, 192),
-    (256, 64),
-    (256, 128),
+    *itertools.product((64, 128), (64, 128, 192, 256)),
+    *itertools.product((192,), (64, 128, 192)),
+    *itertools.product((256,), (64, 128)),
 )
 
 LINE_FLOATS = 32  # of an L2 line
@@ -133,20 +129,6 @@ def discards(problem: ConvWgradProblem, config: Config) -> bool:
     return takes_turns(problem, config) and stride % LINE_FLOATS == 0 and many
 
 
-def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """(tiles along M, tiles along N) of a feature group."""
-    channels, n = problem.group_channels
-    m = problem.taps * -(-channels // SLOT) * SLOT
-    if config.swap:
-        m, n = n, m
-    return -(-m // config.tile_m), -(-n // config.tile_n)
-
-
-def rest_tiles(problem: ConvWgradProblem, config: Config) -> int:
-    """Tiles that are split."""
-    return math.prod(tile_counts(problem, config)) - config.whole_tiles
-
-
 def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count > MAX_GRID_Z:
         return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_Z}"
@@ -177,23 +159,13 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, BLOCK_K)
 
 
-def _is_plain(p: ConvWgradProblem, axis: int) -> bool:
-    """Whether the convolution moves nothing along a spatial dimension."""
-    return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
-
-
-def is_matrix_product(p: ConvWgradProblem) -> bool:
-    """A 1x1 filter with unit strides and no padding: X is a plain matrix, and im2col's limits do not apply."""
-    return all(_is_plain(p, axis) for axis in range(p.rank))
-
-
 @functools.lru_cache(maxsize=256)
 def folded(p: ConvWgradProblem) -> ConvWgradProblem:
     """The same matrix product with two or three spatial dimensions: a plain dimension that follows another, or the
     batch, in memory becomes part of that, and leading dimensions of size 1 fill up to two."""
     batch, kept, after_plain = p.batch, [], True
     for axis in range(p.rank):
-        plain, size = _is_plain(p, axis), p.input_spatial[axis]
+        plain, size = is_plain(p, axis), p.input_spatial[axis]
         if not (plain and after_plain):
             filter_of_axis = (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis], p.rhs_dilation[axis])
             kept.append((size, p.output_spatial[axis], *filter_of_axis))
@@ -237,53 +209,6 @@ _REDUCE_SECONDS = 0.8e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernels; depth (d, o) counts under RANK3 only.
-
-    Attributes:
-      channels, out_channels, taps: C and K of a group, and T*R*S.
-      pitch: K of all groups.
-      slots: blocks of 64 channels of a tap.
-      kernel_h, kernel_w: R and S.
-      out_d, out_h, out_w: O, P and Q.
-      columns: tiles along N.
-      k_tiles, k_tiles_per_split: blocks of BLOCK_K pixels; under TURNS the fewest of a split.
-      step, step_n, step_o, step_p, step_q: pixels from a split's block to its next, and that as a mixed-radix number.
-      x_once, dy_once: under TURNS, whether a single tile reads any of the operand.
-    """
-
-    channels: int
-    out_channels: int
-    taps: int
-    pitch: int
-    slots: Divisor
-    kernel_h: Divisor
-    kernel_w: Divisor
-    out_d: Divisor
-    out_h: Divisor
-    out_w: Divisor
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    columns: Divisor
-    k_tiles: int
-    k_tiles_per_split: int
-    step: int
-    step_n: int
-    step_o: int
-    step_p: int
-    step_q: int
-    x_once: int
-    dy_once: int
-
-
-@dataclasses.dataclass(frozen=True)
 class TailArgs(Struct):
     """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of these."""
 
@@ -292,101 +217,26 @@ class TailArgs(Struct):
     splits: int
 
 
-def _args(problem: ConvWgradProblem, config: Config) -> Args:
-    p = folded(problem)
-
-    def three(values: Iterable[int], missing: int) -> tuple[int, int, int]:
-        """Of depth, height and width, with `missing` where there is no depth."""
-        depth, height, width = (*(missing,) * (3 - p.rank), *values)
-        return depth, height, width
-
-    out, strides, dilations = (three(v, 1) for v in (p.output_spatial, p.window_strides, p.rhs_dilation))
-    pads = three((low for low, _ in p.padding), 0)
-    turns = takes_turns(problem, config)
-    step = rest = BLOCK_K * (config.splits if turns else 1)
-    rest, step_q = divmod(rest, out[2])
-    rest, step_p = divmod(rest, out[1])
-    step_n, step_o = divmod(rest, out[0])
-    blocks, channels = k_tiles(problem), problem.group_channels
-    tiles_m, tiles_n = tile_counts(problem, config)
-    x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
-    return Args(
-        channels=channels[0],
-        out_channels=channels[1],
-        taps=problem.taps,
-        pitch=problem.out_channels,
-        slots=Divisor.of(-(-channels[0] // SLOT)),
-        kernel_h=Divisor.of(p.kernel_spatial[-2]),
-        kernel_w=Divisor.of(p.kernel_spatial[-1]),
-        out_d=Divisor.of(out[0]),
-        out_h=Divisor.of(out[1]),
-        out_w=Divisor.of(out[2]),
-        stride_d=strides[0],
-        stride_h=strides[1],
-        stride_w=strides[2],
-        pad_d=pads[0],
-        pad_h=pads[1],
-        pad_w=pads[2],
-        dilation_d=dilations[0],
-        dilation_h=dilations[1],
-        dilation_w=dilations[2],
-        columns=Divisor.of(tiles_n),
-        k_tiles=blocks,
-        k_tiles_per_split=blocks // config.splits if turns else -(-blocks // config.splits),
-        step=step,
-        step_n=step_n,
-        step_o=step_o,
-        step_p=step_p,
-        step_q=step_q,
-        x_once=int(turns and dy_tiles == 1),
-        dy_once=int(turns and x_tiles == 1),
-    )
-
-
 def _x_map(problem: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
     if is_matrix_product(problem):
-        return _matrix_map(0, problem.dtype, problem.in_channels, problem.reduction_size)
+        return _matrix_map(problem, 0, problem.in_channels)
     p = folded(problem)
-    inner_first = range(p.rank - 1, -1, -1)
-    dims = (p.in_channels, *(p.input_spatial[axis] for axis in inner_first), p.batch)
-    reach = [(size - 1) * dilation for size, dilation in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
+    dims, reach = p.lhs_shape[::-1], geometry(p, p.rank).reach
     return plan.Im2colMap(
         buffer=0,
         dtype=p.dtype,
         dims=dims,
         strides=plan.tensor_map_strides(dims, 2),
-        element_strides=(1, *(p.window_strides[axis] for axis in inner_first), 1),
-        lower=tuple(-p.padding[axis][0] for axis in inner_first),
-        upper=tuple(p.padding[axis][1] - reach[axis] for axis in inner_first),
+        element_strides=(1, *p.window_strides[::-1], 1),
+        lower=tuple(-low for low, _ in p.padding[::-1]),
+        upper=tuple(p.padding[axis][1] - reach[axis] for axis in range(p.rank))[::-1],
         channels=SLOT,
         pixels=BLOCK_K,
     )
 
 
-def _matrix_map(buffer: int, dtype: str, channels: int, pixels: int) -> plan.TiledMap:
-    dims = (channels, pixels)
-    return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, 2), box=(SLOT, BLOCK_K))
-
-
-def _tail_launches(problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-    rest, args = rest_tiles(problem, config), _args(problem, config).param()
-    tail = TailArgs(config.whole_tiles, rest, config.splits).param()
-    chunks = config.tile_m * config.tile_n // 4
-    main = plan.Launch(
-        kernel="wgrad_tail",
-        grid=(config.whole_tiles + rest * config.splits, 1, 1),
-        block=(128 * (config.consumers + 1), 1, 1),
-        params=(plan.MapParam(0), plan.MapParam(1), args, tail, plan.Pointer(2), plan.Pointer(3)),
-        shared_bytes=config.shared_bytes,
-    )
-    reduce = plan.Launch(
-        kernel="reduce_tail",
-        grid=(chunks // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1),
-        block=(split_k.REDUCE_THREADS, 1, 1),
-        params=(args, tail, plan.Pointer(3), plan.Pointer(2)),
-        programmatic=True,
-    )
-    return main, reduce
+def _matrix_map(p: ConvWgradProblem, buffer: int, channels: int) -> plan.TiledMap:
+    return box_map(p, buffer, (p.reduction_size, channels), (SLOT, BLOCK_K))
 
 
 class Im2col(SplitFamily[Config]):
@@ -395,7 +245,7 @@ class Im2col(SplitFamily[Config]):
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (*SplitFamily.structs, Args, TailArgs)
+    structs = (TailArgs,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -418,11 +268,10 @@ class Im2col(SplitFamily[Config]):
             return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
         if not isinstance(config.swap, bool):
             return f"swap {config.swap!r}; accepted: True or False"
-        splits = split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")
-        if splits is not None:
-            return splits
+        if (reason := split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")) is not None:
+            return reason
         if config.whole_tiles:
-            tiles = math.prod(tile_counts(problem, config))
+            tiles = math.prod(self.tile_counts(problem, config))
             if config.splits == 1 or problem.feature_group_count != 1:
                 return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
             if not 0 < config.whole_tiles < tiles:
@@ -432,14 +281,26 @@ class Im2col(SplitFamily[Config]):
                 return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
         return None
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return k_tiles(problem)
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
+        """(tiles along M, tiles along N) of a feature group."""
+        channels, n = problem.group_channels
+        m = problem.taps * -(-channels // SLOT) * SLOT
+        if config.swap:
+            m, n = n, m
+        return -(-m // config.tile_m), -(-n // config.tile_n)
+
+    def rest_tiles(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Tiles of a feature group that are split."""
+        return math.prod(self.tile_counts(problem, config)) - config.whole_tiles
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
+        return (k_tiles(problem),)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN
 
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+    def grid_groups(self, problem: ConvWgradProblem) -> int:
+        return problem.feature_group_count
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         return config.blocks_per_sm
@@ -467,10 +328,8 @@ class Im2col(SplitFamily[Config]):
         """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""
         wanted = nearby(config.splits, self.wave(problem, config, target))
         wanted |= one_block_apart(config.splits, k_tiles(problem))
-        found = self.other_splits(problem, config, wanted)
-        found.append(dataclasses.replace(config, swap=not config.swap))
-        found += [dataclasses.replace(config, stages=config.stages - 1)] * (config.stages > MIN_STAGES)
-        return found
+        fewer = [config.stages - 1] if config.stages > MIN_STAGES else []
+        return self.other_splits(problem, config, wanted) + varied(config, swap=[not config.swap], stages=fewer)
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction.
@@ -485,13 +344,13 @@ class Im2col(SplitFamily[Config]):
         load = config.stage_bytes / _L2_BYTES_PER_SM
         step = max(mma, load) + _SHADOW * min(mma, load)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
-        blocks = rest_tiles(problem, config) * problem.feature_group_count * config.splits
+        blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
         steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
         seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
-        crowd = _CROWDED if math.prod(tile_counts(problem, config)) > _SHARERS else 1.0
+        crowd = _CROWDED if math.prod(self.tile_counts(problem, config)) > _SHARERS else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
@@ -500,38 +359,62 @@ class Im2col(SplitFamily[Config]):
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Where only the last tiles are split, theirs."""
         if config.whole_tiles:
-            return rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
+            return self.rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
         return super().workspace_bytes(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Dtypes and tile, hardly sizes."""
-        return {
-            **type_macros(problem),
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "STAGES": config.stages,
-            "SWAP": int(config.swap),
-            "X_TILED": int(is_matrix_product(problem)),
-            "CTAS_PER_SM": config.blocks_per_sm,
-            "RANK3": int(folded(problem).rank == 3),
-            "TAIL": int(config.whole_tiles > 0),
-            "DISCARD": int(discards(problem, config)),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
-        return _x_map(problem), _matrix_map(1, problem.dtype, problem.out_channels, problem.reduction_size)
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to tile and rank, hardly to sizes. Depth (d, o) counts under RANK3 only."""
+        g, (channels, out_channels) = geometry(folded(problem), 3), problem.group_channels
+        turns = takes_turns(problem, config)
+        # From a split's block of pixels to its next, and that as a mixed-radix number.
+        step = BLOCK_K * (config.splits if turns else 1)
+        rest, step_q = divmod(step, g.out[2])
+        rest, step_p = divmod(rest, g.out[1])
+        step_n, step_o = divmod(rest, g.out[0])
+        blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
+        x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
+        return Kernel(
+            128 * (config.consumers + 1),
+            config.shared_bytes,
+            {
+                **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
+                "X_TILED": int(is_matrix_product(problem)),
+                "RANK3": int(folded(problem).rank == 3),
+                "TAIL": int(config.whole_tiles > 0),
+                "DISCARD": int(discards(problem, config)),
+            },
+            {
+                "channels": channels,
+                "out_channels": out_channels,
+                "taps": problem.taps,
+                "pitch": problem.out_channels,
+                "slots": Divisor.of(-(-channels // SLOT)),  # of a tap
+                "kernel": tuple(map(Divisor.of, g.kernel[1:])),
+                "out": tuple(map(Divisor.of, g.out)),
+                "stride": g.stride,
+                "pad": g.pad,
+                "dilation": g.dilation,
+                "columns": Divisor.of(tiles_n),
+                "k_tiles": blocks,
+                "k_tiles_per_split": blocks // config.splits if turns else -(-blocks // config.splits),
+                **{"step": step, "step_n": step_n, "step_o": step_o, "step_p": step_p, "step_q": step_q},
+                # Whether a single tile reads any of the operand.
+                "x_once": int(turns and dy_tiles == 1),
+                "dy_once": int(turns and x_tiles == 1),
+            },
+            (_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
+        )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        if config.whole_tiles:
-            return _tail_launches(problem, config)
-        return self.split_launches(
-            problem,
-            config,
-            threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), _args(problem, config).param()),
-            shared_bytes=config.shared_bytes,
-            groups=problem.feature_group_count,
-        )
+        if not config.whole_tiles:
+            return super().launches(problem, config)
+        kernel, rest = self.kernel(problem, config), self.rest_tiles(problem, config)
+        tail = TailArgs(config.whole_tiles, rest, config.splits).param()
+        grid = (config.whole_tiles + rest * config.splits, 1, 1)
+        reduce_grid = (config.tile_m * config.tile_n // 4 // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1)
+        out, partials = plan.Pointer(2), plan.Pointer(3)
+        main = kernel.launch("wgrad_tail", grid, tail, out, partials)
+        return main, reduction("reduce_tail", reduce_grid, kernel.struct.param(), tail, partials, out)
 
 
 FAMILY = Im2col(Config)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 INT32_MAX = 2**31 - 1
@@ -69,12 +70,18 @@ def empty_dimensions(p: ConvWgradProblem) -> str | None:
 
 def padded_input(p: ConvWgradProblem, beyond: int) -> str | None:
     """Of coordinates that are 32-bit integers, up to `beyond` pixels of the output past its end."""
-    for axis in range(p.rank):
-        span = abs(p.padding[axis][0]) + (p.output_spatial[axis] + beyond) * p.window_strides[axis]
-        span += p.kernel_spatial[axis] * p.rhs_dilation[axis]
+    return coordinates(geometry(p, p.rank), p.rank, beyond)
+
+
+def coordinates(g: Geometry, rank: int, beyond: int, row: int | None = None) -> str | None:
+    """Like `padded_input`, of a problem of that rank; of the last dimension in elements, where a pixel has `row`."""
+    last = len(g.out) - 1
+    for axis, (out, stride) in enumerate(zip(g.out, g.stride, strict=True)):
+        span = abs(g.pad[axis]) + (out + beyond) * stride + g.kernel[axis] * g.dilation[axis]
+        span *= (row or 1) if axis == last else 1
         if span > INT32_MAX:
-            where = f"in spatial dimension {axis}"
-            return f"padded input of up to {span} pixels {where}; accepted: at most {INT32_MAX}"
+            unit, where = "elements" if row else "pixels", f"in spatial dimension {axis - last - 1 + rank}"
+            return f"padded input of up to {span} {unit} {where}; accepted: at most {INT32_MAX}"
     return None
 
 

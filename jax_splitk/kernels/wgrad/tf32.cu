@@ -26,16 +26,14 @@
 // Both inputs are rounded to tf32 (to nearest): the tensor cores would truncate, an error of one sign.
 //
 // Roles: warp 0 is the producer (one thread issues TMA), warps 1 to 3 transpose, the other warpgroups are
-// consumers, then the epilogue.
-// Barriers, per stage: x and raw: filled by TMA's bytes; emptied by consumer warps (4 * CONSUMERS) and by
-// transposers (3). dy: filled by transposers (3), emptied by consumer warps once the products of the last
-// line that meets the row have retired. Every pipeline is walked in order, by units (images, strip of output
-// rows, strip of columns), rows and lines; row p of a unit is loaded and needed from line p * STRIDE_H on.
+// consumers, then the epilogue. Every pipeline is walked in order, by units (images, strip of output rows,
+// strip of columns), rows and lines; row p of a unit is loaded and needed from line p * STRIDE_H on. A row of
+// dy is empty once the products of the last line that meets it have retired.
 //
-// Macros: OUT (output.cuh), TAPS_H, TAPS_W, BLOCKS, TILE_N, TILE_IMAGES, TILE_Q (output columns of a strip),
-// STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, COLUMNS (of a line), REACH (lines beyond a row's first one),
-// PITCH_BYTES (32 channels of an image's line), X_BYTES (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES,
-// DY_STAGES, CONSUMERS, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips reach beyond the output's columns).
+// Macros: OUT, those that tf32.py takes from its Config, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, COLUMNS
+// (of a line), REACH (lines beyond a row's first one), PITCH_BYTES (32 channels of an image's line), X_BYTES
+// (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES, DY_STAGES, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips
+// reach beyond the output's columns).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -77,7 +75,7 @@ struct Unit {
 
 __device__ inline Unit unit_of(const Args& g, int index) {
   const int rest = index / g.tiles_q, images = rest / g.tiles_p;
-  const int p0 = (rest - images * g.tiles_p) * g.tile_p, rows = min(g.tile_p, g.out_h - p0);
+  const int p0 = (rest - images * g.tiles_p) * g.tile_p, rows = min(g.tile_p, g.out.h - p0);
   return {images * TILE_IMAGES, p0, (index - rest * g.tiles_q) * TILE_Q, rows,
           (rows - 1) * STRIDE_H + REACH + 1};
 }
@@ -108,8 +106,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
   Position x_at, raw_at;
   for (; unit < end; ++unit) {
     const Unit u = unit_of(g, unit);
-    const int h = u.p0 * STRIDE_H - g.pad_h + tile.r0 * DILATION_H;
-    const int w = u.q0 * STRIDE_W - g.pad_w + tile.s0 * DILATION_W;
+    const int h = u.p0 * STRIDE_H - g.pad.h + tile.r0 * DILATION_H;
+    const int w = u.q0 * STRIDE_W - g.pad.w + tile.s0 * DILATION_W;
 #pragma unroll 1
     for (int line = 0; line < u.lines; ++line, x_at.advance(X_STAGES)) {
       if (line % STRIDE_H == 0 && line / STRIDE_H < u.rows) {
@@ -364,7 +362,7 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
         pipelines.dy.wait_full({int(row % DY_STAGES), row / DY_STAGES & 1});
       }
       pipelines.x.wait_full(at);
-      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out_w - u.q0, acc);
+      multiply_line<(1 << TAPS_H) - 1>(mask, stages.x + at.stage * X_BYTES, places, b, g.out.w - u.q0, acc);
       __syncwarp();  // what other lanes have read is released too
       if (leads) {
         pipelines.x.release(at.stage);
@@ -379,22 +377,21 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
 
-// Writes a warpgroup's sums into out[R][S][C][K]. WGMMA's accumulator holds, for lane l, rows l/4 (+8) of the
-// warp's 16 and columns 8*j + 2*(l%4) (+1); gather() makes rows l/4 and l/4 + 8 channels 2*(l/4) and the
-// next.
+// Writes a warpgroup's sums into out[R][S][C][K]. Of a warp's 16 rows gather() makes l/4 and l/4 + 8 channels
+// 2*(l/4) and the next.
 template <class T>
 __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgroup, const Accumulator& acc) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int s = tile.s0 + warpgroup % TAPS_W;
   const int c = tile.c0 + warpgroup / TAPS_W * 64 + warp * 16 + lane / 4 * 2;
-  if (s >= g.filter_w) return;
+  if (s >= g.filter.w) return;
 #pragma unroll
   for (int tap = 0; tap < TAPS_H; ++tap) {
     const int r = tile.r0 + tap;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (r >= g.filter_h || c + half >= g.channels) continue;
-      T* to = out + (size_t(r * g.filter_w + s) * g.channels + c + half) * g.out_channels;
+      if (r >= g.filter.h || c + half >= g.channels) continue;
+      T* to = out + (size_t(r * g.filter.w + s) * g.channels + c + half) * g.out_channels;
 #pragma unroll
       for (int box = 0; box < DY_BOXES; ++box) {
 #pragma unroll
@@ -446,7 +443,4 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   }
 }
 
-SPLIT_K_KERNELS(1,
-                (const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g),
-                (x_map, dy_map, g))
+SPLIT_K_KERNELS((MAPS_AND_ARGS), (x_map, dy_map, g))

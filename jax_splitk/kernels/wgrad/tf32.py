@@ -1,23 +1,19 @@
 """Kernel family: float32 weight gradients on Hopper's tf32 tensor cores (device code: wgrad/tf32.cu).
 
-For what XLA computes in tf32 too: precision DEFAULT and HIGH. One or two spatial dimensions. A line of X is loaded once
-for all filter taps of a thread block and multiplied from registers; dY is transposed in shared memory by warps of their
-own, since WGMMA takes tf32 operands from there with the reduction contiguous only. Splits and their reduction are those
-of wgrad_im2col.
+For what XLA computes in tf32 too: precision DEFAULT and HIGH. One or two spatial dimensions.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_refusal
-from jax_splitk.kernels.wgrad import im2col, refusals
-from jax_splitk.kernels.wgrad.family import SplitFamily, fastest_and_fewest, partial_stride
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, partial_stride
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry, is_matrix_product
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -40,10 +36,7 @@ MAX_TAPS_H, MAX_CONSUMERS = 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
 MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split
-
-MAX_CANDIDATES = 40
-_VARIANTS = 16  # of which split counts are tried
-_STRIPS = 2  # heights of each that are tried
+_STRIPS = 2  # heights of each variant that are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +77,14 @@ class Config:
         return self.taps_h * self.tile_n // 2
 
 
-# ---- the problem as the kernel sees it -----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
-class View:
+class View(Geometry):
     """Both inputs as images of rows and columns, without the input pixels that no window touches.
 
     `lhs_strides`: elements from one column, row and image of X to the next.
     """
 
-    batch: int
-    size: tuple[int, int]
     lhs_strides: tuple[int, int, int]
-    out: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    pad: tuple[int, int]  # low sides
-    dilation: tuple[int, int]
 
 
 def _matrix_shape(pixels: int) -> tuple[int, int]:
@@ -113,28 +96,25 @@ def _matrix_shape(pixels: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def view(p: ConvWgradProblem) -> View:
     """Of a problem of one or two spatial dimensions."""
-    c = p.in_channels
-    if im2col.is_matrix_product(p) and set(p.lhs_dilation) == {1}:
-        height, width = _matrix_shape(p.reduction_size)
-        strides = (c, width * c, height * width * c)
-        return View(1, (height, width), strides, (height, width), (1, 1), (1, 1), (0, 0), (1, 1))
-    ones = (1,) * (2 - p.rank)
-    size, out, kernel = (*ones, *p.input_spatial), (*ones, *p.output_spatial), (*ones, *p.kernel_spatial)
-    stride, dilation = (*ones, *p.window_strides), (*ones, *p.rhs_dilation)
-    pad = (*(0 for _ in ones), *(low for low, _ in p.padding))
+    g, c = geometry(p, 2), p.in_channels
+    if is_matrix_product(p):
+        lines = _matrix_shape(p.reduction_size)
+        g = dataclasses.replace(g, batch=1, size=lines, out=lines, dilation=(1, 1))
     # Every position is a multiple of `step` away from the image's first pixel.
-    step = [math.gcd(stride[i], dilation[i] if kernel[i] > 1 else 0, pad[i]) for i in (0, 1)]
-    return View(
-        batch=p.batch,
-        size=(-(-size[0] // step[0]), -(-size[1] // step[1])),
-        lhs_strides=(step[1] * c, step[0] * size[1] * c, size[0] * size[1] * c),
-        out=(out[0], out[1]),
-        kernel=(kernel[0], kernel[1]),
-        stride=(stride[0] // step[0], stride[1] // step[1]),
-        pad=(pad[0] // step[0], pad[1] // step[1]),
-        # One tap has no dilation.
-        dilation=(max(1, dilation[0] // step[0]), max(1, dilation[1] // step[1])),
-    )
+    step = [math.gcd(g.stride[i], g.dilation[i] if g.kernel[i] > 1 else 0, g.pad[i]) for i in (0, 1)]
+
+    def reduced(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(value // by for value, by in zip(values, step, strict=True))
+
+    (height, width), (step_h, step_w) = g.size, step
+    changes = {
+        "size": (-(-height // step_h), -(-width // step_w)),
+        "stride": reduced(g.stride),
+        "pad": reduced(g.pad),
+        "dilation": tuple(max(1, dilation) for dilation in reduced(g.dilation)),  # one tap has none
+        "lhs_strides": (step_w * c, step_h * width * c, height * width * c),
+    }
+    return View(**{**vars(g), **changes})
 
 
 def columns(v: View, config: Config) -> int:
@@ -167,47 +147,24 @@ def _row_bytes(config: Config) -> int:
     return config.pixels * config.tile_n * 4
 
 
-def _shared_bytes(v: View, config: Config) -> int:
+def shared_bytes(v: View, config: Config) -> int:
     rows = RAW_STAGES + dy_stages(v, config)
     return config.stages * _line_bytes(v, config) + rows * _row_bytes(config) + RESERVED_BYTES
-
-
-def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    return _shared_bytes(view(problem), config)
-
-
-# ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
-def tile_counts(problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-    """(blocks of taps, of input channels, of output channels)."""
-    v = view(problem)
-    taps = -(-v.kernel[0] // config.taps_h) * -(-v.kernel[1] // config.taps_w)
-    slots = -(-problem.in_channels // (BLOCK_CHANNELS * config.blocks))
-    return taps, slots, -(-problem.out_channels // config.tile_n)
-
-
-def _strip_counts(v: View, config: Config) -> tuple[int, int, int]:
-    """(groups of images, strips of rows, strips of columns)."""
-    return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
 
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
-    reason = refusals.padded_input(p, MAX_PIXELS)
-    if reason is not None:
+    if (reason := refusals.padded_input(p, MAX_PIXELS)) is not None or _fits(view(p), 2, 4):
         return reason
-    if not _fits(view(p), 2, 4):
-        return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
-    return None
+    return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
 
 
 def _fits(v: View, images: int, tile_q: int) -> bool:
     """Whether such lines fit in shared memory for the smallest tile."""
     smallest = Config(1, 1, 1, TILE_N[0], images, 1, tile_q, 2, 1)
-    return columns(v, smallest) <= MAX_BOX and _shared_bytes(v, smallest) <= SHARED_BYTES
+    return columns(v, smallest) <= MAX_BOX and shared_bytes(v, smallest) <= SHARED_BYTES
 
 
 def _equal_parts(size: int, most: int) -> list[int]:
@@ -243,12 +200,6 @@ def _heights(v: View) -> list[int]:
     return [rows for rows in dict.fromkeys(parts) if rows <= 128 or rows == v.out[0]]
 
 
-def _widths(out_channels: int) -> list[int]:
-    """Tiles of output channels: the least that holds all, and smaller ones."""
-    whole = next((n for n in TILE_N if n >= out_channels), TILE_N[-1])
-    return [n for n in TILE_N if n <= whole]
-
-
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 # Fitted to 17 device times of an H200, the worst of them 4.4% off.
@@ -268,7 +219,7 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
     until lines of X have come, as far as its other stages do not hide it."""
     v = view(p)
-    steps, rows = config.pixels // 8, v.out[0] / _strip_counts(v, config)[1]
+    steps, rows = config.pixels // 8, v.out[0] / -(-v.out[0] // config.tile_p)
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
     products = config.consumers * rows * steps * config.taps_h
     line = config.images * columns(v, config) * config.blocks * 2 * PIXEL_BYTES
@@ -284,47 +235,14 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The problem's extents, and where its tiles and strips lie.
-
-    Attributes:
-      channels, out_channels: C and K.
-      filter_h, filter_w: R and S.
-      groups_w: blocks of taps along S.
-      slots, k_blocks: blocks of input and of output channels.
-      tile_p: output rows of a strip.
-      tiles_p, tiles_q: strips of rows and of columns.
-      units, units_per_split: strips of all images.
-      partial_stride: elements from one split's partial sums to the next's.
-    """
-
-    channels: int
-    out_channels: int
-    filter_h: int
-    filter_w: int
-    groups_w: int
-    slots: int
-    k_blocks: int
-    out_h: int
-    out_w: int
-    tile_p: int
-    tiles_p: int
-    tiles_q: int
-    pad_h: int
-    pad_w: int
-    units: int
-    units_per_split: int
-    partial_stride: int
-
-
-class Tf32(SplitFamily[Config]):
+class Tf32(RankedFamily[Config]):
     """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
     name = "wgrad_tf32"
     ABI = 1
     file = "wgrad/tf32.cu"
-    structs = (*SplitFamily.structs, Args)
+    MAX_CANDIDATES = 40
+    MAX_VARIANTS = 16
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         reason = refusals.dtypes(problem, ("float32",))
@@ -344,8 +262,7 @@ class Tf32(SplitFamily[Config]):
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         v = view(problem)
         fixed = {"taps_h": range(1, MAX_TAPS_H + 1), "tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
-        reason = field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))
-        if reason is not None:
+        if (reason := field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))) is not None:
             return reason
         if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
             return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
@@ -362,8 +279,7 @@ class Tf32(SplitFamily[Config]):
             return f"{line}; accepted: {accepted}, products that are multiples of 8 up to {MAX_PIXELS}"
         if columns(v, config) > MAX_BOX:
             return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
-        if _shared_bytes(v, config) > SHARED_BYTES:
-            needed = _shared_bytes(v, config)
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
         if barriers > BARRIER_BYTES:
@@ -374,23 +290,29 @@ class Tf32(SplitFamily[Config]):
             return f"{count} strips of {tiles} tiles; accepted: at most {INT32_MAX} each"
         return split_k.splits_refusal(config.splits, count, "strips")
 
-    def reduction_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Strips."""
-        return math.prod(_strip_counts(view(problem), config))
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Blocks of filter rows and columns, of input channels, of output channels."""
+        r, s = view(problem).kernel
+        slots = -(-problem.in_channels // (BLOCK_CHANNELS * config.blocks))
+        return -(-r // config.taps_h), -(-s // config.taps_w), slots, -(-problem.out_channels // config.tile_n)
+
+    def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
+        """Groups of images, strips of rows, strips of columns."""
+        v = view(problem)
+        return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN // (config.pixels * config.tile_p)
-
-    def thread_blocks(self, problem: ConvWgradProblem, config: Config) -> int:
-        return math.prod(tile_counts(problem, config))
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs, the most promising first; their splits fill the machine once."""
         v, found = view(problem), {}
         taps = itertools.product(_equal_parts(v.kernel[0], MAX_TAPS_H), _equal_parts(v.kernel[1], MAX_CONSUMERS))
         slots = -(-problem.in_channels // BLOCK_CHANNELS)
+        whole = next((n for n in TILE_N if n >= problem.out_channels), TILE_N[-1])
+        widths = [n for n in TILE_N if n <= whole]
         blocks = [b for b in range(1, MAX_CONSUMERS + 1) if b <= slots]
-        for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, _widths(problem.out_channels), _lines(v)):
+        for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, widths, _lines(v)):
             shape = Config(h, w, b, n, images, 1, tile_q, MAX_STAGES, 1)
             if shape.consumers > MAX_CONSUMERS or shape.accumulators > MAX_ACCUMULATORS[shape.consumers]:
                 continue
@@ -402,8 +324,7 @@ class Tf32(SplitFamily[Config]):
                 config = dataclasses.replace(deepest, tile_p=rows)
                 if rows * config.pixels > MAX_FLOAT32_CHAIN and rows > 1:
                     continue
-                wanted = max(self.least_splits(problem, config), target.cores // self.thread_blocks(problem, config))
-                config = self.with_splits(problem, config, wanted)
+                config = self.filling(problem, config, target)
                 if self.config_refusal(problem, config) is None:
                     strips[config] = self.estimate(problem, config, target)
             found |= {config: strips[config] for config in sorted(strips, key=lambda c: strips[c])[:_STRIPS]}
@@ -414,16 +335,12 @@ class Tf32(SplitFamily[Config]):
         depths = (dataclasses.replace(shape, stages=stages) for stages in range(MAX_STAGES, 1, -1))
         return next((config for config in depths if self.config_refusal(problem, config) is None), None)
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[Config]:
-        """The most promising variants with the split counts that fill 1 to 4 whole waves."""
-        return _candidates(self, problem, target)
-
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Split counts nearby, doubled and halved, a stage more or less, and strips of twice or half the rows."""
         wave = max(1, target.cores // self.thread_blocks(problem, config))
         wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
         found = self.other_splits(problem, config, wanted)
-        found += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+        found += varied(config, stages=(config.stages - 1, config.stages + 1))
         for tile_p in (config.tile_p * 2, -(-config.tile_p // 2)):
             if tile_p not in (config.tile_p, *range(problem.output_spatial[0] + 1, tile_p + 1)):
                 other = dataclasses.replace(config, tile_p=tile_p)
@@ -436,87 +353,56 @@ class Tf32(SplitFamily[Config]):
         What tiles reach beyond the problem counts as work. Device memory bounds the whole from below, and slows it
         where the two are near each other.
         """
-        blocks = self.thread_blocks(problem, config) * config.splits
-        waves = -(-blocks // target.cores)
         strips = -(-self.reduction_blocks(problem, config) // config.splits)
-        busy = waves * (strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS)
+        wave_seconds = strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS
+        busy = self.waves(problem, config, target) * wave_seconds
         seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
         return seconds + self.reduce_seconds(problem, config)
 
-    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """The window's geometry and the tile, not sizes or splits."""
-        v = view(problem)
-        return {
-            "OUT": split_k.OUT_CODES[problem.out_dtype],
-            "TAPS_H": config.taps_h,
-            "TAPS_W": config.taps_w,
-            "BLOCKS": config.blocks,
-            "TILE_N": config.tile_n,
-            "TILE_IMAGES": config.images,
-            "TILE_Q": config.tile_q,
-            "STRIDE_H": v.stride[0],
-            "STRIDE_W": v.stride[1],
-            "DILATION_H": v.dilation[0],
-            "DILATION_W": v.dilation[1],
-            "CONSUMERS": config.consumers,
-            **share_macros(1, config.consumers),
-            "COLUMNS": columns(v, config),
-            "REACH": reach(v, config),
-            "PITCH_BYTES": _pitch_bytes(v, config),
-            "X_BYTES": _line_bytes(v, config),
-            "DY_BYTES": _row_bytes(config),
-            "X_STAGES": config.stages,
-            "RAW_STAGES": RAW_STAGES,
-            "DY_STAGES": dy_stages(v, config),
-            "RAGGED": int(v.out[1] % config.tile_q > 0),
-        }
-
-    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        v = view(problem)
-        x_dims = (problem.in_channels, v.size[1], v.size[0], v.batch)
-        dy_dims = (problem.out_channels, v.out[1], v.out[0], v.batch)
-        x_strides, dy_strides = tuple(4 * elements for elements in v.lhs_strides), plan.tensor_map_strides(dy_dims, 4)
+    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+        """Specialised to the window's geometry and the tile, not to sizes or splits."""
+        p, v, count = problem, view(problem), self.reduction_blocks(problem, config)
+        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
+        _, tiles_p, tiles_q = self.block_counts(p, config)
+        x_dims, x_box = (p.in_channels, v.size[1], v.size[0], v.batch), (BOX_CHANNELS, columns(v, config), 1, 1)
+        x_map = plan.TiledMap(0, p.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box)
         dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
-        return (
-            plan.TiledMap(0, problem.dtype, x_dims, x_strides, (BOX_CHANNELS, columns(v, config), 1, 1)),
-            plan.TiledMap(1, problem.dtype, dy_dims, dy_strides, dy_box),
+        return Kernel(
+            128 * (config.consumers + 1),
+            shared_bytes(v, config),
+            {
+                **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
+                "TILE_IMAGES": config.images,
+                **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
+                **share_macros(1, config.consumers),
+                "COLUMNS": columns(v, config),
+                "REACH": reach(v, config),
+                "PITCH_BYTES": _pitch_bytes(v, config),
+                "X_BYTES": _line_bytes(v, config),
+                "DY_BYTES": _row_bytes(config),
+                "X_STAGES": config.stages,
+                "RAW_STAGES": RAW_STAGES,
+                "DY_STAGES": dy_stages(v, config),
+                "RAGGED": int(v.out[1] % config.tile_q > 0),
+            },
+            {
+                "channels": p.in_channels,
+                "out_channels": p.out_channels,
+                "filter": v.kernel,
+                "groups_w": groups_w,  # blocks of taps along S
+                "slots": slots,  # blocks of input channels
+                "k_blocks": k_blocks,
+                "out": v.out,
+                "tile_p": config.tile_p,
+                "tiles_p": tiles_p,
+                "tiles_q": tiles_q,
+                "pad": v.pad,
+                "units": count,  # strips of all images
+                "units_per_split": -(-count // config.splits),
+                "partial_stride": partial_stride(p),
+            },
+            (x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
         )
-
-    def _args(self, p: ConvWgradProblem, config: Config) -> Args:
-        v, count = view(p), self.reduction_blocks(p, config)
-        _, slots, k_blocks = tile_counts(p, config)
-        _, tiles_p, tiles_q = _strip_counts(v, config)
-        return Args(
-            *(p.in_channels, p.out_channels, *v.kernel),
-            groups_w=-(-v.kernel[1] // config.taps_w),
-            slots=slots,
-            k_blocks=k_blocks,
-            out_h=v.out[0],
-            out_w=v.out[1],
-            tile_p=config.tile_p,
-            tiles_p=tiles_p,
-            tiles_q=tiles_q,
-            pad_h=v.pad[0],
-            pad_w=v.pad[1],
-            units=count,
-            units_per_split=-(-count // config.splits),
-            partial_stride=partial_stride(p),
-        )
-
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        return self.split_launches(
-            problem,
-            config,
-            threads=128 * (config.consumers + 1),
-            params=(plan.MapParam(0), plan.MapParam(1), self._args(problem, config).param()),
-            shared_bytes=shared_bytes(problem, config),
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _candidates(family: Tf32, p: ConvWgradProblem, target: Target) -> tuple[Config, ...]:
-    configs = [c for variant in family.variants(p, target)[:_VARIANTS] for c in family.in_waves(p, variant, target)]
-    return fastest_and_fewest({c: family.estimate(p, c, target) for c in configs}, MAX_CANDIDATES)
 
 
 FAMILY = Tf32(Config)

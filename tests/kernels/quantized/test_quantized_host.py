@@ -14,6 +14,7 @@ import jax_splitk  # noqa: F401 (registers the handler)
 from jax_splitk.kernels.quantized.host import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized import QuantizedArray, prepack
+from jax_splitk.runtime import execute
 from jax_splitk.runtime.target import Target
 from tests.exhaustive import thinned
 from tests.formats import CASES, GROUPS, SCALE_DTYPES
@@ -25,9 +26,14 @@ FOUR_CORES = Target("cpu", "cpu", "", 4)
 
 
 def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **changes: Any) -> np.ndarray:
-    """The custom call with its result and workspace full of NaN beforehand: donated arguments become its results."""
+    """The custom call with its result and workspace full of NaN beforehand: donated arguments become its results.
+
+    Around it what `execute.call` does: operands and result are converted."""
     plan = FAMILY.plan(problem, config).custom_call()
-    out = changes.pop("out", jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
+    out = changes.pop("out", jax.ShapeDtypeStruct(problem.out_shape, jnp.float32))
+    operands = tuple(
+        operand.astype(np.float32) if jnp.issubdtype(operand.dtype, jnp.floating) else operand for operand in operands
+    )
     workspace = jax.ShapeDtypeStruct((changes.pop("size", plan.workspace_bytes),), np.uint8)
     call = jax.ffi.ffi_call(plan.target, (out, workspace))
     attributes = {**plan.attributes, **changes}
@@ -41,7 +47,7 @@ def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **chang
     addresses = [nan.unsafe_buffer_pointer(), ones.unsafe_buffer_pointer()]
     results = poisoned(nan, ones, *operands)
     assert [r.unsafe_buffer_pointer() for r in results] == addresses, "the poison did not arrive"
-    return np.asarray(results[0])
+    return np.asarray(results[0].astype(problem.out_dtype))
 
 
 def product(case: Case, config: Config, q: QuantizedArray, x: Any) -> np.ndarray:
@@ -145,8 +151,7 @@ def test_concurrent_calls() -> None:
     q, x = LARGER.every_code()[0], normal(LARGER)
     expected = product(LARGER, Config(3, 24), q, x)
     call = FAMILY.plan(LARGER.problem, Config(3, 24)).custom_call()
-    results = (jax.ShapeDtypeStruct(expected.shape, "float32"), jax.ShapeDtypeStruct((call.workspace_bytes,), "uint8"))
-    function = jax.jit(lambda *operands: jax.ffi.ffi_call(call.target, results)(*operands, **call.attributes)[0])
+    function = jax.jit(functools.partial(execute.call, call, LARGER.problem))
     given = operands(prepack(q), x, LARGER.x_dtype)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for result in pool.map(lambda _: np.asarray(function(*given)), range(40)):
@@ -171,19 +176,17 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"size": 0}, "workspace has 0 bytes"),
-    ({"splits": np.int64(0)}, "splits = 0 must lie within 1..3 for k = 192"),
+    ({"splits": np.int64(0)}, "splits = 0 must lie within 1..3 for a reduction of 192"),
     ({"splits": np.int64(4)}, "splits = 4 must lie within 1..3"),
     ({"row_block": np.int64(0)}, "row_block = 0 must lie within 1..1024"),
     ({"row_block": np.int64(1025)}, "row_block = 1025"),
     ({"group_size": np.int64(48)}, "group_size = 48 must be 32, 64 or 128 and divide k = 192, or be k"),
     ({"group_size": np.int64(128)}, "group_size = 128 must"),
     ({"group_size": np.int64(32)}, "do not fit for groups of 32"),
-    ({"qtype": "int5"}, "qtype = int5 is not one of the six formats"),
-    ({"qtype": "int8"}, r"words \(2, 3, 512\).* do not fit"),
-    ({"out": jax.ShapeDtypeStruct((3, 129), jnp.bfloat16)}, "do not fit"),
-    ({"out": jax.ShapeDtypeStruct((2, 70), jnp.bfloat16)}, "do not fit"),
-    ({"out": jax.ShapeDtypeStruct((3, 70), jnp.int32)}, "element types"),
-    ({"out": jax.ShapeDtypeStruct((210,), jnp.bfloat16)}, r"must be \[rows, k\] and \[rows, features\]"),
+    ({"values": np.ones(32, np.float32)}, "values of 32 codes; accepted: 16 or 256"),
+    ({"values": np.ones(256, np.float32)}, r"words \(2, 3, 512\).* do not fit"),
+    ({"out": jax.ShapeDtypeStruct((3, 129), jnp.float32)}, "do not fit"),
+    ({"out": jax.ShapeDtypeStruct((2, 70), jnp.float32)}, "do not fit"),
 ])  # fmt: skip
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
     expected = f"INVALID_ARGUMENT: .*jax_splitk host quantized_matmul: .*{message}"
@@ -194,10 +197,11 @@ def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> Non
 def test_other_operands_are_refused() -> None:
     x, words, scale, zero = small_operands()
     for given, message in (
-        ((x.astype(np.float32), words, scale, zero), "element types"),
-        ((x, words.view(np.int32), scale, zero), "element types"),
+        ((x, words.view(np.int32), scale, zero), "expected U32 but got S32"),
+        ((x[0], words, scale, zero), "expected 2 but got 1"),
         ((x, words, scale, zero[:, :1]), "do not fit"),
-        ((x, words, scale, zero, scale), "more than four operands"),
+        ((x, words, scale, words), "zero points must be the one further operand, of F32"),
+        ((x, words, scale, zero, scale), "zero points must be the one further operand"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             run(SMALL.problem, Config(2, 24), *given)

@@ -205,7 +205,7 @@ def test_smaller_tiles_with_more_stages_are_tried() -> None:
 def test_float32_suite_fills_the_machine() -> None:
     for case in suite(tf32.FAMILY, "float32"):
         best = tf32.FAMILY.candidates(case.problem(), DEFAULT_CUDA)[0]
-        blocks = math.prod(tf32.tile_counts(case.problem(), best)) * best.splits
+        blocks = tf32.FAMILY.thread_blocks(case.problem(), best) * best.splits
         assert 0.95 * DEFAULT_CUDA.cores <= blocks <= DEFAULT_CUDA.cores
 
 
@@ -227,7 +227,7 @@ def test_the_best_config_wastes_less_than_half_of_the_tiles() -> None:
         p = case.problem()
         configs = im2col.FAMILY.candidates(p, DEFAULT_CUDA)
         config = min(configs, key=lambda config: im2col.FAMILY.estimate(p, config, DEFAULT_CUDA))
-        tiles = math.prod(im2col.tile_counts(p, config))
+        tiles = math.prod(im2col.FAMILY.tile_counts(p, config))
         # Channels come in boxes of 64: less than that is not the config's to waste.
         m, n = p.taps * math.ceil(p.in_channels / 64) * 64, math.ceil(p.out_channels / 64) * 64
         assert tiles * config.tile_m * config.tile_n < 2 * m * n, config

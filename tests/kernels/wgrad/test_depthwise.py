@@ -22,7 +22,7 @@ from tests.structs import arguments
 PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES]
 GEOMETRY = (
     *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
-    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "TAPS"),
+    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "SIZE_W"),
 )
 
 
@@ -44,7 +44,7 @@ def taps_of_blocks(axis: Axis) -> list[list[int]]:
 
 def test_every_tap_is_in_one_block_and_a_block_fits_an_operand() -> None:
     for p in PROBLEMS:
-        g = depthwise.geometry(p)
+        g = depthwise.axes(p)
         for axis, reach in ((g.height, depthwise.MAX_ROW_REACH), (g.width, depthwise.MAX_COLUMN_REACH)):
             blocks = taps_of_blocks(axis)
             assert sorted(t for block in blocks for t in block) == list(range(axis.kernel)), p
@@ -66,8 +66,8 @@ def test_no_tap_reaches_from_one_image_into_the_next() -> None:
                 continue
             p = problem((size, 12), (kernel, 1), stride=(stride, 1), rhs_dilation=(dilation, 1),
                         padding=((low, high), (0, 0)))  # fmt: skip
-            axis, pitch = depthwise.geometry(p).height, depthwise.geometry(p).pitch
-            assert pitch == axis.size_out + axis.gap <= axis.size_out + axis.reach
+            axis, pitch = depthwise.axes(p).height, depthwise.axes(p).pitch
+            assert pitch == axis.output + axis.gap <= axis.output + axis.reach
             for taps in taps_of_blocks(axis):
                 if not taps:
                     continue
@@ -83,11 +83,11 @@ def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
         for p in PROBLEMS:
             for segments in (1, 2, 4):
                 config = Config(8, segments, 1, 1)
-                t, g = depthwise.tiling(p, config), depthwise.geometry(p)
+                t, g = depthwise.tiling(p, config), depthwise.axes(p)
                 assert t.columns % 8 == 0
                 assert t.columns <= t.segment * segments
-                assert (t.tiles - 1) * t.columns < g.width.size_out <= t.tiles * t.columns
-                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.size_out - 1
+                assert (t.tiles - 1) * t.columns < g.width.output <= t.tiles * t.columns
+                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.output - 1
                 assert last // 8 == t.blocks - 1
                 splits = FAMILY.with_splits(p, config, int(rng.integers(1, 50))).splits
                 each = math.ceil(t.blocks / splits)
@@ -104,7 +104,7 @@ def test_arguments_and_macros() -> None:
     defines = dict(made.source.defines)
     assert {name: defines[name] for name in GEOMETRY} == {
         "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
-        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "TAPS": 1,
+        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "SIZE_W": 1,
     }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_plan() -> None:
     for splits in (1, 3):
         config = Config(16, 2, 2, splits)
         device_plan = FAMILY.plan(p, config)
-        t, g = depthwise.tiling(p, config), depthwise.geometry(p)
+        t, g = depthwise.tiling(p, config), depthwise.axes(p)
         main, *rest = device_plan.launches
         assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
         assert [launch.kernel for launch in rest] == ["reduce_splits"] * (splits > 1)
@@ -145,7 +145,7 @@ def test_columns_that_are_kept_of_a_row(
     t = depthwise.tiling(p, Config(16, 1, 1, 1))
     assert (t.x_pad, t.x_columns) == kept
     wide = depthwise.tiling(p, Config(16, 4, 1, 1))
-    assert (wide.x_pad, wide.x_columns) == (0, wide.used + depthwise.geometry(p).width.reach)
+    assert (wide.x_pad, wide.x_columns) == (0, wide.used + depthwise.axes(p).width.reach)
 
 
 def test_zeros_beside_an_image_are_not_read_as_pixels() -> None:
@@ -161,7 +161,7 @@ def test_shared_memory_fits() -> None:
             assert t.shared_bytes(config.stages) <= depthwise.SHARED_BYTES
             assert t.x.plane_bytes % 16 == t.y.plane_bytes % 16 == 0
             # The epilogue's sums and products take the planes' place.
-            taps = depthwise.geometry(p).width.size
+            taps = depthwise.axes(p).width.size
             assert t.shared_bytes(1) >= 4 * config.channels * 9 * taps + 4 * config.warps * taps * 130
 
 
@@ -181,7 +181,7 @@ class Block:
 
     def planes(self, p: ConvWgradProblem, config: Config, operand: depthwise.Operand, block: int) -> np.ndarray:
         """Of 8 rows of the tall image, as columns in the planes' memory; NaN where nothing is written or cleared."""
-        t, g, parts = depthwise.tiling(p, config), depthwise.geometry(p), config.channels // 8
+        t, g, parts = depthwise.tiling(p, config), depthwise.axes(p), config.channels // 8
         store_images = min(config.images, 4 // parts)
         store_chunks = 4 // (parts * store_images)
         memory = np.full(operand.plane_bytes // 2, np.nan)
@@ -245,7 +245,7 @@ def runs(config: Config, t: depthwise.Tiling, operand: depthwise.Operand, memory
 
 def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The weight gradient as the device code computes it, split by split."""
-    t, g = depthwise.tiling(p, config), depthwise.geometry(p)
+    t, g = depthwise.tiling(p, config), depthwise.axes(p)
     height, width, multiplier = g.height, g.width, p.out_channels // p.in_channels
     out = np.zeros((height.kernel, width.kernel, p.out_channels))
     each = -(-t.blocks // config.splits)

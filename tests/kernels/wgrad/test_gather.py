@@ -36,12 +36,12 @@ class Device:
         self.grid = plan.launches[0].grid
         m = self.m
         self.items = m["GRANULE"] // gather.volume(p).item
-        self.segment = m["KERNEL_S"] * m["SLICE"] if m["RUNS"] else m["SLICE"]
-        self.segments = m["KERNEL_T"] * m["KERNEL_R"] * (1 if m["RUNS"] else m["KERNEL_S"])
+        self.segment = m["KERNEL_W"] * m["SLICE"] if m["RUNS"] else m["SLICE"]
+        self.segments = m["KERNEL_D"] * m["KERNEL_H"] * (1 if m["RUNS"] else m["KERNEL_W"])
         self.parity = m["LEAD"] % 2 if m["PAIRED"] else 0
         self.run = (self.parity + self.segment + 1) // 2 * 2 if m["PAIRED"] else self.segment
         self.pixels = m["TILE_IMAGES"] * m["TILE_P"] * m["TILE_Q"]
-        self.image = m["KERNEL_T"] * m["ROWS"] * m["ROW_PITCH"]
+        self.image = m["KERNEL_D"] * m["ROWS"] * m["ROW_PITCH"]
 
     def pixel_offset(self, k: int) -> int:
         m = self.m
@@ -52,8 +52,8 @@ class Device:
     def row_offset(self, rows: np.ndarray) -> np.ndarray:
         m = self.m
         segment = np.minimum(rows // self.run, self.segments - 1)
-        s, tr = (0, segment) if m["RUNS"] else (segment % m["KERNEL_S"], segment // m["KERNEL_S"])
-        place = tr // m["KERNEL_R"] * m["ROWS"] * m["ROW_PITCH"] + tr % m["KERNEL_R"] * m["TAP_ROW"] + s * m["TAP_COL"]
+        s, tr = (0, segment) if m["RUNS"] else (segment % m["KERNEL_W"], segment // m["KERNEL_W"])
+        place = tr // m["KERNEL_H"] * m["ROWS"] * m["ROW_PITCH"] + tr % m["KERNEL_H"] * m["TAP_ROW"] + s * m["TAP_COL"]
         return place + m["LEAD"] + rows % self.run - self.parity
 
     def load_x(self, x: np.ndarray, tile: tuple[int, int, int, int], c0: int) -> np.ndarray:
@@ -62,20 +62,20 @@ class Device:
         per_line = m["SLICE"] // self.items
         if m["DENSE"]:
             per_line = -(-(m["LEAD"] + m["COLUMNS"] * m["PITCH"]) // self.items)
-        lines = m["TILE_IMAGES"] * m["KERNEL_T"] * m["ROWS"] * (1 if m["DENSE"] else m["COLUMNS"])
+        lines = m["TILE_IMAGES"] * m["KERNEL_D"] * m["ROWS"] * (1 if m["DENSE"] else m["COLUMNS"])
         i = np.arange(lines * per_line)
         line, first = i // per_line, i % per_line * self.items
         column = 0
         if not m["DENSE"]:
             line, column = line // m["COLUMNS"], line % m["COLUMNS"]
         to = line * m["ROW_PITCH"] + column * m["PITCH"] + first
-        n = image + line // (m["ROWS"] * m["KERNEL_T"])
+        n = image + line // (m["ROWS"] * m["KERNEL_D"])
 
         def undilated(position: Any, size: int, dilation: int) -> Any:
             legal = (position >= 0) & (position % dilation == 0) & (position // dilation < size)
             return np.where(legal, position // dilation, -1)
 
-        depth = line // m["ROWS"] % m["KERNEL_T"]
+        depth = line // m["ROWS"] % m["KERNEL_D"]
         d = undilated(plane * g["stride_d"] - g["pad_d"] + depth * m["GRID_D"], g["in_d"], m["LHS_D"])
         h = undilated(row0 * g["stride_h"] - g["pad_h"] + line % m["ROWS"] * m["GRID_H"], g["in_h"], m["LHS_H"])
         inside = (n < g["batch"]) & (d >= 0) & (h >= 0)

@@ -21,7 +21,7 @@ def test_blocks_and_jobs_cover_every_pair_of_a_group_once() -> None:
         _, bundle_in, bundle_out = grouped.bundle(p)
         taps_w = p.kernel_spatial[1]
         for config in {(c.in_block, c.out_block): c for c in FAMILY.variants(p)}.values():
-            j = grouped.job(p, config)
+            j = grouped.tiling(p, config)
             bundles = max(1, config.in_block // bundle_in)
             in_units, out_units = config.in_block // 8 // bundles, config.out_block // 8 // bundles
             in_parts, out_parts = max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
@@ -31,8 +31,8 @@ def test_blocks_and_jobs_cover_every_pair_of_a_group_once() -> None:
                 c0 = first * bundle_in + part // out_parts * config.in_block
                 k0 = first * bundle_out + part % out_parts * config.out_block
                 jobs = itertools.product(
-                    range(bundles), range(in_units // j.in_units), range(out_units // j.out_units),
-                    range(-(-taps_w // j.columns)),
+                    range(bundles), range(in_units // j.warp_in), range(out_units // j.warp_out),
+                    range(-(-taps_w // j.warp_columns)),
                 )  # fmt: skip
                 assert len(list(jobs)) == j.jobs
                 for b in range(bundles):
@@ -62,7 +62,7 @@ def test_plan() -> None:
         "each": each, "more": more,
     }  # fmt: skip
     assert main.grid == (3, 6, 1)
-    assert main.block == (32 * (1 + grouped.job(p, config).jobs), 1, 1)
+    assert main.block == (32 * (1 + grouped.tiling(p, config).jobs), 1, 1)
     x, dy = made.maps
     assert (x.dims, x.box, x.swizzle) == ((24, 31, 20, 5), (8, 24, 11, 2), 0)
     assert (dy.dims, dy.box, dy.swizzle) == ((48, out_w, out_h, 5), (16, 16, 4, 2), 1)

@@ -18,7 +18,7 @@ def test_every_unit_is_one_splits_and_every_split_is_added() -> None:
             for config in (configs[int(i)] for i in rng.integers(0, len(configs), 4)):
                 plan = FAMILY.plan(p, config)
                 g, (main, *reductions) = arguments(plan), plan.launches
-                count, units, each = halo.tiles(p, config), g["units_per_tile"], g["units_per_split"]
+                count, units, each = halo.FAMILY.thread_blocks(p, config), g["units_per_tile"], g["units_per_split"]
                 assert main.grid == (count, config.splits, 1)
                 splits = [range(i * each, min((i + 1) * each, units)) for i in range(config.splits)]
                 assert [unit for split in splits for unit in split] == list(range(units))
@@ -38,7 +38,7 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
                 plan = FAMILY.plan(p, config)
                 g = arguments(plan)
                 rows = g["in_image"] // g["tiles_q"]
-                groups = halo.tiles(p, config) // (g["slots"] * g["k_blocks"])
+                groups = halo.FAMILY.thread_blocks(p, config) // (g["slots"] * g["k_blocks"])
                 assert groups * config.taps_h * config.taps_w >= p.taps
                 assert g["slots"] * 64 >= p.in_channels > (g["slots"] - 1) * 64
                 assert g["k_blocks"] * 64 >= p.out_channels > (g["k_blocks"] - 1) * 64

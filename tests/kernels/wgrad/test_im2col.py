@@ -8,6 +8,7 @@ import pytest
 
 from jax_splitk.kernels.device.split_k import whole_splits
 from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.wgrad.geometry import is_matrix_product
 from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from tests.problems import conv, random_case, seeded
@@ -53,15 +54,15 @@ def test_folded_dimensions_have_no_limits() -> None:
 
 
 def test_matrix_products() -> None:
-    assert im2col.is_matrix_product(conv((3, 4, 5), (1, 1, 1)))
-    assert im2col.is_matrix_product(conv((12, 12), (1, 1), rhs_dilation=300))
+    assert is_matrix_product(conv((3, 4, 5), (1, 1, 1)))
+    assert is_matrix_product(conv((12, 12), (1, 1), rhs_dilation=300))
     for other in (
         conv((12, 12), (1, 1), stride=(2, 1)),
         conv((12, 12), (1, 1), padding=((0, 1), (0, 0))),
         conv((12, 12), (1, 2)),
         conv((3, 4, 5), (1, 1, 1), stride=(1, 2, 1)),
     ):
-        assert not im2col.is_matrix_product(other), other
+        assert not is_matrix_product(other), other
 
 
 # ---- splits and tiles ----------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_tile_counts_cover_the_output_and_no_more() -> None:
             if config.swap:
                 sides.reverse()
             expected = tuple(len(range(0, side, size)) for side, size in zip(sides, tile, strict=True))
-            assert im2col.tile_counts(p, config) == expected, (p, config)
+            assert im2col.FAMILY.tile_counts(p, config) == expected, (p, config)
 
 
 def work_of_block(p: ConvWgradProblem, config: Config, index: int, rest: int) -> tuple[int, int, int]:
@@ -116,7 +117,7 @@ def test_tail_covers_every_block_of_every_tile_once() -> None:
         for _ in range(60):
             p = random_case(rng).problem()
             variant = FAMILY.with_splits(p, list(im2col.variants())[int(rng.integers(0, 20))], int(rng.integers(2, 9)))
-            tiles = math.prod(im2col.tile_counts(p, variant))
+            tiles = math.prod(im2col.FAMILY.tile_counts(p, variant))
             if tiles < 2 or variant.splits == 1:
                 continue
             config = dataclasses.replace(variant, whole_tiles=int(rng.integers(1, tiles)))
@@ -139,7 +140,7 @@ def split_blocks(p: ConvWgradProblem, config: Config, split: int) -> tuple[int, 
     """A split's first block of pixels, how many it has, and their distance: `work_of_block` in wgrad/im2col.cu."""
     args = arguments(FAMILY.plan(p, config))
     each = args["k_tiles_per_split"]
-    if im2col.is_matrix_product(p) and not config.whole_tiles:  # TURNS
+    if is_matrix_product(p) and not config.whole_tiles:  # TURNS
         more = args["k_tiles"] - each * config.splits
         return split, each + (split < more), args["step"] // 64
     assert args["step"] == 64

@@ -1,0 +1,168 @@
+// Split products on XLA's threads, for every operation: out[row, column] = sum over k of a[row, k] b[k,
+// column] in float32, for each group, which has columns of its own. An operation says how to load a and b.
+//
+// A task is (split of k, block of rows, tile of columns). It adds in its thread's slot of the workspace,
+// along its split. Sums of several splits go to partial results in the workspace, which a second parallel
+// phase adds in split order. What is added in which order depends on the operation and `splits` only, never
+// on how many threads there are or which of them ran what, so results are bitwise repeatable.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "host_threads.h"
+#include "text.h"
+
+namespace jax_splitk {
+
+// Of the workspace formula; jax_splitk/kernels/host.py has the same.
+constexpr int64_t kAlign = 64;     // bytes
+constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
+constexpr int64_t kMaxSplits = 256;
+constexpr int64_t kTileColumns = 64;
+constexpr int64_t kChunk = 24;  // rows of a that are loaded at a time
+
+constexpr int64_t kRowsAtOnce = 6;         // in registers
+constexpr int64_t kSumChunk = 16384;       // elements of the result per task of the second phase
+constexpr int64_t kSerialFlops = 1000000;  // below this, waking a thread costs more than it brings
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows of a as they lie in memory.
+struct Rows {
+  const float* data;
+  int64_t row_stride, k_stride;
+};
+
+// What of a row's sums is the result's, and of which row.
+struct Kept {
+  int64_t row, column, columns;
+};
+
+// What is multiplied and how the work is cut. An operation derives from it and has, both const,
+//   void LoadTile(group, column, columns, k, depth, float* tile):
+//     fills tile[depth][kTileColumns] with b from (k, column of the group) on;
+//   Rows LoadRows(group, row, rows, k, depth, float* chunk):
+//     says where a lies from (row, k) on, maybe in chunk[depth][kChunk], which it has filled.
+struct Product {
+  int64_t rows, k, columns, groups;  // of each group: rows of a, columns of b
+  int64_t span;  // 1, or as many parts of a group's rows and columns, which meet only their own kind
+  int64_t splits;
+  int64_t grain;      // splits begin at multiples of it
+  int64_t depth;      // of k that is loaded at a time
+  int64_t row_block;  // rows of a task
+  float* out;         // [rows / span][groups * columns]
+  float* workspace;   // partial results of all splits where there are several, then the slots
+
+  int64_t size() const { return rows / span * groups * columns; }
+  int64_t column_tiles() const { return CeilDiv(columns, kTileColumns); }
+  int64_t row_blocks() const { return CeilDiv(rows, row_block); }
+  int64_t tasks() const { return splits * row_blocks() * groups * column_tiles(); }
+  int64_t slots() const { return std::min(tasks(), kMaxSlots); }
+  // In floats.
+  int64_t partial_size() const { return splits == 1 ? 0 : CeilDiv(size(), 16) * 16; }
+  int64_t slot_size() const {
+    const int64_t sums = CeilDiv(std::min(row_block, rows), kRowsAtOnce) * kRowsAtOnce;
+    return depth * (kTileColumns + kChunk) + sums * kTileColumns;
+  }
+
+  Kept Keep(int64_t row, int64_t columns) const { return {row, 0, columns}; }
+
+  float* Partial(int64_t split) const { return splits == 1 ? out : workspace + split * partial_size(); }
+  float* Slot(int64_t slot) const { return workspace + splits * partial_size() + slot * slot_size(); }
+};
+
+// Sets the results of a call, or says what is wrong with it; empty where nothing is.
+inline std::string SetResults(Product* p, float* out, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  const int64_t most = std::clamp<int64_t>(CeilDiv(p->k, p->grain), 1, kMaxSplits);
+  if (p->splits < 1 || p->splits > most) {
+    return Text("splits = ", p->splits, " must lie within 1..", most, " for a reduction of ", p->k);
+  }
+  const int64_t given = static_cast<int64_t>(workspace->size_bytes());
+  const int64_t expected = kAlign + 4 * (p->splits * p->partial_size() + p->slots() * p->slot_size());
+  if (given != expected) {
+    return Text("workspace has ", given, " bytes, expected ", expected, " for this configuration");
+  }
+  const auto base = reinterpret_cast<uintptr_t>(workspace->untyped_data());
+  p->workspace = reinterpret_cast<float*>((base + kAlign - 1) / kAlign * kAlign);
+  p->out = out;
+  return "";
+}
+
+// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order.
+// Vectors are loaded and stored one by one: an array that memcpy has touched as a whole stays in memory.
+template <int lanes>
+JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_stride, const float* tile,
+                                int64_t depth, float* sums) {
+  using Floats = typename Vector<lanes>::Floats;
+  Floats sum[kRowsAtOnce][2], b[2];
+#pragma GCC unroll 12
+  for (int i = 0; i < 2 * kRowsAtOnce; ++i)
+    std::memcpy(&sum[i / 2][i % 2], sums + i / 2 * kTileColumns + i % 2 * lanes, sizeof(Floats));
+  for (int64_t k = 0; k < depth; ++k, tile += kTileColumns) {
+    std::memcpy(&b[0], tile, sizeof(Floats));
+    std::memcpy(&b[1], tile + lanes, sizeof(Floats));
+#pragma GCC unroll 12
+    for (int i = 0; i < 2 * kRowsAtOnce; ++i) sum[i / 2][i % 2] += a[i / 2][k * k_stride] * b[i % 2];
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < 2 * kRowsAtOnce; ++i)
+    std::memcpy(sums + i / 2 * kTileColumns + i % 2 * lanes, &sum[i / 2][i % 2], sizeof(Floats));
+}
+
+template <int lanes, typename Operation>
+JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
+  const int64_t tiles = p.groups * p.column_tiles(), tile_index = task % tiles, rest = task / tiles;
+  const int64_t group = tile_index / p.column_tiles(), column = tile_index % p.column_tiles() * kTileColumns;
+  const int64_t columns = std::min(kTileColumns, p.columns - column);
+  const int64_t row0 = rest % p.row_blocks() * p.row_block, rows = std::min(p.row_block, p.rows - row0);
+  const int64_t split = rest / p.row_blocks(), grains = CeilDiv(p.k, p.grain);
+  const int64_t end = std::min(p.k, (split + 1) * grains / p.splits * p.grain);
+  float *tile = slot, *chunk = tile + p.depth * kTileColumns, *sums = chunk + p.depth * kChunk;
+  std::fill_n(sums, rows * kTileColumns, 0.0f);
+  for (int64_t k = split * grains / p.splits * p.grain; k < end; k += p.depth) {
+    const int64_t depth = std::min(p.depth, end - k);
+    p.LoadTile(group, column, columns, k, depth, tile);
+    for (int64_t first = 0; first < rows; first += kChunk) {
+      const int64_t count = std::min(kChunk, rows - first);
+      const Rows a = p.LoadRows(group, row0 + first, count, k, depth, chunk);
+      for (int64_t row = 0; row < count; row += kRowsAtOnce) {
+        const float* each[kRowsAtOnce];  // beyond the last row that one again, for sums that nobody reads
+        for (int64_t i = 0; i < kRowsAtOnce; ++i)
+          each[i] = a.data + std::min(row + i, count - 1) * a.row_stride;
+        for (int64_t f = 0; f < columns; f += 2 * lanes)
+          Multiply<lanes>(each, a.k_stride, tile + f, depth, sums + (first + row) * kTileColumns + f);
+      }
+    }
+  }
+  float* to = p.Partial(split) + group * p.columns + column;
+  for (int64_t row = 0; row < rows; ++row) {
+    const Kept kept = p.Keep(row0 + row, columns);
+    std::copy_n(sums + row * kTileColumns + kept.column, kept.columns,
+                to + kept.row * p.groups * p.columns + kept.column);
+  }
+}
+
+// out[begin:end] = sum of the partial results, in split order.
+inline void SumPartials(const Product& p, int64_t begin, int64_t end) {
+  std::copy(p.Partial(0) + begin, p.Partial(0) + end, p.out + begin);
+  for (int64_t split = 1; split < p.splits; ++split) {
+    const float* partial = p.Partial(split);
+    for (int64_t i = begin; i < end; ++i) p.out[i] += partial[i];
+  }
+}
+
+// Both phases of an operation whose results are set. `flops` is its work.
+template <typename Operation>
+void Run(ffi::ThreadPool& pool, const Operation& operation, double flops) {
+  const Product& p = operation;
+  auto* task = ForThisCpu<Operation>();
+  const int64_t helpers = flops < kSerialFlops ? 0 : std::min(pool.num_threads(), p.slots()) - 1;
+  ParallelFor(pool, helpers, p.tasks(), [&](int64_t i, int64_t slot) { task(operation, i, p.Slot(slot)); });
+  if (p.splits == 1) return;
+  ParallelFor(
+      pool, p.size() * p.splits < kSerialFlops / 8 ? 0 : helpers, CeilDiv(p.size(), kSumChunk),
+      [&](int64_t i, int64_t) { SumPartials(p, i * kSumChunk, std::min((i + 1) * kSumChunk, p.size())); });
+}
+
+}  // namespace jax_splitk

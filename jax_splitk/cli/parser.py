@@ -1,0 +1,60 @@
+"""The arguments of every command. Nothing is imported that a command may need, so that `--help` takes no time."""
+
+import argparse
+from typing import Any
+
+_SOURCE = "a cache folder, or a file with the text of TuningResult.dumps"
+_SCRIPT = "Arguments after -- are the script's. "
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its `run` is the command's function, MODULE.NAME in this folder, its `parser` the command's own parser."""
+    whole = argparse.ArgumentParser(prog="python -m jax_splitk")
+    commands = whole.add_subparsers(dest="command", required=True)
+    tune = _add(commands, "tune", "decide.tune", "measure what a script lowers, or problems, and remember the fastest")
+    tune.epilog = _SCRIPT + "Exit code 1: not everything was tuned and stored."
+    tune.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
+    tune.add_argument("--again", action="store_true", help="also measure what a cache already has")
+    explain = _add(commands, "explain", "decide.explain", "what computes a script's operations, or problems, and why")
+    explain.add_argument("--platform", choices=("cpu", "cuda"), help="for problems: another than the default backend's")
+    explain.epilog = _SCRIPT + (
+        "A script runs as it always does, so that on a GPU what no cache has is tuned unless JAX_SPLITK_AUTOTUNE=off; "
+        "for problems nothing is measured. For a script x counts lowerings; JAX lowers equal operations of one "
+        "function once."
+    )
+    for each in (tune, explain):
+        what = "a .py file, a .json file, or JSON text of a problem or a list"
+        each.add_argument("what", metavar="SCRIPT_OR_PROBLEMS", help=what)
+        each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
+    doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
+    doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
+    cache = commands.add_parser("cache", help="list, show, combine and delete what tuning decided")
+    _add_cache(cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
+    return whole
+
+
+def _add_cache(commands: Any) -> None:
+    ls = _add(commands, "ls", "cache.ls", "one line for each entry")
+    ls.epilog = "Ratio: XLA's time to the choice's. Every file is read; exit code 1: one is damaged."
+    ls.add_argument("paths", nargs="*", metavar="PATH", help=f"{_SOURCE}; the user's cache by default")
+    ls.add_argument("--all", action="store_true", help="the user's cache, the read-only caches and the shipped tables")
+    show = _add(commands, "show", "cache.show", "one entry with all its measurements")
+    show.add_argument("what", metavar="DIGEST_PREFIX_OR_FILE", help="how a digest of `cache ls` begins, or its file")
+    about = "put entries into a cache folder or a file; the newer decision wins, all measurements are kept"
+    merge = _add(commands, "merge", "cache.merge", about)
+    merge.epilog = "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged."
+    merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
+    merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
+    about = "delete entries and compiled kernels of the user's cache, and list them"
+    prune = _add(commands, "prune", "cache.prune", about)
+    prune.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")
+    prune.add_argument("--older-than", metavar="DAYS", help="only files that were written longer ago")
+    prune.add_argument("--damaged", action="store_true", help="also what cannot be used, and what dead processes left")
+    prune.add_argument("--dry-run", action="store_true", help="list, but do not delete")
+
+
+def _add(commands: Any, name: str, run: str, about: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=about, description=about)
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+    command.set_defaults(run=run, parser=command)
+    return command

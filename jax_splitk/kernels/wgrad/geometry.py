@@ -1,0 +1,63 @@
+"""Convolutions with as many spatial dimensions as a kernel has."""
+
+import dataclasses
+import functools
+
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """A problem with so many spatial dimensions: missing ones are in front, of size 1.
+
+    Attributes:
+      size, out: pixels of the input and the output.
+      pad: of the low sides.
+    """
+
+    batch: int
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """From a window's first pixel to its last."""
+        return tuple((size - 1) * dilation for size, dilation in zip(self.kernel, self.dilation, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(p: ConvWgradProblem, rank: int) -> Geometry:
+    def full(values: tuple[int, ...], missing: int = 1) -> tuple[int, ...]:
+        return (*(missing,) * (rank - p.rank), *values)
+
+    return Geometry(
+        p.batch,
+        full(p.input_spatial),
+        full(p.output_spatial),
+        full(p.kernel_spatial),
+        full(p.window_strides),
+        full(tuple(low for low, _ in p.padding), 0),
+        full(p.lhs_dilation),
+        full(p.rhs_dilation),
+    )
+
+
+def axis_macros(**sizes: tuple[int, ...]) -> dict[str, int]:
+    """A macro for each dimension, whose name ends in D, H or W."""
+    axes = {name: zip("DHW"[-len(values) :], values, strict=True) for name, values in sizes.items()}
+    return {f"{name}_{axis}": value for name, values in axes.items() for axis, value in values}
+
+
+def is_plain(p: ConvWgradProblem, axis: int) -> bool:
+    """Whether the convolution moves nothing along a spatial dimension."""
+    return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
+
+
+def is_matrix_product(p: ConvWgradProblem) -> bool:
+    """A 1x1 filter with unit strides and no padding or dilation of the input: X is a plain matrix."""
+    return set(p.lhs_dilation) <= {1} and all(is_plain(p, axis) for axis in range(p.rank))

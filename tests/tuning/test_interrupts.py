@@ -1,0 +1,87 @@
+"""Ctrl-C at random moments of tuning: KeyboardInterrupt as anywhere else, no damage, and the process goes on."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import jax
+import pytest
+
+from jax_splitk.cli import stored
+from tests.problems import SEED, generator
+from tests.tuning_cache import start
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
+
+# Sixty problems, which take longer than anybody waits; the message says how far it has come.
+TUNE = """
+import json, logging, pathlib, sys
+import jax
+from jax import numpy as jnp
+import jax_splitk
+from benchmarks.cases import Case
+logging.basicConfig(level=logging.WARNING)
+cases = [Case("x", 3 + i, 24, 25, 8, 16, (3, 3), dtype="float32") for i in range(60)]
+print("ready", flush=True)
+if sys.argv[1] == "uncaught":
+    jax_splitk.tune_problems([case.problem() for case in cases], seconds=0.5)
+try:
+    jax_splitk.tune_problems([case.problem() for case in cases], seconds=0.5)
+    raise SystemExit("it came too late")
+except KeyboardInterrupt:
+    pass
+case = cases[-1]
+run = jax.jit(lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments()))
+out = run(jnp.ones(case.lhs_shape), jnp.ones(case.g_shape))
+((_, entry),) = jax_splitk.tune_problems([cases[-2].problem()], seconds=0.05)
+print(json.dumps([float(out[1, 1, 0, 0]), len(entry.measurements)]), flush=True)
+"""
+
+
+def interrupted(process: subprocess.Popen[str], delay: float, *, times: int = 1) -> tuple[str, str]:
+    """Its output, after as many Ctrl-C."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(times):
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGINT)
+    try:
+        return process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
+    rng = generator(60 + count)
+    for i in range(count):
+        delay, kind = float(rng.uniform(0, 3)), ("caught", "uncaught")[i % 2]
+        process = start(TUNE, kind, CACHE_DIR=str(tmp_path), AUTOTUNE="on_miss", TUNE_BUDGET_S="0.1")
+        out, err = interrupted(process, delay)
+        said = f"seed {SEED}, moment {i}, after {delay:.3f} s, {kind}: {process.returncode}\n{err}"
+        assert "the device fails" not in err, said
+        assert "FATAL" not in err, said
+        if kind == "caught":
+            assert process.returncode == 0, said
+            value, measurements = json.loads(out)
+            assert value == 62 * 24 * 25, said
+            assert measurements > 1, said
+        else:
+            assert process.returncode == -signal.SIGINT, said
+            assert err.rstrip().endswith("KeyboardInterrupt"), said
+        items = stored.read_folder(tmp_path)
+        assert [item.reason for item in items if item.entry is None] == [], said
+    # What was measured is kept, and so are the files of those that were interrupted in the middle.
+    assert items
+    assert all(item.entry and len(item.entry.measurements) > 1 for item in items)
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: pathlib.Path) -> None:
+    process = start(TUNE, "uncaught", CACHE_DIR=str(tmp_path))
+    _, err = interrupted(process, 0.3, times=2)
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
+    assert "FATAL" not in err
