@@ -2,8 +2,12 @@
 
 import sys as _sys
 
-# `python -m jax_splitk` imports this to find its __main__, which needs nothing of it for `--help`, and reloads it then.
-if _sys.argv[:1] != ["-m"]:
+# `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and reloads
+# it then. (While Python looks for any module of -m, argv[0] is "-m"; the module's name stands before the other arguments.)
+_argv = _sys.argv or [""]
+_module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
+_script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
+if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
     from jax_splitk.ops.explain import explain
     from jax_splitk.ops.exporting import EXPORT_CHECKS
