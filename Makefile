@@ -35,7 +35,7 @@ package:
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh
+	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh examples/*/*.cc examples/*/*/*.cu
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.wgrad

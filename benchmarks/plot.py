@@ -1,6 +1,6 @@
 """Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
-XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. In a file whose name ends in .md, the
-same figures as a Markdown table.
+XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. In a file whose name ends in .md,
+the same figures as a Markdown table.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """

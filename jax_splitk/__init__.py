@@ -2,8 +2,9 @@
 
 import sys as _sys
 
-# `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and reloads
-# it then. (While Python looks for any module of -m, argv[0] is "-m"; the module's name stands before the other arguments.)
+# `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and
+# reloads it then. While Python looks for any module of -m, argv[0] is "-m", and the module's name stands before the
+# other arguments.
 _argv = _sys.argv or [""]
 _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules

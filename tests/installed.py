@@ -32,7 +32,9 @@ def main(checkout: pathlib.Path, *pages: str) -> None:
             problems.append(f"{folder} is missing")
     if problems:
         sys.exit("\n".join(problems))
-    print(f"jax_splitk {jax_splitk.__version__}, installed in {jax_splitk.__file__}, runs the code of {', '.join(pages)}")
+    print(
+        f"jax_splitk {jax_splitk.__version__}, installed in {jax_splitk.__file__}, runs the code of {', '.join(pages)}"
+    )
 
 
 if __name__ == "__main__":

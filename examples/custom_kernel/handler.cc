@@ -1,4 +1,5 @@
-// The weight gradient of a 1x1 convolution on a CPU: dW[c, k] = sum over pixels of lhs[pixel, c] * g[pixel, k].
+// The weight gradient of a 1x1 convolution on a CPU: dW[c, k] = sum over pixels of lhs[pixel, c] * g[pixel,
+// k].
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -11,8 +12,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Operands and results are those of jax_splitk's custom calls: lhs, g, dW, workspace. `block` input channels at a
-// time stay in the cache.
+// Operands and results are those of jax_splitk's custom calls: lhs, g, dW, workspace. `block` input channels
+// at a time stay in the cache.
 ffi::Error Pointwise(ffi::Buffer<ffi::F32> lhs, ffi::Buffer<ffi::F32> g, ffi::ResultBuffer<ffi::F32> dw,
                      ffi::ResultBuffer<ffi::U8> /*workspace*/, int64_t block) {
   const int64_t channels = lhs.dimensions().back(), out_channels = g.dimensions().back();

@@ -10,7 +10,6 @@ from typing import Any
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.family import field_refusal as field_refusal
-from jax_splitk.kernels.host import HostFamily as HostFamily
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
@@ -23,15 +22,15 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 
 def register(op: str, family: Family[Any, Any]) -> None:
-    """Adds a family from outside of the package to an operation: from then on selection, the tuner, the caches, `config=`
-    and `explain` treat it as one of the package's.
+    """Adds a family from outside of the package to an operation: from then on selection, the tuner, the caches,
+    `config=` and `explain` treat it as one of the package's.
 
     Call it when the module that brings the family is imported. What was lowered before stays as it is. Decisions that
     were stored for problems that the family serves are measured again, since they were made without it.
 
     Args:
       op: "conv_wgrad" or "quantized_matmul".
-      family: an instance of a subclass of `CudaFamily`, `HostFamily` or `Family`; `Config` is a frozen dataclass, no
+      family: an instance of a subclass of `CudaFamily` or `Family`; `Config` is a frozen dataclass, no
         other family has its name or its `Config`.
 
     Raises:

@@ -87,10 +87,10 @@ class Product:
 
 
 class HostFamily(Family[_Problem, _Config]):
-    """A C++ handler, which runs on XLA's threads on any CPU.
+    """A C++ handler of the package, which runs on XLA's threads on any CPU.
 
     Attributes:
-      handler: the name of its custom call, which is registered for the platform "cpu" (`jax.ffi.register_ffi_target`).
+      handler: its name.
     """
 
     implementation = "host"

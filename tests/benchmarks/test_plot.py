@@ -26,7 +26,9 @@ def test_shares() -> None:
 
 
 def test_labels_are_the_tables_notation() -> None:
-    labels = {result["case"]["name"]: plot.label(result["case"]) for result in json.loads(REPORT.read_text())["results"]}
+    labels = {
+        result["case"]["name"]: plot.label(result["case"]) for result in json.loads(REPORT.read_text())["results"]
+    }
     assert labels["c3k64_r7s2_224x224_b256"] == "256, 224, 3 -> 64, 7x7 stride 2"
     assert labels["c96k96g96_r7_56x56_b64"] == "64, 56, 96 depthwise, 7x7"
     assert labels["c128k128g32_r3_56x56_b64"] == "64, 56, 128 -> 128, 3x3, 32 groups"

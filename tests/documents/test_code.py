@@ -4,7 +4,6 @@ import contextlib
 import doctest
 import importlib.util
 import inspect
-import json
 import os
 import pathlib
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 import jax_splitk
 from jax_splitk import kernels
+from jax_splitk.__main__ import main
 from tests.documents import markdown
 from tests.tuning_cache import isolate
 
@@ -65,7 +65,7 @@ def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
             # As many empty lines as make a traceback's line numbers the page's.
             exec(compile("\n" * (block.line - 1) + block.text, markdown.name(path), "exec"), names)
         elif block.language == "json":
-            json.loads(block.text)
+            assert main(["explain", "--platform", "cuda", block.text]) == 0
         elif block.language == "bash":
             run(script(block.text), folder)
 

@@ -1,4 +1,4 @@
-"""A family for Hopper with a device source of its own (pointwise.cu): NVRTC compiles it, jax_splitk's launcher runs it."""
+"""A family for Hopper with a device source of its own (pointwise.cu): NVRTC compiles it, jax_splitk launches it."""
 
 import dataclasses
 import pathlib
@@ -36,7 +36,7 @@ class PointwiseCuda(WgradFamily[Config]):
 
     name = "pointwise_cuda"
     ABI = 1
-    # A path: names without a folder are files of jax_splitk. Headers are looked for beside it, then in jax_splitk/kernels.
+    # A path: other names are files of jax_splitk. Headers are looked for beside it, then in jax_splitk/kernels.
     file = str(pathlib.Path(__file__).with_name("pointwise.cu"))
     structs = (Args,)
 

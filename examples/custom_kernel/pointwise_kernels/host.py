@@ -1,12 +1,13 @@
 """A family for the CPU with an FFI handler of its own (handler.cc, bound with pybind11)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
-from jax_splitk.kernels import HostFamily, field_refusal
+
+from jax_splitk.kernels import Family, field_refusal
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 
 from . import _handler, problems
@@ -23,12 +24,12 @@ class Config:
     block: int
 
 
-class PointwiseHost(HostFamily[ConvWgradProblem, Config]):
-    """`HostFamily` makes the custom call of `handler`, with `attributes`."""
+class PointwiseHost(Family[ConvWgradProblem, Config]):
+    """A family whose plan is a custom call: there is nothing to compile."""
 
     name = "pointwise_host"
+    implementation = "host"
     ABI = 1
-    handler = TARGET
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return problems.refusal(problem)
@@ -49,8 +50,8 @@ class PointwiseHost(HostFamily[ConvWgradProblem, Config]):
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         return 0
 
-    def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
-        return {"block": np.int64(config.block)}
+    def plan(self, problem: ConvWgradProblem, config: Config) -> CustomCall:
+        return CustomCall(TARGET, {"block": np.int64(config.block)}, self.workspace_bytes(problem, config))
 
 
 FAMILY = PointwiseHost(Config)

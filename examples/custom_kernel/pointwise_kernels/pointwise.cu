@@ -1,6 +1,6 @@
 // The weight gradient of a 1x1 convolution: dW[c, k] = sum over pixels of lhs[pixel, c] * g[pixel, k].
-// A thread block computes a tile of TILE x TILE of dW, an element a thread. ROWS pixels at a time go through shared
-// memory. One thread adds in the order of the pixels: deterministic.
+// A thread block computes a tile of TILE x TILE of dW, an element a thread. ROWS pixels at a time go through
+// shared memory. One thread adds in the order of the pixels: deterministic.
 #include "structs.cuh"
 
 constexpr int TILE = 16;
@@ -15,9 +15,11 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE)
     for (int i = row; i < ROWS; i += TILE) {
       const long long pixel = first + i;
       const bool inside = pixel < args.pixels;
-      a[i][column] = inside && channel + column < args.channels ? lhs[pixel * args.channels + channel + column] : 0;
-      b[i][column] =
-          inside && out_channel + column < args.out_channels ? g[pixel * args.out_channels + out_channel + column] : 0;
+      a[i][column] =
+          inside && channel + column < args.channels ? lhs[pixel * args.channels + channel + column] : 0;
+      b[i][column] = inside && out_channel + column < args.out_channels
+                         ? g[pixel * args.out_channels + out_channel + column]
+                         : 0;
     }
     __syncthreads();
     for (int i = 0; i < ROWS; ++i) sum += a[i][row] * b[i][column];
