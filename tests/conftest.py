@@ -11,7 +11,7 @@ if "JAX_SPLITK_CACHE_DIR" not in os.environ:
     # One for all processes of a run (pytest-xdist's inherit the environment), deleted when the first of them ends.
     cache = tempfile.TemporaryDirectory(prefix="jax_splitk-test-", ignore_cleanup_errors=True)
     os.environ["JAX_SPLITK_CACHE_DIR"] = cache.name
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # NumPy's matrix products would take every core, in each of the processes.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")

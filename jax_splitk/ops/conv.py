@@ -1,7 +1,6 @@
 """Public convolution operations."""
 
-import dataclasses
-import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,15 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops import residuals
-from jax_splitk.ops.conv_primitive import conv_wgrad_p
-from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers, with_output
+from jax_splitk.ops import conv_forward
+from jax_splitk.ops.conv_primitive import bind_wgrad
+from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.tuning.options import Options, settled
+from jax_splitk.tuning.session import session
+
+_logger = logging.getLogger("jax_splitk")
 
 
 def conv_wgrad(
@@ -85,7 +86,7 @@ def conv_wgrad(
     geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     conv = convolution(lhs.shape, shape, *geometry, feature_group_count, batch_group_count, precision)
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or lhs.dtype
-    return _wgrad(conv, lhs, g, shape, out_dtype, options)
+    return bind_wgrad(conv, lhs, g, shape, out_dtype, options)
 
 
 def conv_general_dilated(
@@ -100,6 +101,7 @@ def conv_general_dilated(
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
     *,
     compute_dtype: DTypeLike | None = None,
     config: Any = None,
@@ -108,16 +110,22 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
 
-    The forward convolution and the input gradient are lax's. Reverse-mode differentiation only, as with every
-    `jax.custom_vjp`. The first eleven parameters are lax's, in lax's order; lax's twelfth, out_sharding, and with it
-    explicit sharding of channels, is not served.
+    The first twelve parameters are lax's, in lax's order. The forward convolution and the input gradient are lax's, and
+    so is forward mode. Works under every transformation of lax's: jit, grad and jvp (of any order), linear_transpose,
+    checkpoint, vmap, scan and shard_map. Under vmap a mapped input widens the batch of one convolution and of one
+    weight gradient, and a mapped weight makes groups (with a mapped input) or more output channels (without).
+
+    Operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats) are lax's with their
+    gradients, as the log says.
 
     Args:
+      out_sharding: for meshes with explicit axes, as in lax.
       compute_dtype: bfloat16, float16, float32 or float64, to which lhs and rhs are converted before the convolution;
-        None for their own, which must then be one of these. With a float32 `rhs` (a master weight) and
-        compute_dtype=bfloat16, the weight gradient is float32 and holds the kernel's fp32 sums unrounded, and rhs is
-        not differentiated through a cast. The cotangent of the output is converted to compute_dtype.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient.
+        None for their own. With a float32 `rhs` (a master weight) and compute_dtype=bfloat16, the weight gradient is
+        float32 and holds the kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent
+        of the output is converted to compute_dtype.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient: under vmap of that
+        of the one convolution.
 
     Returns:
       The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.
@@ -136,18 +144,44 @@ def conv_general_dilated(
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     compute = _float_dtype("compute_dtype", compute_dtype)
+    geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    arguments = (*geometry, feature_group_count, batch_group_count, precision)
+    if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
+        _announce_lax(lhs.dtype, options)
+        return lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type, out_sharding)
     if compute is None:
         _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
+    if lhs.ndim != rhs.ndim:
+        same = "conv_general_dilated lhs and rhs must have the same number of dimensions"
+        raise ValueError(f"{same}, but got {lhs.shape} and {rhs.shape}.")
     _check_ranks(lhs, "rhs", rhs)
-    geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
-    conv = convolution(lhs.shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
-    lhs, rhs = _compat.vary_alike((lhs, rhs))
-    # The backward pass may hold neither operand, so their types go along.
-    types = (jax.typeof(lhs), jax.typeof(rhs))
-    out_dtype = _float_dtype("preferred_element_type", preferred_element_type)
-    return _conv(_Call(conv, compute or lhs.dtype, out_dtype, types, options), lhs, rhs)
+    conv = convolution(lhs.shape, rhs.shape, *arguments)
+    compute = compute or lhs.dtype
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
+    if out_sharding is not None:
+        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
+    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
+
+
+def _announce_lax(dtype: np.dtype, options: Options) -> None:
+    """A line in the log for operands that no weight gradient is for; NotImplementedError where one was asked for."""
+    why = f"operands of {dtype}; accepted: {', '.join(DTYPES)}"
+    if options.implementation not in (None, "xla") or options.config is not None:
+        given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
+        raise NotImplementedError(f"{given} with {why}. Use implementation=None or implementation='xla'.")
+    if session().is_first("announced", "conv_general_dilated", why):
+        _logger.info("conv_general_dilated: lax's, with lax's gradients (%s)", why)
+
+
+def _out_sharding(conv: Convolution, lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> Any:
+    """What lax makes of the argument, in which lax fills in the mesh in force."""
+    try:
+        out = jax.make_jaxpr(lambda lhs, rhs: conv(lhs, rhs, out_sharding=out_sharding))(lhs, rhs).out_avals[0]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"out_sharding={out_sharding!r}: {error}") from None
+    return out.sharding
 
 
 def _check_dtypes(lhs: jax.Array, name: str, other: jax.Array, or_else: str = "") -> None:
@@ -169,56 +203,3 @@ def _float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
     dtype = dtype_of(name, value, DTYPES)
     # Python's float names no size, so JAX does not warn.
     return jnp.dtype(jnp.result_type(float if value is float else dtype))
-
-
-def _wgrad(
-    conv: Convolution, lhs: jax.Array, g: jax.Array, rhs_shape: tuple[int, ...], out_dtype: np.dtype, options: Options
-) -> jax.Array:
-    conv, expected = with_output(conv, lhs.shape, rhs_shape)
-    if tuple(g.shape) != expected:
-        raise ValueError(f"g has shape {tuple(g.shape)}; the convolution's output has {expected}")
-    lhs, g = _compat.vary_alike((lhs, g))
-    return conv_wgrad_p.bind(lhs, g, rhs_shape=rhs_shape, convolution=conv, out_dtype=out_dtype.name, options=options)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Everything static about one call of `conv_general_dilated`."""
-
-    forward: Convolution
-    compute_dtype: np.dtype
-    out_dtype: np.dtype | None
-    types: tuple[Any, Any]
-    options: Options
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return call.forward(lhs.astype(call.compute_dtype), rhs.astype(call.compute_dtype), call.out_dtype)
-
-
-def _conv_fwd(call: _Call, lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
-    small_lhs, small_rhs = lhs.value.astype(call.compute_dtype), rhs.value.astype(call.compute_dtype)
-    out = call.forward(small_lhs, small_rhs, call.out_dtype)
-    # An operand is kept only where somebody differentiates with respect to the other one.
-    return out, (residuals.kept(small_lhs, rhs.perturbed), residuals.kept(small_rhs, lhs.perturbed))
-
-
-def _conv_bwd(call: _Call, operands: Any, g: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    lhs, rhs = operands
-    lhs_type, rhs_type = call.types
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return None, None
-    g = g.astype(call.compute_dtype)
-    d_lhs = d_rhs = None
-    if residuals.is_kept(rhs):
-        transpose = jax.linear_transpose(lambda x: call.forward(x, rhs), lhs_type.update(dtype=call.compute_dtype))
-        d_lhs = transpose(g)[0].astype(lhs_type.dtype)
-    if residuals.is_kept(lhs):
-        wanted = rhs_type.dtype if rhs_type.dtype.name in DTYPES else call.compute_dtype
-        shape = integers("rhs_shape", rhs_type.shape, lhs.ndim, least=0)
-        d_rhs = _wgrad(call.forward, lhs, g, shape, wanted, call.options).astype(rhs_type.dtype)
-    return d_lhs, d_rhs
-
-
-_conv.defvjp(_conv_fwd, _conv_bwd, symbolic_zeros=True)

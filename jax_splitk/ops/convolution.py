@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.typing import DTypeLike
 
+from jax_splitk.ops.folding import fold_into
 from jax_splitk.problems.conv_reference import lax_precision, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
@@ -33,10 +35,36 @@ class Convolution:
     batch_group_count: int
     precision: str
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
+    ) -> jax.Array:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments["precision"] = lax_precision(self.precision)
-        return lax.conv_general_dilated(lhs, rhs, **arguments, preferred_element_type=out_dtype)
+        return lax.conv_general_dilated(
+            lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding
+        )
+
+    def out_type(self, lhs: Any, rhs: Any, out_dtype: DTypeLike, out_sharding: Any) -> Any:
+        """The type of the result for operands of these types, which have one dtype."""
+        specs = self.dimension_numbers
+        spatial = ([x.shape[i] for i in spec[2:]] for x, spec in ((lhs, specs.lhs_spec), (rhs, specs.rhs_spec)))
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arguments |= {"padding": _sides(self, *spatial), "preferred_element_type": jnp.dtype(out_dtype)}
+        aval, _ = lax.conv_general_dilated_p.abstract_eval(lhs, rhs, **arguments, out_sharding=out_sharding)
+        return aval
+
+
+def grouped(conv: Convolution, lhs: jax.Array, axis: int, size: int) -> tuple[Convolution, jax.Array]:
+    """The convolution, and its input, where each of `size` inputs along the mapped `axis` has a weight of its own: one
+    with so many more groups. The output channels of the weight and of the output take the axis as their greatest."""
+    specs = conv.dimension_numbers
+    if conv.batch_group_count > 1:
+        return dataclasses.replace(conv, batch_group_count=conv.batch_group_count * size), fold_into(
+            lhs, axis, specs.lhs_spec[0]
+        )
+    return dataclasses.replace(conv, feature_group_count=conv.feature_group_count * size), fold_into(
+        lhs, axis, specs.lhs_spec[1]
+    )
 
 
 def convolution(
@@ -53,9 +81,15 @@ def convolution(
 ) -> Convolution:
     """The convolution of a caller's arguments, in lax's order; ValueError for one outside its range."""
     rank = len(lhs_shape) - 2
+    strides = _strides(window_strides, rank)
+    if isinstance(padding, str) and lhs_dilation is not None and any(d != 1 for d in lhs_dilation):
+        raise ValueError(
+            "String padding is not implemented for transposed convolution using this op: "
+            f"padding={padding!r} with lhs_dilation={lhs_dilation!r}; accepted: explicit pairs"
+        )
     feature_groups, batch_groups = _groups(feature_group_count, batch_group_count)
     return Convolution(
-        window_strides=integers("window_strides", window_strides, rank),
+        window_strides=strides,
         padding=_padding(padding, rank),
         lhs_dilation=_dilation("lhs_dilation", lhs_dilation, rank),
         rhs_dilation=_dilation("rhs_dilation", rhs_dilation, rank),
@@ -99,8 +133,19 @@ def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1)
     with contextlib.suppress(TypeError):
         values = tuple(operator.index(v) for v in (() if value is None else value))
     if len(values) != count or any(v < least for v in values):
-        raise ValueError(f"{name}={value!r}; accepted: {count} integers of at least {least}")
+        array = getattr(value, "ndim", 1) != 1
+        given = f"{name} is an array of shape {np.shape(value)}" if array else f"{name}={value!r}"  # pyright: ignore
+        raise ValueError(f"{given}; accepted: {count} integers of at least {least}")
     return values
+
+
+def _strides(window_strides: Sequence[int], rank: int) -> tuple[int, ...]:
+    """An integer for each dimension; for another number of them lax's error."""
+    with contextlib.suppress(TypeError):
+        if len(window_strides) != rank:
+            same = "conv_general_dilated window and window_strides must have the same number of dimensions"
+            raise ValueError(f"{same}, but got {rank} and {len(window_strides)}.")
+    return integers("window_strides", window_strides, rank)
 
 
 def _dilation(name: str, value: Sequence[int] | None, rank: int) -> tuple[int, ...]:
@@ -122,33 +167,39 @@ def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]
 
 
 def _padding(padding: Padding, rank: int) -> str | Pairs:
-    """A known word, or pairs of integers."""
+    """A known word, or pairs of integers; for what are no pairs lax's error."""
+    accepted = f"{', '.join(map(repr, _WORDS))} or {rank} pairs (low, high)"
     if isinstance(padding, str):
         if padding.upper() in _WORDS:
             return padding.upper()
-    else:
-        with contextlib.suppress(TypeError, ValueError):
-            pairs = tuple((operator.index(low), operator.index(high)) for low, high in padding)
-            if len(pairs) == rank:
-                return pairs
-    raise ValueError(f"padding={padding!r}; accepted: {', '.join(map(repr, _WORDS))} or {rank} pairs (low, high)")
+        raise ValueError(f"padding={padding!r}; accepted: {accepted}")
+    try:
+        pairs = tuple((operator.index(low), operator.index(high)) for low, high in padding)
+    except (TypeError, ValueError):
+        form = "padding argument to conv_general_dilated should be a string or a sequence of (low, high) pairs"
+        raise ValueError(f"{form}, got {padding}; accepted: {accepted}") from None
+    if len(pairs) != rank:
+        raise ValueError(f"padding={padding!r}; accepted: {accepted}")
+    return pairs
 
 
 def _pairs(conv: Convolution, input_spatial: tuple[Any, ...], kernel_spatial: tuple[int, ...]) -> Pairs:
-    """The padding that a word means."""
-    word = conv.padding
-    if not isinstance(word, str):
-        return word
-    if any(d != 1 for d in conv.lhs_dilation):
-        raise ValueError(f"padding={word!r} with lhs_dilation={conv.lhs_dilation}; accepted: explicit pairs")
-    window = dilated(kernel_spatial, conv.rhs_dilation)
-    pairs = lax.padtype_to_pads(input_spatial, window, conv.window_strides, word)
+    """The padding that a word means, in numbers."""
+    pairs = _sides(conv, input_spatial, kernel_spatial)
     if not _compat.is_known(*(side for pair in pairs for side in pair)):
         raise ValueError(
-            f"padding={word!r} of an input of symbolic sizes {input_spatial} at strides {conv.window_strides} is not "
-            "known; accepted: explicit pairs, or sizes that are multiples of the strides, as 2*h is of 2"
+            f"padding={conv.padding!r} of an input of symbolic sizes {input_spatial} at strides {conv.window_strides} "
+            "is not known; accepted: explicit pairs, or sizes that are multiples of the strides, as 2*h is of 2"
         )
     return tuple((int(low), int(high)) for low, high in pairs)
+
+
+def _sides(conv: Convolution, input_spatial: Sequence[Any], kernel_spatial: Sequence[int]) -> Any:
+    """The padding as pairs, which are symbolic where the input's sizes are."""
+    if not isinstance(conv.padding, str):
+        return conv.padding
+    window = dilated(kernel_spatial, conv.rhs_dilation)
+    return tuple(lax.padtype_to_pads(input_spatial, window, conv.window_strides, conv.padding))
 
 
 def _output_spatial(conv: Convolution, input_spatial: tuple[Any, ...], kernel_spatial: tuple[int, ...]) -> Any:

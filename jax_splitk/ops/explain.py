@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jax_splitk.ops import trace
 from jax_splitk.ops.lowering import choose
+from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning.choice import Choice
@@ -74,9 +73,9 @@ def decision(choice: Choice, count: int = 1) -> Decision:
 def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
     """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why.
 
-    Nothing is run, measured or compiled. Shapes are those of the trace: inside shard_map a device's part, under vmap
-    the batched ones. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
-    several devices, XLA partitions it, and operations outside of shard_map are XLA's.
+    Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map
+    a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
+    several devices, XLA will partition it, and shown is a device's part, as Shardy divides it.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
@@ -103,20 +102,18 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     if platform is None:
         platform = local_platform()
     target = target_for(platform)
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
-    found: dict[tuple[Any, ...], Decision] = {}
-    for eqn in trace.operations(jaxpr.jaxpr):
-        problem = trace.problem_of(eqn)
-        options, partitioned = eqn.params["options"], several and not trace.is_manual(eqn)
-        key = (problem, options, partitioned)
-        if key in found:
-            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+    found: dict[Operation, Decision] = {}
+    for operation in trace.operations(fn, args, kwargs, platform):
+        if operation in found:
+            found[operation] = dataclasses.replace(found[operation], count=found[operation].count + 1)
             continue
+        problem, options = operation.problem, operation.options
         try:
-            choice = choose(problem, target, options, partitioned=partitioned)
+            choice = choose(problem, target, options, undivided=operation.undivided)
         except (NotImplementedError, ValueError) as error:
-            found[key] = Decision(problem, "none", None, options.config, None, 0, str(error))
+            found[operation] = Decision(problem, "none", None, options.config, None, 0, str(error))
             continue
-        found[key] = decision(choice)
+        shown = decision(choice)
+        why = f"{shown.why}; {operation.part_of}" if operation.part_of else shown.why
+        found[operation] = dataclasses.replace(shown, why=why)
     return Explanation(platform, tuple(found.values()))

@@ -9,12 +9,13 @@ import numpy as np
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops import quantized_primitive, residuals
+from jax_splitk.ops import quantized_primitive
+from jax_splitk.ops.quantized_gradient import Back, bind_paired
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
-from jax_splitk.quantized.array import ZERO_INTEGERS
+from jax_splitk.quantized.array import ZERO_INTEGERS, unwrapped
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
@@ -34,8 +35,9 @@ def quantized_matmul(
 ) -> jax.Array:
     """x @ w for a quantized weight w, summed in float32.
 
-    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Reverse-mode differentiation, as with every
-    `jax.custom_vjp`, with respect to x, the scales and floating zero points, each computed only where it is asked for:
+    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Differentiation, in forward and reverse mode
+    and of any order, is with respect to x (in which it is linear), the scales and floating zero points, each computed
+    only where it is asked for:
     x's for adapters on a frozen weight (QLoRA, arXiv:2305.14314), those of scales and zero points for
     quantization-aware training. Integer leaves have cotangents of dtype float0, and those that packing made floats
     (integer zero points) cotangents of 0.
@@ -50,7 +52,7 @@ def quantized_matmul(
     Args:
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32.
       w: [k, features], quantized along axis 0: a QuantizedArray, a PackedWeight (the same values in the order of the
-        kernels), a qwix QArray or an AQT QTensor.
+        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
       implementation, config: as in `conv_wgrad`.
@@ -88,19 +90,9 @@ def quantized_matmul(
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
     back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, options)
     _check_limit(x, layout, options)
-    x, *arguments = _compat.vary_alike((x, *leaves, back_leaves))
-    integer_zeros = isinstance(w, PackedWeight) and w.zero_dtype in ZERO_INTEGERS
-    call = _Call(layout, x.dtype, out_dtype, options, back, integer_zeros)
-    out = _matmul_jitted(call, x.reshape(-1, k), *arguments)
+    x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
+    out = _matmul(_Call(layout, out_dtype, options, back), x.reshape(-1, k), leaves, back_leaves)
     return out.reshape(*x.shape[:-1], features)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Back:
-    """Everything static about the product with the transposed weight."""
-
-    layout: Layout
-    options: Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +100,19 @@ class _Call:
     """Everything static about one product."""
 
     layout: Layout
-    x_dtype: np.dtype
     out_dtype: np.dtype
     options: Options
-    back: _Back | None
-    integer_zeros: bool  # before packing made them floats
+    back: Back | None
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
     """(elements or words, scale, zero point) of a weight, and what they are."""
+    w = unwrapped(w)
     if isinstance(w, PackedWeight):
-        checked(w)
+        w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
+        if w.zero_dtype in ZERO_INTEGERS:  # floats since packing
+            zero_point = jax.lax.stop_gradient(zero_point)
         layout = Layout(w.shape, w.qtype, w.group_size, w.layout)
         return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout
     if not hasattr(w, "qvalue"):
@@ -130,7 +123,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
     return (q.qvalue, q.scale, q.zero_point), layout
 
 
-def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, _Back]:
+def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, Back]:
     """`_leaves` of the weight that stands for w in the cotangent of x, and the rest."""
     if not isinstance(transposed, PackedWeight):
         raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
@@ -138,7 +131,7 @@ def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, _B
     accepted = layout.shape[::-1]
     if back_layout.shape != accepted:
         raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {accepted}, that of w.T")
-    return leaves, _Back(back_layout, dataclasses.replace(options, config=None))
+    return leaves, Back(back_layout, dataclasses.replace(options, config=None))
 
 
 def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
@@ -148,91 +141,9 @@ def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
         raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")
 
 
-# ---- the product and its cotangents ----------------------------------------------------------------------------------
-
-
-def _product_transposed(call: _Call, g: jax.Array, leaves: Leaves, back_leaves: Leaves | None) -> jax.Array:
-    """g [n, features] @ w.T -> [n, k] of x's dtype."""
-    if call.back is None or back_leaves is None or g.dtype.name not in problems.X_DTYPES:
-        return quantized_reference.product_transposed(call.layout, g, leaves, call.x_dtype)
-    return _by_transposed(call, call.back, g, leaves, back_leaves)
-
-
-def _dx_by_transposed(call: _Call, back: _Back, g: jax.Array, leaves: Leaves, back_leaves: Leaves) -> jax.Array:
-    """`_product_transposed` with the weight that stands for w's; differentiated, it is the product with w itself."""
-    del leaves
-    dx = quantized_primitive.bind(g, back_leaves, back.layout, quantized_reference.widened(call.x_dtype), back.options)
-    return quantized_reference.to_cotangent(dx, call.x_dtype)
-
-
-_by_transposed: Any = jax.custom_jvp(_dx_by_transposed, nondiff_argnums=(0, 1))
-
-
-def _by_transposed_jvp(call: _Call, back: _Back, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (g, leaves, back_leaves), (g_dot, leaves_dot, _) = primals, tangents
-    out = _by_transposed(call, back, g, leaves, back_leaves)
-    terms = []
-    if not isinstance(g_dot, jax.custom_derivatives.SymbolicZero):
-        terms.append(_by_transposed(call, back, g_dot, leaves, back_leaves))
-    floating = (1,) if call.integer_zeros else (1, 2)
-    asked = [i for i in floating if not isinstance(leaves_dot[i], jax.custom_derivatives.SymbolicZero | None)]
-    if asked:
-
-        def of(*given: jax.Array) -> jax.Array:
-            mixed = list(leaves)
-            for i, leaf in zip(asked, given, strict=True):
-                mixed[i] = leaf
-            return quantized_reference.product_transposed(call.layout, g, (mixed[0], mixed[1], mixed[2]), call.x_dtype)
-
-        terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(leaves_dot[i] for i in asked))[1])
-    return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
-
-
-_by_transposed.defjvp(_by_transposed_jvp, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(
-    call: _Call,
-    x: jax.Array,
-    values: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    back_leaves: Leaves | None,
-) -> jax.Array:
-    del back_leaves
-    return quantized_primitive.bind(x, (values, scale, zero_point), call.layout, call.out_dtype, call.options)
-
-
-def _forward(call: _Call, x: Any, values: Any, scale: Any, zero_point: Any, back_leaves: Any) -> tuple[jax.Array, Any]:
-    of_zero_point = zero_point is not None and not call.integer_zeros and zero_point.perturbed
-    wanted = tuple(residuals.flag(asked) for asked in (x.perturbed, scale.perturbed, of_zero_point))
-    leaves = (values.value, scale.value, None if zero_point is None else zero_point.value)
-    back = None
-    if back_leaves is not None:
-        back = tuple(None if leaf is None else residuals.kept(leaf.value, x.perturbed) for leaf in back_leaves)
-    # The activation is kept only for the weight's cotangents.
-    kept = residuals.kept(x.value, scale.perturbed or of_zero_point)
-    out = quantized_primitive.bind(x.value, leaves, call.layout, call.out_dtype, call.options)
-    return out, (wanted, kept, leaves, back)
-
-
-def _backward(call: _Call, forward: Any, g: Any) -> tuple[jax.Array | None, ...]:
-    wanted, x, leaves, back_leaves = forward
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return None, None, None, None, None
-    _, scale, zero_point = leaves
-    of_x, of_scale, of_zero_point = map(residuals.is_set, wanted)
-    dx = _product_transposed(call, g, leaves, back_leaves) if of_x else None
-    d_scale = d_zero_point = None
-    if of_scale:
-        d_scale = quantized_reference.scale_cotangent(call.layout, x, g, leaves)
-        d_scale = quantized_reference.group_order(call.layout, d_scale, scale)
-    if of_zero_point:
-        d_zero_point = quantized_reference.zero_point_cotangent(call.layout, x, g, leaves)
-        d_zero_point = quantized_reference.group_order(call.layout, d_zero_point, zero_point)
-    return dx, None, d_scale, d_zero_point, None
-
-
-_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
-_matmul_jitted = jax.jit(_matmul, static_argnums=0)  # one computation also outside jit
+@functools.partial(jax.jit, static_argnums=0)  # one computation also outside jit
+def _matmul(call: _Call, x: jax.Array, leaves: Leaves, back_leaves: Leaves | None) -> jax.Array:
+    given = (x, leaves, call.layout, call.out_dtype, call.options)
+    if call.back is None or back_leaves is None:
+        return quantized_primitive.bind(*given)
+    return bind_paired(*given, back_leaves, call.back)

@@ -1,37 +1,32 @@
 """Finding jax_splitk's operations in a traced function, and what its trace says of where they will run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from jax_splitk.ops import lowering
-from jax_splitk.problems.problem import Problem
+from jax_splitk.ops import lowering, propagation
+from jax_splitk.ops.propagation import Operation
 
 
-def operations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Our equations in the order of the trace, also those inside other equations' functions."""
-    return (eqn for eqn in _equations(jaxpr) if eqn.primitive in lowering.PROBLEMS)
+def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
+    """Our operations in a trace of `fn(*args, **kwargs)`, also those inside other equations' functions, in its order;
+    of a program for several devices, as each device computes them."""
+    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+    if _spans_devices(jaxpr, (args, kwargs)):
+        return propagation.operations(fn, args, kwargs, platform)
+    equations = [eqn for eqn in _equations(jaxpr) if eqn.primitive in lowering.PROBLEMS]
+    problems = [lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params) for eqn in equations]
+    return [Operation(p, eqn.params["options"]) for p, eqn in zip(problems, equations, strict=True)]
 
 
-def problem_of(eqn: core.JaxprEqn) -> Problem:
-    """What one of our equations computes."""
-    return lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params)
-
-
-def spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
+def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
     """Whether the function, under jit, is one program for several devices: by the shardings of its arguments, or by
     shardings and meshes that it names itself. Arrays that it closes over have no say."""
     if any(_several(getattr(array, "sharding", None)) for array in jax.tree.leaves(arguments)):
         return True
     return any(_several(leaf) for eqn in _equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
-
-
-def is_manual(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is inside shard_map over all axes of the mesh, and so each device's own."""
-    mesh: Any = eqn.invars[0].aval.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-    return not mesh.empty and set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
 
 
 def _several(placement: Any) -> bool:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from jax_splitk.ops import lowering, trace
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
@@ -18,7 +16,7 @@ from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options, current
+from jax_splitk.tuning.options import current
 from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.search import ranked
 from jax_splitk.tuning.session import session
@@ -56,15 +54,11 @@ def tune(
       ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
     wanted = {}
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
-    for eqn in trace.operations(jaxpr.jaxpr):
-        problem = trace.problem_of(eqn)
-        options: Options = eqn.params["options"]
-        if several and not trace.is_manual(eqn):
-            continue  # XLA partitions it
-        if options.config is None and options.implementation != "xla" and lowering.only_xla(problem) is None:
-            wanted[(problem, options.workspace_limit)] = None
+    for found in trace.operations(fn, args, kwargs, local_platform()):
+        options = found.options
+        if found.undivided is None and options.config is None and options.implementation != "xla":
+            if lowering.only_xla(found.problem) is None:
+                wanted[(found.problem, options.workspace_limit)] = None
     return _tune_all(list(wanted), seconds, again)
 
 

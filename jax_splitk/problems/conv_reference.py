@@ -58,18 +58,16 @@ def conv_wgrad(
     g: jax.Array,
     problem: ConvWgradProblem,
     specs: lax.ConvDimensionNumbers | None = None,
-    out_sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """The weight gradient as one lax convolution, as lax's own transpose rule builds it.
 
     The batch dimension of lhs and g is contracted, so it plays the feature dimension; channels play batch and output
     features. Strides and kernel dilation change places. Unlike through `jax.vjp`, the result's dtype can be chosen.
-    `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
     """
     specs = specs or NHWC_SPECS[problem.rank]
     cropped, padding = _cropped(lhs, problem, specs)
     if problem.reduction_size == 0 or 0 in cropped.shape:  # XLA refuses a window, and jax an image, without pixels
-        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
+        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype)
         return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
@@ -87,7 +85,6 @@ def conv_wgrad(
         batch_group_count=batch_groups,
         precision=lax_precision(problem.precision),
         preferred_element_type=wider(problem.dtype, problem.out_dtype),
-        out_sharding=out_sharding,
     )
     return out.astype(problem.out_dtype)
 

@@ -32,7 +32,8 @@ class QuantizedArray:
         uint4 indices into the table of NormalFloat4.
       scale: bfloat16, float16 or float32.
       zero_point: what represents 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of scale's; None for
-        0. Integer formats only.
+        0. Integer formats only. It need not be in the elements' range, but in its own dtype's: 16 of uint4 elements
+        (GPTQ has it) is an int8 or uint8, since uint4 wraps to 0.
       qtype: the name of the format (static); None takes that of qvalue's dtype.
 
     Examples:
@@ -78,16 +79,24 @@ def _bits(dtype: Any) -> int:
     return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
 
 
+def unwrapped(w: Any) -> Any:
+    """What a leaf of qwix's post-training quantization holds (`WithAux.array`); anything else as it is."""
+    array = getattr(w, "array", None)
+    return array if hasattr(array, "qvalue") and not hasattr(w, "qvalue") else w
+
+
 def as_quantized(w: Any) -> QuantizedArray:
-    """`w`, a QuantizedArray or what looks like a qwix QArray or an AQT QTensor, as a QuantizedArray whose parts agree.
+    """`w`, a QuantizedArray or what looks like a qwix QArray (or a leaf that holds one) or an AQT QTensor, as a
+    QuantizedArray whose parts agree.
 
     Its values are the other library's, but for nf4: our table is rounded to bfloat16 (see `NF4`), so elements may be
     0.0016 of their scale away.
 
     Raises:
       TypeError: `w` is none of these, or one of its parts is not of a dtype it may have.
-      ValueError: shapes that do not belong together; an AQT tensor with a bias or tiled.
+      ValueError: shapes that do not belong together; an AQT tensor with a bias, tiled or sparse.
     """
+    w = unwrapped(w)
     if not (hasattr(w, "qvalue") and hasattr(w, "scale")):
         accepted = "QuantizedArray, a qwix QArray, an AQT QTensor"
         if hasattr(w, "words") and hasattr(w, "scale"):
@@ -98,6 +107,8 @@ def as_quantized(w: Any) -> QuantizedArray:
         if getattr(w, "bias", None) or getattr(w, "tiling_state", None) is not None or not scale:
             raise ValueError("an AQT QTensor with a bias, tiles or no scale; accepted: one with scales only")
         scale = math.prod(map(jnp.asarray, scale[1:]), start=jnp.asarray(scale[0]))
+    if getattr(w, "sparsity_mask", None) is not None:
+        raise ValueError("an AQT QTensor with a sparsity_mask; accepted: None (multiply qvalue by it)")
     qvalue, scale = jnp.asarray(w.qvalue), jnp.asarray(scale)
     zero_point = None if zero_point is None else jnp.asarray(zero_point)
     # qwix has further names for what is stored in one of these dtypes; only nf4 is not what its dtype says.
@@ -161,7 +172,10 @@ def quantize(
       >>> q.qvalue.dtype, q.scale.shape, q.nbytes
       (dtype(int4), (2, 2), 80)
     """
-    fmt, w = format_of(dtype), jax.lax.stop_gradient(jnp.asarray(w))
+    fmt = format_of(dtype)
+    one = "an array (jax.tree.map quantizes each of a tree)"
+    require(hasattr(w, "shape") or isinstance(w, list | tuple | float), f"w of type {type(w).__name__}", one, TypeError)
+    w = jax.lax.stop_gradient(jnp.asarray(w))
     require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
     along, group = _grouping(w.shape, axis, group_size)
     if scale_dtype is None:

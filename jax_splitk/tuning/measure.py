@@ -7,13 +7,13 @@ import functools
 import logging
 import math
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.problems.operations import OPERATIONS
@@ -57,7 +57,7 @@ class Contestant:
         """Device time where there is one, else the fastest round: what disturbs a wall clock only ever adds to it."""
         if self.error is not None:
             return math.inf
-        return statistics.median(self.device_times) if self.device_times else min(self.times, default=math.inf)
+        return float(np.median(self.device_times)) if self.device_times else min(self.times, default=math.inf)
 
     @property
     def spread(self) -> float:

@@ -61,7 +61,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
     if options.explicit:
         raise NotImplementedError(
-            f"{problem}: {reason}. Use implementation=None (falls back to XLA) or implementation='xla'."
+            f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
     return Choice(problem, XLA, reason)
 

@@ -24,12 +24,21 @@ HOPPER_CONFIG, HOST_CONFIG = im2col.Config(128, 128, 6, False, 1), wgrad_host.Co
 
 CONFIGS = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families("conv_wgrad"))
 ONE_GROUPING = "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1"
+# lax's texts, which its tests look for.
+SAME_STRIDES = (
+    "conv_general_dilated window and window_strides must have the same number of dimensions, but got 2 and 1."
+)
+SAME_RANKS = (
+    "conv_general_dilated lhs and rhs must have the same number of dimensions, but got (9, 8, 6) and (3, 2, 6, 10)"
+)
+PAIRS = "padding argument to conv_general_dilated should be a string or a sequence of (low, high) pairs"
 PRECISIONS = "accepted: None, a jax.lax.Precision, its name, or a pair of them"
 Error = tuple[dict[str, Any], type[Exception], str]
 
 # What is wrong with any call of either function.
 COMMON_ERRORS: list[Error] = [
-    ({"window_strides": (1,)}, ValueError, "window_strides=(1,); accepted: 2 integers of at least 1"),
+    ({"window_strides": (1,)}, ValueError, SAME_STRIDES),
+    ({"window_strides": (1, 1, 1)}, ValueError, SAME_STRIDES.replace("2 and 1", "2 and 3")),
     ({"window_strides": None}, ValueError, "window_strides=None; accepted: 2 integers of at least 1"),
     ({"window_strides": (0, 1)}, ValueError, "window_strides=(0, 1); accepted: 2 integers of at least 1"),
     ({"window_strides": (1.5, 1)}, ValueError, "window_strides=(1.5, 1); accepted: 2 integers of at least 1"),
@@ -37,8 +46,11 @@ COMMON_ERRORS: list[Error] = [
     ({"rhs_dilation": (1, 1.5)}, ValueError, "rhs_dilation=(1, 1.5); accepted: 2 integers of at least 1"),
     ({"lhs_dilation": (1, 1, 1)}, ValueError, "lhs_dilation=(1, 1, 1); accepted: 2 integers of at least 1"),
     ({"padding": "SOME"}, ValueError, "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
-    ({"padding": ((1, 1), (1, 1, 1))}, ValueError, "padding=((1, 1), (1, 1, 1)); accepted: 'SAME', "),
-    ({"padding": (1, 1)}, ValueError, "padding=(1, 1); accepted: 'SAME', "),
+    ({"padding": ((1, 1), (1, 1, 1))}, ValueError, f"{PAIRS}, got ((1, 1), (1, 1, 1)); accepted: 'SAME', "),
+    ({"padding": (1, 1)}, ValueError, f"{PAIRS}, got (1, 1); accepted: 'SAME', "),
+    ({"padding": ((1, 1),)}, ValueError, "padding=((1, 1),); accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
+    ({"lhs_dilation": (2, 1), "padding": "SAME"}, ValueError,
+     "String padding is not implemented for transposed convolution using this op: padding='SAME' with lhs_dilation=(2"),
     ({"feature_group_count": 0}, ValueError, "feature_group_count=0; accepted: an integer of at least 1"),
     ({"feature_group_count": 1.7}, ValueError, "feature_group_count=1.7; accepted: an integer of at least 1"),
     ({"feature_group_count": "2"}, ValueError, "feature_group_count='2'; accepted: an integer of at least 1"),
@@ -71,6 +83,8 @@ WGRAD_ERRORS: list[Error] = [
     ({"lhs": LHS[0, 0, 0], "g": G[0, 0, 0]}, ValueError, "lhs of shape (6,) and g of shape (10,); accepted: one rank"),
     *(({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
       for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)),
+    ({"rhs_shape": jnp.ones(RHS_SHAPE)}, ValueError,
+     "rhs_shape is an array of shape (3, 2, 6, 10); accepted: 4 integers of at least 0"),
     ({"rhs_shape": (3, 0, 6, 10)}, ValueError,
      "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1"),
     ({"rhs_shape": (3, 2, 5, 10)}, ValueError,
@@ -80,23 +94,27 @@ WGRAD_ERRORS: list[Error] = [
     ({"feature_group_count": 3, "rhs_shape": (3, 2, 2, 10)}, ValueError,
      "10 output channels and batch 4 in 3 groups; accepted: whole groups"),
     ({"batch_group_count": 5}, ValueError, "10 output channels and batch 4 in 5 groups; accepted: whole groups"),
-    ({"padding": ((1, 1),)}, ValueError, "padding=((1, 1),); accepted: 'SAME', 'SAME_LOWER', 'VALID' or 2 pairs"),
-    ({"lhs_dilation": (2, 1), "padding": "SAME"}, ValueError,
-     "padding='SAME' with lhs_dilation=(2, 1); accepted: explicit pairs"),
     ({"g": G[:, 1:]}, ValueError, "g has shape (4, 8, 8, 10); the convolution's output has (4, 9, 8, 10)"),
     ({"g": G[..., 1:]}, ValueError, "g has shape (4, 9, 8, 9); the convolution's output has (4, 9, 8, 10)"),
 ]  # fmt: skip
 
+COMPLEX = {"lhs": LHS.astype(jnp.complex64), "rhs": jnp.ones(RHS_SHAPE, jnp.complex64)}
 CONV_ERRORS: list[Error] = [
     *(({"lhs": LHS.astype(lhs), "rhs": jnp.ones(RHS_SHAPE, rhs)}, TypeError,
        f"lhs is {lhs} and rhs is {rhs}; accepted: one of {DTYPES} for both, or compute_dtype=")
-      for lhs, rhs in (("float32", "bfloat16"), ("int32", "int32"), ("float8_e4m3fn", "float8_e4m3fn"))),
+      for lhs, rhs in (("float32", "bfloat16"), ("int32", "float32"))),
+    *((COMPLEX | given, NotImplementedError, f"{said} with operands of complex64; accepted: {DTYPES}. Use implement")
+      for given, said in (({"implementation": "host"}, "implementation='host'"),
+                          ({"config": HOST_CONFIG}, "config=Config(splits=1, block=64)"))),
+    ({"out_sharding": "data"}, TypeError, "out_sharding='data': "),
     ({"compute_dtype": jnp.int8}, TypeError, f"int8'>; accepted: {DTYPES}"),
     ({"compute_dtype": "float8_e4m3fn"}, TypeError, f"compute_dtype='float8_e4m3fn'; accepted: {DTYPES}"),
     ({"lhs": LHS.astype(jnp.complex64), "compute_dtype": jnp.float32}, TypeError,
      "lhs is complex64 and rhs is float32; accepted: real numbers"),
     ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
-    ({"lhs": LHS[0]}, ValueError, f"lhs of shape (9, 8, 6) and rhs of shape {RHS_SHAPE}; accepted: one rank of at le"),
+    ({"lhs": LHS[0]}, ValueError, SAME_RANKS),
+    ({"lhs": LHS[0, 0, 0], "rhs": jnp.ones(3)}, ValueError, "lhs of shape (6,) and rhs of shape (3,); accepted: one r"),
+    ({"lhs": LHS[..., 1:]}, ValueError, "conv_general_dilated lhs feature dimension size divided by feature_group_cou"),
 ]  # fmt: skip
 
 
@@ -141,13 +159,11 @@ def test_problem_whose_fields_do_not_belong_together(changes: dict[str, Any], me
 
 
 def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -> None:
-    ways = r"Use implementation=None \(falls back to XLA\) or implementation='xla'\."
-    grouped = {"implementation": "host", "batch_group_count": 2, "g": G[:2]}
+    ways = r"Use implementation=None \(the best that can\) or implementation='xla'\."
     limited = {"implementation": "host", "workspace_limit_bytes": 0}
     for changes, reason in (
         ({"implementation": "cutlass"}, "wgrad_im2col: runs on cuda, not cpu"),
         ({"config": HOPPER_CONFIG}, "wgrad_im2col: runs on cuda, not cpu"),
-        (grouped, r"wgrad_host: batch_group_count=2; only 1 is supported\."),
         (limited, "wgrad_host: no config fits in workspace_limit_bytes=0"),
     ):
         with pytest.raises(NotImplementedError, match=rf"conv_wgrad float32->float32 lhs .*{reason}.*{ways}"):

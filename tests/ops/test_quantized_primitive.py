@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import prepack, quantize, quantized_matmul
 from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.ops import lowering
+from jax_splitk.ops import lowering, trace
 from jax_splitk.ops.quantized_primitive import quantized_matmul_p
 from jax_splitk.problems import quantized_reference
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
@@ -192,17 +192,6 @@ def test_export_with_a_symbolic_batch_of_weights() -> None:
     exported = jax.export.export(jax.jit(jax.vmap(HOST, (None, 0))), **EXPORTED)(x, batch)
     assert exported.mlir_module().count(HOST_QUANTIZED_TARGET) == 1
     np.testing.assert_array_equal(exported.call(x, stacked(w, w, w)), jnp.stack([HOST(x, w)] * 3))
-
-
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
-def test_automatic_partitioning_is_xlas() -> None:
-    mesh = jax.make_mesh((4,), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(integers(3, 8, 192), jax.sharding.NamedSharding(mesh, P("n")))
-    w = jax.device_put(weight(), jax.sharding.NamedSharding(mesh, P()))
-    assert calls(quantized_matmul, x, w) == 0
-    np.testing.assert_array_equal(quantized_matmul(x, w, preferred_element_type="float32"), product(x, w))
-    with pytest.raises(NotImplementedError, match="under automatic partitioning"):
-        lowered(HOST, x, w)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
@@ -437,3 +426,59 @@ def test_the_second_weight_under_transformations() -> None:
     np.testing.assert_allclose(float32(ours), float32(theirs), atol=0.02 * np.abs(float32(theirs)).max())
     found = jax_splitk.explain(jax.grad(functools.partial(loss, implementation="host")), x).decisions
     assert [(d.implementation, d.problem.group_size) for d in found] == [("host", 64), ("host", 32)]
+
+
+@pytest.mark.parametrize("with_second", [False, True])
+def test_forward_mode_and_transposition(with_second: bool) -> None:
+    w = weight(64, zero="bfloat16")
+    arguments = {"transposed": second(w)} if with_second else {}
+    x, x_dot, g = integers(20, 4, 192), integers(21, 4, 192), integers(22, 4, 64)
+    run = functools.partial(HOST, w=w, **arguments)
+    out, linear = jax.linearize(run, x)
+    for found, exact in ((out, x), (linear(x_dot), x_dot), (jax.jvp(run, (x,), (x_dot,))[1], x_dot)):
+        np.testing.assert_array_equal(float32(found), float32(HOST(exact, w)))
+    pull = jax.linear_transpose(run, x)
+    assert calls(pull, g) == int(with_second)
+    np.testing.assert_array_equal(float32(pull(g)[0]), float32(jax.vjp(run, x)[1](g)[0]))
+
+    def of_parts(scale: jax.Array, zero: jax.Array) -> jax.Array:
+        return HOST(
+            x, dataclasses.replace(w, scale=scale, zero_point=zero), preferred_element_type="float32", **arguments
+        )
+
+    parts = (w.scale, w.zero_point)
+    ct = integers(23, 4, 64, dtype="float32")
+    dots = tuple(integers(seed, *part.shape, dtype="bfloat16") for seed, part in enumerate(parts))
+    along, pulled = jax.jvp(of_parts, parts, dots)[1], jax.vjp(of_parts, *parts)[1](ct)
+    both = sum(float32(dot).ravel() @ float32(d).ravel() for dot, d in zip(dots, pulled, strict=True))
+    np.testing.assert_allclose(float32(along).ravel() @ float32(ct).ravel(), both, rtol=2e-2)
+
+
+def test_gradients_of_a_vmapped_model_are_those_of_its_batch() -> None:
+    """No cotangent of the weight for each example."""
+    x, w = integers(24, 16, 3, 192), weight(64, zero="bfloat16")
+
+    def loss(scale: jax.Array, zero: jax.Array, product: Callable[..., jax.Array]) -> jax.Array:
+        return jnp.sum(product(x, dataclasses.replace(w, scale=scale, zero_point=zero)).astype(jnp.float32) ** 2)
+
+    mapped = jax.grad(functools.partial(loss, product=jax.vmap(HOST, (0, None))), (0, 1))
+    whole = jax.grad(functools.partial(loss, product=HOST), (0, 1))
+    for ours, theirs in zip(mapped(w.scale, w.zero_point), whole(w.scale, w.zero_point), strict=True):
+        np.testing.assert_array_equal(float32(ours), float32(theirs))
+    sizes = [out.aval.size for eqn in trace._equations(jax.make_jaxpr(mapped)(w.scale, w.zero_point).jaxpr)
+             for out in eqn.outvars]  # fmt: skip
+    assert max(sizes) < 16 * 192 * 64 / 4
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
+@pytest.mark.parametrize("disabled", [False, True])
+def test_shard_map_outside_jit(disabled: bool) -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    x, w, g = integers(25, 8, 192), weight(64), integers(26, 8, 64)
+    back = second(w)
+    each = lambda x, scale: quantized_matmul(x, dataclasses.replace(w, scale=scale), transposed=back)  # noqa: E731
+    parts = jax.shard_map(each, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    with jax.disable_jit(disabled):
+        ours = jax.vjp(parts, x, w.scale)[1](g)
+    for one, other in zip(ours, jax.vjp(each, x, w.scale)[1](g), strict=True):
+        np.testing.assert_allclose(float32(one), float32(other), atol=0.01 * np.abs(float32(other)).max())

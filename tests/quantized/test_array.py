@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.quantized import QuantizedArray, dequantize, quantize
+from jax_splitk import quantized_matmul
+from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.formats import BITS, CASES, GROUPS, INTEGERS, NF4, SCALE_DTYPES, elements, every_code, table
 
 FORMS = [(name, True) for name in BITS if name != "uint4"] + [(name, False) for name in INTEGERS]
@@ -232,6 +234,7 @@ class Foreign:
     scale_t: Any = None
     bias: Any = ()
     tiling_state: Any = None
+    sparsity_mask: Any = None
 
 
 @pytest.mark.parametrize(("name", "zero"), CASES)
@@ -255,6 +258,33 @@ def test_aqt_tensors() -> None:
     for wrong in ({"bias": [q.scale]}, {"tiling_state": object()}, {"scale": []}):
         with pytest.raises(ValueError, match="accepted: one with scales only"):
             dequantize(dataclasses.replace(Foreign(q.qvalue, [q.scale]), **wrong))
+    for scale in (q.scale, [q.scale]):
+        with pytest.raises(ValueError, match="with a sparsity_mask; accepted: None"):
+            dequantize(Foreign(q.qvalue, scale, sparsity_mask=jnp.ones(q.shape, bool)))
+
+
+def test_leaves_of_qwix_post_training_quantization() -> None:
+    """WithAux(array=QArray, how=...)."""
+    q, expected = every_code("int8", 128, 4, 64)
+    leaf = types.SimpleNamespace(array=Foreign(q.qvalue, q.scale), how=object())
+    np.testing.assert_array_equal(dequantize(leaf, jnp.float32), expected.astype(np.float32))
+    for taken in (leaf, prepack(leaf)):
+        product = quantized_matmul(jnp.eye(128), taken)
+        np.testing.assert_allclose(product, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [16, 100, -3])
+def test_zero_points_beyond_the_elements(zero: int) -> None:
+    """GPTQ has zero points of 16. uint4 cannot hold them, so they come in 8 bits."""
+    q = QuantizedArray(jnp.full((64, 3), 3, jnp.uint4), jnp.ones((2, 3)), jnp.full((2, 3), zero, jnp.int8))
+    packed = prepack(q)
+    for weight in (q, packed):
+        np.testing.assert_array_equal(quantized_matmul(jnp.eye(64), weight), np.full((64, 3), 3.0 - zero))
+    np.testing.assert_array_equal(unpack(packed).zero_point, q.zero_point)
+    narrow = dataclasses.replace(q, zero_point=jnp.full((2, 3), 15, jnp.uint4))
+    changed = dataclasses.replace(prepack(narrow), zero_point=packed.zero_point)
+    with pytest.raises(ValueError, match=r"zero_point from .* with zero_dtype=uint4; accepted: integers from 0 to 15"):
+        unpack(changed)
 
 
 def test_tiles_along_two_axes() -> None:
@@ -287,6 +317,8 @@ def test_tiles_along_two_axes() -> None:
     ({"scale_dtype": jnp.float8_e4m3fn}, TypeError, "accepted: bfloat16, float16, float32"),
     ({"w": jnp.ones((96, 5), jnp.int32)}, TypeError, "w of dtype int32; accepted: a floating dtype"),
     ({"w": jnp.ones((0, 5)), "group_size": None}, ValueError, "of 0 elements"),
+    ({"w": {"kernel": jnp.ones((96, 5))}}, TypeError, "w of type dict; accepted: an array (jax.tree.map quantizes ea"),
+    ({"w": None}, TypeError, "w of type NoneType; accepted: an array"),
 ])  # fmt: skip
 def test_quantize_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"w": jnp.ones((96, 5)), "dtype": "int4", "group_size": 32, **change}

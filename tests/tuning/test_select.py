@@ -18,12 +18,12 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, target_for
-from jax_splitk.tuning import agreement, code, search, store, table
+from jax_splitk.tuning import agreement, search, store, table
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
-from jax_splitk.tuning.select import announce, select
+from jax_splitk.tuning.select import announce, code_of, select
 from tests.tuning_cache import finish, isolate, start
 
 CPU = Target("cpu", "cpu", "", 4)
@@ -75,7 +75,7 @@ def test_falling_back_says_why() -> None:
         f"{ON_CUDA}: needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100-SXM4-80GB (8.0)"
     )
     assert choose(PROBLEM, TPU).why == "no kernel for platform tpu"
-    assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count=2; only 1 is supported."
+    assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count=2; only 1 is supported"
     assert "3 input and 3 output channels per group" in choose(THREES, DEFAULT_CUDA).why
     assert choose(PROBLEM, CPU, implementation="xla").why == "implementation='xla' was asked for"
 
@@ -169,7 +169,7 @@ def test_default_workspace_limit_is_256_mib() -> None:
 def test_an_explicit_choice_that_cannot_serve_is_an_error(
     problem: ConvWgradProblem, target: Target, options: dict[str, Any], reason: str
 ) -> None:
-    way_out = "Use implementation=None (falls back to XLA) or implementation='xla'."
+    way_out = "Use implementation=None (the best that can) or implementation='xla'."
     pattern = f"^{re.escape(str(problem))}: {re.escape(reason)}.*{re.escape(way_out)}$"
     with pytest.raises(NotImplementedError, match=pattern):
         choose(problem, target, **options)
@@ -214,7 +214,7 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
     monkeypatch.setattr(compiler, "compile_source", refused)
     monkeypatch.setattr(agreement, "obstacle", obstacle)
     for _ in range(2):
-        lowered, custom_call = code.code_of(choice, DEFAULT_CUDA, Options(), agreed=True)
+        lowered, custom_call = code_of(choice, DEFAULT_CUDA, Options(), agreed=True)
         assert (lowered.implementation, custom_call) == ("xla", None)
         assert lowered.why == f"{choice.family.name}: no compiler in this test"
     assert told == [(PROBLEM, choice.config, lowered.why)]

@@ -6,17 +6,15 @@
 #ifndef COLUMNS
 #define COLUMNS TILE_N
 #endif
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
 #if E4M3_PRODUCTS
 constexpr int STEP_K = 32;  // of an instruction
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x32_F32E4M3E4M3_RS_TN)<>;
+using Wgmma = WGMMA(COLUMNS, x32_F32E4M3E4M3_RS_TN)<>;
 #elif HALF
 constexpr int STEP_K = 16;
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
+using Wgmma = WGMMA(COLUMNS, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
 #else
 constexpr int STEP_K = 16;
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
+using Wgmma = WGMMA(COLUMNS, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
 #endif
 
 constexpr int ACCUMULATORS = COLUMNS / 2;  // of a lane: four for each 8 columns

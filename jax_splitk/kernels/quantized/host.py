@@ -53,7 +53,7 @@ class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         for argument in ("rows", "k", "features"):
             if getattr(problem, argument) > host.INT32_MAX:
-                return f"{argument}={getattr(problem, argument)}; at most {host.INT32_MAX} is supported."
+                return f"{argument}={getattr(problem, argument)}; at most {host.INT32_MAX} is supported"
         return None
 
     def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:

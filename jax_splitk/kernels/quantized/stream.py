@@ -11,10 +11,10 @@ import itertools
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
@@ -54,26 +54,6 @@ class Config:
     stages: int
     cluster: int
     clusters: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernel.
-
-    Attributes:
-      rows, k: of x.
-      feature_tiles, k_tiles: of the packed weight.
-      groups: of a feature tile's scales.
-      stages: that the whole k takes.
-    """
-
-    rows: int
-    k: int
-    features: int
-    feature_tiles: int
-    k_tiles: int
-    groups: int
-    stages: int
 
 
 def products(p: QuantizedMatmulProblem) -> str:
@@ -190,13 +170,18 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
     return plan.TiledMap(0, dtype, dims, (2 * k, 2 * width), box, swizzle)
 
 
+def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+    """Sizes of x, of the result and of the packed weight; stages that the whole k takes."""
+    sizes = {"rows": p.rows, "k": p.k, "features": p.features, "feature_tiles": p.feature_tiles}
+    return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
+
+
 class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     """Chosen wherever it is legal: XLA writes the dequantized weight to memory and reads it again."""
 
     name = "quantized_stream"
     ABI = 1
     file = "quantized/stream.cu"
-    structs = (Args,)
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:
@@ -282,20 +267,19 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         return 0
 
+    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> list[Values]:
+        return [_args(problem, config)]
+
     def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Types, groups, the config, and what divides k and features."""
         return {
-            "FORMAT": FORMAT_CODES[problem.qtype],
+            **dequantize.macros(problem),
             "HALF": int(problem.x_dtype != "bfloat16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
             "E4M3_PRODUCTS": int(products(problem) == "float8_e4m3fn"),
             "X_TMA": int(_by_tma(problem)),
             "WHOLE": int(_whole_stages(problem, config)),
             "FOURS": int(problem.features % 4 == 0),
-            "GROUP": dequantize.group_code(problem),
-            "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
-            "OUT": TYPE_CODES[problem.out_dtype],
             "TILE_N": config.tile_n,
             "WARPGROUPS": config.warpgroups,
             "TILES": config.tiles,
@@ -311,8 +295,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         return (_x_map(problem, config),) if _by_tma(problem) else ()
 
     def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
-        out, p = len(dequantize.buffers(problem)) - 1, problem
-        args = Args(p.rows, p.k, p.features, p.feature_tiles, p.k_tiles, p.groups, k_stages(p, config))
+        out = len(dequantize.buffers(problem)) - 1
         launch = plan.Launch(
             kernel="quantized_stream",
             grid=(config.clusters * config.cluster, 1, 1),
@@ -321,7 +304,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
             params=(
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
                 *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
-                args.param(),
+                _args(problem, config).param(),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

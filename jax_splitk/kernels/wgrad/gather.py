@@ -340,9 +340,9 @@ class Gather(RankedFamily[Config]):
         _, m_tiles, n_tiles = self.tile_counts(problem, config)
         _, _, tiles_h, tiles_w = self.block_counts(problem, config)
         return Kernel(
-            128 * (config.consumers + 1),
-            shared_bytes(v, config),
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=shared_bytes(v, config),
+            macros={
                 **field_macros(v, "parts", "copies"),
                 **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
                 "TILE_IMAGES": config.images,
@@ -355,7 +355,7 @@ class Gather(RankedFamily[Config]):
                 **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
                 **field_macros(layout(v, config)),
             },
-            {
+            args={
                 "batch": v.batch,
                 "in": v.size,
                 "channels": v.channels,
@@ -371,7 +371,7 @@ class Gather(RankedFamily[Config]):
                 "k_tiles_per_split": -(-tiles // config.splits),
                 "partial_stride": partial_stride(problem),
             },
-            dy_map,
+            maps=dy_map,
             before=() if dy_map else (plan.Pointer(1),),
             after=(plan.Pointer(0),),
         )

@@ -458,9 +458,9 @@ class Grouped(SplitFamily[Config]):
         x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
         dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
         return Kernel(
-            32 * (t.jobs * config.slices + 1),
-            shared_bytes(p, config),
-            {
+            threads=32 * (t.jobs * config.slices + 1),
+            shared_bytes=shared_bytes(p, config),
+            macros={
                 **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
                 **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
                 **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
@@ -470,7 +470,7 @@ class Grouped(SplitFamily[Config]):
                 "TILES_H": tiles_h,
                 "TILES_W": tiles_w,
             },
-            {
+            args={
                 "out_channels": p.out_channels,
                 "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
                 "out": g.out,
@@ -478,7 +478,7 @@ class Grouped(SplitFamily[Config]):
                 "each": each,  # tiles of a split
                 "more": more,  # of the splits, the first, have another one
             },
-            tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
+            maps=tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
         )
 
 

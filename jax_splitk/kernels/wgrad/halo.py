@@ -257,14 +257,14 @@ class Halo(SplitFamily[Config]):
         x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
         dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
         return Kernel(
-            128 * (config.taps_h + 1),
-            shared_bytes(p, config),
-            {
+            threads=128 * (config.taps_h + 1),
+            shared_bytes=shared_bytes(p, config),
+            macros={
                 **field_macros(config, "taps_h", "taps_w", "tile_q"),
                 "TILE_N": CHANNELS * config.taps_w,
                 "BATCH_ROWS": batch_rows(p, config),
             },
-            {
+            args={
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": p.kernel_spatial,
@@ -284,7 +284,7 @@ class Halo(SplitFamily[Config]):
                 "splits": config.splits,
                 "lanes": self._lanes(p, config),
             },
-            (x_map, dy_map),
+            maps=(x_map, dy_map),
         )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:

@@ -68,9 +68,9 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
             if value not in _DTYPES:
                 return f"{argument}={value} is not one of {', '.join(_DTYPES)}."
         if problem.batch_group_count != 1:
-            return f"batch_group_count={problem.batch_group_count}; only 1 is supported."
+            return f"batch_group_count={problem.batch_group_count}; only 1 is supported"
         if not 1 <= problem.rank <= 3:
-            return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported."
+            return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported"
         largest = max(*problem.lhs_shape, *problem.g_shape, *problem.out_shape)
         attributes = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation, *problem.padding)
         largest = max(largest, *(abs(value) for values in attributes for value in values))

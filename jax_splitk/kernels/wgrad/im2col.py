@@ -374,16 +374,16 @@ class Im2col(SplitFamily[Config]):
         blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
         return Kernel(
-            128 * (config.consumers + 1),
-            config.shared_bytes,
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=config.shared_bytes,
+            macros={
                 **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
                 "X_TILED": int(is_matrix_product(problem)),
                 "RANK3": int(folded(problem).rank == 3),
                 "TAIL": int(config.whole_tiles > 0),
                 "DISCARD": int(discards(problem, config)),
             },
-            {
+            args={
                 "channels": channels,
                 "out_channels": out_channels,
                 "taps": problem.taps,
@@ -402,7 +402,7 @@ class Im2col(SplitFamily[Config]):
                 "x_once": int(turns and dy_tiles == 1),
                 "dy_once": int(turns and x_tiles == 1),
             },
-            (_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
+            maps=(_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
         )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:

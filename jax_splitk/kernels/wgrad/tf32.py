@@ -368,11 +368,10 @@ class Tf32(RankedFamily[Config]):
         x_map = plan.TiledMap(0, p.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box)
         dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
         return Kernel(
-            128 * (config.consumers + 1),
-            shared_bytes(v, config),
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=shared_bytes(v, config),
+            macros={
                 **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
-                "TILE_IMAGES": config.images,
                 **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
                 **share_macros(1, config.consumers),
                 "COLUMNS": columns(v, config),
@@ -383,9 +382,10 @@ class Tf32(RankedFamily[Config]):
                 "X_STAGES": config.stages,
                 "RAW_STAGES": RAW_STAGES,
                 "DY_STAGES": dy_stages(v, config),
+                "TILE_IMAGES": config.images,
                 "RAGGED": int(v.out[1] % config.tile_q > 0),
             },
-            {
+            args={
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": v.kernel,
@@ -401,7 +401,7 @@ class Tf32(RankedFamily[Config]):
                 "units_per_split": -(-count // config.splits),
                 "partial_stride": partial_stride(p),
             },
-            (x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
+            maps=(x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
         )
 
 

@@ -229,7 +229,7 @@ def test_refusals_name_value_and_range() -> None:
     assert "row_block=0" in str(FAMILY.refusal(problem, Config(1, 0)))
     for argument in ("rows", "k", "features"):
         changed = dataclasses.replace(problem, **{argument: 2**31})
-        assert FAMILY.refusal(changed) == f"{argument}={2**31}; at most {2**31 - 1} is supported."
+        assert FAMILY.refusal(changed) == f"{argument}={2**31}; at most {2**31 - 1} is supported"
     long = dataclasses.replace(problem, k=64 * 300)
     assert FAMILY.refusal(long, Config(256, 24)) is None
     assert "outside 1..256" in str(FAMILY.refusal(long, Config(257, 24)))

@@ -1,0 +1,25 @@
+"""A mapped axis (vmap) as a part of a dimension that an operation has anyway, and back."""
+
+import jax
+from jax import numpy as jnp
+
+
+def fold_into(x: jax.Array, axis: int, into: int, groups: int = 1) -> jax.Array:
+    """Moves the mapped `axis` into dimension `into` (counted without it), inside each of its `groups`."""
+    x = jnp.moveaxis(x, axis, into)
+    size, channels = x.shape[into], x.shape[into + 1]
+    if groups > 1:
+        x = x.reshape(*x.shape[: into + 1], groups, channels // groups, *x.shape[into + 2 :])
+        x = jnp.moveaxis(x, into, into + 1)
+        return x.reshape(*x.shape[:into], size * channels, *x.shape[into + 3 :])
+    return x.reshape(*x.shape[:into], size * channels, *x.shape[into + 2 :])
+
+
+def unfold_from(x: jax.Array, dim: int, size: int, groups: int = 1) -> jax.Array:
+    """Inverse of `fold_into` of an axis of `size`, at least 1; the axis comes out at `dim`."""
+    rest = x.shape[dim + 1 :]
+    if groups > 1:
+        channels = x.shape[dim] // size
+        x = x.reshape(*x.shape[:dim], groups, size, channels // groups, *rest)
+        return jnp.moveaxis(x, dim + 1, dim).reshape(*x.shape[:dim], size, channels, *rest)
+    return x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *rest)
