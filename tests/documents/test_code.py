@@ -32,6 +32,9 @@ ELSEWHERE = {
     "python -m benchmarks": "minutes, and a GPU; tests/benchmarks",
     "JAX_SPLITK_CACHE_DIR=tuned": "the same",
     ".ci/": "the scripts themselves",
+    "python3 -m venv .venv/asan": "minutes; by hand",
+    ".venv/asan": "the same",
+    "LD_PRELOAD": "the same",
 }
 LANGUAGES = {"python", "bash", "json", "text", "cpp"}
 FRAMEWORKS = ("flax", "equinox", "haiku", "optax")
