@@ -1,4 +1,4 @@
-"""`python -m jax_splitk COMMAND`."""
+"""`jax-splitk COMMAND`, or `python -m jax_splitk COMMAND`."""
 
 import argparse
 import importlib

@@ -1,6 +1,8 @@
 """The arguments of every command. Nothing is imported that a command may need, so that `--help` takes no time."""
 
 import argparse
+import os
+import sys
 import textwrap
 from typing import Any
 
@@ -17,7 +19,8 @@ A problem is a JSON object with "op" and these fields; docs/problem_files.md has
 
 def parser() -> argparse.ArgumentParser:
     """Its `run` is the command's function, MODULE.NAME in this folder, its `parser` the command's own parser."""
-    whole = argparse.ArgumentParser(prog="python -m jax_splitk")
+    installed = os.path.basename(sys.argv[0]) == "jax-splitk"
+    whole = argparse.ArgumentParser(prog="jax-splitk" if installed else "python -m jax_splitk")
     commands = whole.add_subparsers(dest="command", required=True)
     tune = _add(commands, "tune", "decide.tune", "measure what a script lowers, or problems, and remember the fastest")
     tune.epilog = _SCRIPT + "Exit code 1: not everything was tuned and stored."

@@ -52,8 +52,9 @@ def conv_wgrad(
         kernels take all but float64; what no kernel takes runs as XLA's convolution.
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
       rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
-      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
-        precision: the forward convolution's, as in `jax.lax.conv_general_dilated`. As there, dimension_numbers=None
+      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
+        `jax.lax.conv_general_dilated`.
+      dimension_numbers, feature_group_count, batch_group_count, precision: likewise. As there, dimension_numbers=None
         means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
       preferred_element_type: dtype of the result, one of those above; None for lhs's. float32 from 16-bit inputs
         keeps the full sums.
@@ -71,6 +72,12 @@ def conv_wgrad(
         type than its family's.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+
+    Examples:
+      >>> lhs, g = jnp.ones((2, 8, 8, 4)), jnp.ones((2, 8, 8, 16))
+      >>> numbers = ("NHWC", "HWIO", "NHWC")
+      >>> jax_splitk.conv_wgrad(lhs, g, (3, 3, 4, 16), (1, 1), "SAME", dimension_numbers=numbers).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, g = jnp.asarray(lhs), jnp.asarray(g)
@@ -126,6 +133,14 @@ def conv_general_dilated(
 
     Raises:
       ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as lax's function and `conv_wgrad` do.
+
+    Examples:
+      >>> x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 16))
+      >>> def loss(w):
+      ...     y = jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+      ...     return jnp.sum(y)
+      >>> jax.grad(loss)(w).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)

@@ -44,8 +44,20 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
       *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s, whose shardings count.
       platform: "cpu", "cuda" (also without a GPU: then for an H200), "rocm" or "tpu"; None for the default backend's.
 
+    Returns:
+      The decisions, in the order of the trace; `str()` of it is a table.
+
     Raises:
       ValueError: another platform.
+
+    Examples:
+      >>> x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
+      >>> def wgrad(x, g):
+      ...     numbers = ("NHWC", "HWIO", "NHWC")
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 3, 64, 64), (1, 1), "SAME", dimension_numbers=numbers)
+      >>> (decision,) = jax_splitk.explain(wgrad, x, x, platform="tpu").decisions
+      >>> decision.implementation, decision.why
+      ('xla', 'no kernel for platform tpu')
     """
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"platform={platform!r}; accepted: None, {', '.join(map(repr, _PLATFORMS))}")
