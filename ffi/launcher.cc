@@ -81,8 +81,8 @@ ffi::TypeId LaunchState::id = {};
 
 ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view cubin, std::string_view kernels,
                    LaunchState* state) {
-  std::string message;
-  if (!ParsePlan(words.begin(), words.size(), kernels, &state->plan, &message)) return Invalid(message);
+  std::string message = ParsePlan(words.begin(), words.size(), kernels, &state->plan);
+  if (!message.empty()) return Invalid(message);
   const Driver* driver = state->driver = Driver::Get(&message);
   if (!driver) return ffi::Error::Internal("jax_splitk_launch: " + message);
   CUlibrary library = nullptr;
@@ -216,10 +216,8 @@ ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args,
     buffers.push_back((*ret)->untyped_data());
     sizes.push_back((*ret)->size_bytes());
   }
-  std::string message;
-  if (!CheckBuffers(state->plan, buffers, sizes, &message)) {
-    return Invalid(message);
-  }
+  const std::string why = BuffersRefusal(state->plan, buffers, sizes);
+  if (!why.empty()) return Invalid(why);
   if (CUresult r = PrepareDevice(*state)) return CudaError(driver, "cannot set kernel attributes", r);
 
   std::vector<CUtensorMap> maps(state->plan.maps.size());

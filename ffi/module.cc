@@ -23,6 +23,16 @@ nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
+void Require(const std::string& refusal) {
+  if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+}
+
+js::Plan Parsed(const std::vector<int64_t>& words, std::string_view kernels) {
+  js::Plan plan;
+  Require(js::ParsePlan(words.data(), words.size(), kernels, &plan));
+  return plan;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -61,21 +71,13 @@ NB_MODULE(_ffi, m) {
   });
   // Raises ValueError where the launcher would refuse the plan; returns (buffers, tensor maps, launches).
   m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {
-    js::Plan plan;
-    std::string error;
-    if (!js::ParsePlan(words.data(), words.size(), kernels, &plan, &error))
-      throw nb::value_error(error.c_str());
+    const js::Plan plan = Parsed(words, kernels);
     return nb::make_tuple(plan.buffers.size(), plan.maps.size(), plan.launches.size());
   });
   m.def("check_buffers", [](const std::vector<int64_t>& words, std::string_view kernels,
                             const std::vector<uintptr_t>& addresses, const std::vector<size_t>& sizes) {
-    js::Plan plan;
-    std::string error;
     std::vector<void*> pointers;
     for (uintptr_t address : addresses) pointers.push_back(reinterpret_cast<void*>(address));
-    if (!js::ParsePlan(words.data(), words.size(), kernels, &plan, &error) ||
-        !js::CheckBuffers(plan, pointers, sizes, &error)) {
-      throw nb::value_error(error.c_str());
-    }
+    Require(js::BuffersRefusal(Parsed(words, kernels), pointers, sizes));
   });
 }

@@ -1,7 +1,5 @@
 #include "plan.h"
 
-#include <limits>
-
 #include "text.h"
 
 namespace jax_splitk {
@@ -24,11 +22,6 @@ class Reader {
       return 0;
     }
     return value;
-  }
-
-  uint64_t Word(const char* what) {
-    return static_cast<uint64_t>(
-        Next(what, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()));
   }
 
   bool ok() const { return error_.empty(); }
@@ -99,7 +92,8 @@ ParamSpec ReadParam(Reader& in, const std::vector<BufferSpec>& buffers, int64_t 
       break;
     case ParamSpec::kBytes: {
       int64_t words = in.Next("parameter words", 1, 512);
-      for (int64_t i = 0; i < words && in.ok(); ++i) spec.bytes.push_back(in.Word("parameter value"));
+      for (int64_t i = 0; i < words && in.ok(); ++i)
+        spec.bytes.push_back(in.Next("parameter value", INT64_MIN, INT64_MAX));
       break;
     }
   }
@@ -138,7 +132,7 @@ std::vector<std::string> SplitNames(std::string_view names) {
 
 }  // namespace
 
-bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan, std::string* error) {
+std::string ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan) {
   Reader in(words, count);
   *plan = Plan{};
   plan->kernels = SplitNames(kernels);
@@ -153,28 +147,21 @@ bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Pla
   if (in.ok() && !in.AtEnd()) {
     in.Fail(Text("plan has ", count, " words; ", in.position(), " were expected"));
   }
-  if (!in.ok()) *error = in.error();
-  return in.ok();
+  return in.error();
 }
 
-bool CheckBuffers(const Plan& plan, const std::vector<void*>& addresses, const std::vector<size_t>& sizes,
-                  std::string* error) {
-  if (addresses.size() != plan.buffers.size()) {
-    *error = Text("the plan is for ", plan.buffers.size(), " buffers; the call has ", addresses.size());
-    return false;
-  }
+std::string BuffersRefusal(const Plan& plan, const std::vector<void*>& addresses,
+                           const std::vector<size_t>& sizes) {
+  if (addresses.size() != plan.buffers.size())
+    return Text("the plan is for ", plan.buffers.size(), " buffers; the call has ", addresses.size());
   for (size_t i = 0; i < addresses.size(); ++i) {
     const BufferSpec& spec = plan.buffers[i];
-    if (static_cast<int64_t>(sizes[i]) != spec.bytes) {
-      *error = Text("buffer ", i, " has ", sizes[i], " bytes; the plan expects ", spec.bytes);
-      return false;
-    }
-    if (reinterpret_cast<uintptr_t>(addresses[i]) % spec.alignment) {
-      *error = Text("buffer ", i, " is not aligned to the ", spec.alignment, " bytes the plan expects");
-      return false;
-    }
+    if (static_cast<int64_t>(sizes[i]) != spec.bytes)
+      return Text("buffer ", i, " has ", sizes[i], " bytes; the plan expects ", spec.bytes);
+    if (reinterpret_cast<uintptr_t>(addresses[i]) % spec.alignment)
+      return Text("buffer ", i, " is not aligned to the ", spec.alignment, " bytes the plan expects");
   }
-  return true;
+  return "";
 }
 
 CUresult EncodeTensorMap(const Driver& driver, const TensorMapSpec& spec, void* address, CUtensorMap* map) {

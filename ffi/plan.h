@@ -63,12 +63,12 @@ struct Plan {
   std::vector<std::string> kernels;
 };
 
-// Parses and validates; on failure returns false with a message that names the offending numbers.
-bool ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan, std::string* error);
+// Sets *plan, or says which numbers are wrong; empty where none is.
+std::string ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan);
 
-// Checks that what XLA passed is what the plan was made for.
-bool CheckBuffers(const Plan& plan, const std::vector<void*>& addresses, const std::vector<size_t>& sizes,
-                  std::string* error);
+// How what XLA passed differs from what the plan was made for; empty where it does not.
+std::string BuffersRefusal(const Plan& plan, const std::vector<void*>& addresses,
+                           const std::vector<size_t>& sizes);
 
 CUresult EncodeTensorMap(const Driver& driver, const TensorMapSpec& spec, void* address, CUtensorMap* map);
 

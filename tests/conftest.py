@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pathlib
+import secrets
 import tempfile
 
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
@@ -10,7 +11,7 @@ if "JAX_SPLITK_CACHE_DIR" not in os.environ:
     # One for all processes of a run (pytest-xdist's inherit the environment), deleted when the first of them ends.
     cache = tempfile.TemporaryDirectory(prefix="jax_splitk-test-", ignore_cleanup_errors=True)
     os.environ["JAX_SPLITK_CACHE_DIR"] = cache.name
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # NumPy's matrix products would take every core, in each of the processes.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
@@ -18,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if "JAX_SPLITK_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     gpus = os.environ["JAX_SPLITK_TEST_GPUS"].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
+# Another one in each run, the same in all its processes.
+os.environ.setdefault("JAX_SPLITK_TEST_SEED", str(secrets.randbits(32)))
 # XLA:CPU takes one to three seconds to compile the default generator, for each shape.
 os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 
@@ -26,6 +29,12 @@ import pytest
 
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.tuning import session
+from tests.problems import SEED
+from tests.tuning_cache import isolate
+
+
+def pytest_report_header() -> str:
+    return f"JAX_SPLITK_TEST_SEED={SEED} draws this run's random cases again"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +51,12 @@ def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test measures, settles and is told is not another's."""
     monkeypatch.setattr(session, "_session", session.Session())
     disk.warn_once.cache_clear()
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """The writable layer of a cache of the test's own; all layers are empty."""
+    return isolate(monkeypatch, tmp_path)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

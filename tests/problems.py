@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,18 +11,8 @@ import numpy as np
 from benchmarks.cases import Case
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
 
-
-def _seed() -> int:
-    """Another one in each run of the tests, the same in all its processes (pytest-xdist); JAX_SPLITK_TEST_SEED repeats
-    the run that named it."""
-    if "JAX_SPLITK_TEST_SEED" in os.environ:
-        return int(os.environ["JAX_SPLITK_TEST_SEED"])
-    if "PYTEST_XDIST_TESTRUNUID" in os.environ:
-        return zlib.crc32(os.environ["PYTEST_XDIST_TESTRUNUID"].encode())
-    return int(np.random.SeedSequence().generate_state(1)[0])
-
-
-SEED = _seed()
+# Another one in each run of the tests (tests/conftest.py); JAX_SPLITK_TEST_SEED repeats the run that named it.
+SEED = int(os.environ.get("JAX_SPLITK_TEST_SEED", "0"))
 
 
 def generator(salt: int) -> np.random.Generator:

@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_splitk.cli.output import UsageError, number
@@ -45,18 +46,23 @@ def local_environments() -> set[str]:
     return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
-def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored:
-    """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
+def _read(path: pathlib.Path, parse: Callable[[bytes], Iterable[Entry]]) -> list[Stored]:
+    """The entries in a file, or the one reason why none of it is used."""
     data = disk.read(path)
     try:
         if data is None:
             raise ValueError("it cannot be read")
-        entry = entries.whole(json.loads(data))
-        if folder is not None and path != folder / entry.key.file:
-            raise ValueError(f"it is not where it would be looked for, {folder / entry.key.file}")
+        return [Stored(path, entry) for entry in parse(data)]
     except _DAMAGE as error:
-        return Stored(path, None, str(error))
-    return Stored(path, entry)
+        return [Stored(path, None, str(error))]
+
+
+def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored:
+    """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
+    (item,) = _read(path, lambda data: [entries.whole(json.loads(data))])
+    if folder is None or item.entry is None or path == folder / item.entry.key.file:
+        return item
+    return Stored(path, None, f"it is not where it would be looked for, {folder / item.entry.key.file}")
 
 
 def read_folder(folder: pathlib.Path) -> list[Stored]:
@@ -93,13 +99,7 @@ def read_layer(folder: pathlib.Path) -> list[Stored]:
 
 def read_file(path: pathlib.Path) -> list[Stored]:
     """Every entry of a file with a TuningResult's text, which is used as a whole or not at all."""
-    data = disk.read(path)
-    try:
-        if data is None:
-            raise ValueError("it cannot be read")
-        return [Stored(path, entry) for _, entry in TuningResult.loads(data)]
-    except _DAMAGE as error:
-        return [Stored(path, None, str(error))]
+    return _read(path, lambda data: [entry for _, entry in TuningResult.loads(data)])
 
 
 def read_source(argument: str, text: str) -> list[Stored]:

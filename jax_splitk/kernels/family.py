@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jax_splitk.kernels.device.structs import Struct, declarations
+from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_refusal
@@ -18,7 +18,7 @@ _PLATFORMS = {"cutlass": "cuda", "host": "cpu"}
 
 
 class Family(abc.ABC, Generic[_Problem, _Config]):
-    """One way to compute an operation's problems. `kernels.FAMILIES` registers an instance.
+    """One way to compute an operation's problems. `kernels.FAMILIES`, or `kernels.register`, has an instance.
 
     Attributes:
       name: no other family has it.
@@ -91,8 +91,8 @@ class CudaFamily(Family[_Problem, _Config]):
     """Kernels for Hopper, compiled from one source.
 
     Attributes:
-      file: the device source, in this folder.
-      structs: what stands for `#include "structs.cuh"` in it.
+      file: the device source, in this folder; outside of the package an absolute path.
+      structs: what stands for `#include "structs.cuh"` in it, by default.
     """
 
     implementation = "cutlass"
@@ -124,10 +124,16 @@ class CudaFamily(Family[_Problem, _Config]):
     def launches(self, problem: _Problem, config: _Config) -> tuple[Launch, ...]:
         """The kernels, in their order."""
 
+    def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
+        """The structs."""
+        del problem, config
+        return self.structs
+
     def source(self, problem: _Problem, config: _Config) -> Source:
         """The specialised device code."""
-        structs = declarations(*self.structs) if self.structs else ""
-        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+        structs = self.declared(problem, config)
+        text = declarations(*structs) if structs else ""
+        return Source(self.file, tuple(self.macros(problem, config).items()), text)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)

@@ -4,7 +4,7 @@ It is bilinear in (lhs, g); its transposes are convolutions that lax already has
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,9 +14,10 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import lowering
+from jax_splitk.ops import lowering, partitioning
 from jax_splitk.ops.convolution import Convolution, grouped, integers, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
+from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems import conv_reference
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
@@ -69,9 +70,12 @@ def _as_written(lhs: Any, g: Any, params: dict[str, Any]) -> ConvWgradProblem:
 
 
 def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
-    """The canonical problem of an equation: at least one spatial dimension, and batch groups as feature groups."""
     lhs, g = avals
-    problem = _as_written(lhs, g, params)
+    return canonical(_as_written(lhs, g, params))
+
+
+def canonical(problem: ConvWgradProblem) -> ConvWgradProblem:
+    """With at least one spatial dimension, and batch groups as feature groups."""
     if problem.rank == 0:
         windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
         pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))
@@ -85,8 +89,58 @@ def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProble
     )
 
 
+def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule | str:
+    """How a weight gradient is divided: it is a sum over the batch, and over pixels where windows do not overlap."""
+    problem = _as_written(*avals, params)
+    if problem.batch_group_count > 1:
+        return "batch_group_count above 1"
+    specs, grouped = params["convolution"].dimension_numbers, problem.feature_group_count > 1
+    c, k = ("groups", "groups") if grouped else ("in_channels", "out_channels")
+    pixels = [_is_pointwise(problem, i) for i in range(problem.rank)]
+    spatial = lambda of: [f"pixels{i}" if pixels[i] else f"{of}_spatial{i}" for i in range(problem.rank)]  # noqa: E731
+    units = {"batch": problem.batch, c: problem.in_channels, k: problem.out_channels}
+    if grouped:
+        units["groups"] = problem.feature_group_count
+    units |= {f"pixels{i}": size for i, size in enumerate(problem.input_spatial) if pixels[i]}
+    return Rule(
+        operands=(
+            _ordered(specs.lhs_spec, "batch", c, *spatial("input")),
+            _ordered(specs.out_spec, "batch", k, *spatial("output")),
+        ),
+        result=_ordered(
+            specs.rhs_spec, k, "group_channels" if grouped else c, *(f"tap{i}" for i in range(len(pixels)))
+        ),
+        units=units,
+        divided=_divided,
+    )
+
+
+def _is_pointwise(problem: ConvWgradProblem, i: int) -> bool:
+    """Whether output pixel p of a spatial dimension is made of input pixel p alone."""
+    geometry = (problem.kernel_spatial, problem.window_strides, problem.lhs_dilation)
+    return all(sizes[i] == 1 for sizes in geometry) and tuple(problem.padding[i]) == (0, 0)
+
+
+def _ordered(spec: Sequence[int], *names: str) -> tuple[str, ...]:
+    """Names in the order of lax's specification, first batch (or output) and features, by dimension."""
+    of = dict(zip(spec, names, strict=True))
+    return tuple(of[i] for i in range(len(spec)))
+
+
+def _divided(params: dict[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
+    """The parameters of one part."""
+    conv, shape = params["convolution"], list(params["rhs_shape"])
+    out_channels, in_channels, *_ = conv.dimension_numbers.rhs_spec
+    groups = parts.get("groups", 1)
+    shape[out_channels] //= parts.get("out_channels", groups)
+    shape[in_channels] //= parts.get("in_channels", 1)
+    conv = dataclasses.replace(conv, feature_group_count=conv.feature_group_count // groups)
+    return {**params, "rhs_shape": tuple(shape), "convolution": conv}
+
+
 def _abstract_eval(lhs: Any, g: Any, **params: Any) -> Any:
-    return _compat.like(lhs if _compat.aval_vma(lhs) else g, params["rhs_shape"], params["out_dtype"])
+    out = _compat.like(lhs if _compat.aval_vma(lhs) else g, params["rhs_shape"], params["out_dtype"])
+    return partitioning.with_explicit_sharding(out, _rule_of, (lhs, g), params)
 
 
 conv_wgrad_p.def_abstract_eval(_abstract_eval)
@@ -164,8 +218,8 @@ def _orders(specs: lax.ConvDimensionNumbers) -> tuple[tuple[int, ...], ...]:
 def _with_xla(problem: ConvWgradProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
     if not _compat.is_known(*problem.input_spatial):
         return lambda lhs, g: _transpose_rhs(lhs, g, out, params)
-    specs, sharding = params["convolution"].dimension_numbers, _compat.explicit_sharding(out)
-    return lambda lhs, g: conv_reference.conv_wgrad(lhs, g, _as_written(lhs, g, params), specs, sharding)
+    specs = params["convolution"].dimension_numbers
+    return lambda lhs, g: conv_reference.conv_wgrad(lhs, g, _as_written(lhs, g, params), specs)
 
 
 def _with_kernel(
@@ -187,4 +241,4 @@ def _with_kernel(
     return between_transposes
 
 
-lowering.define(conv_wgrad_p, _problem_of, _with_xla, _with_kernel)
+lowering.define(conv_wgrad_p, _problem_of, _with_xla, _with_kernel, _rule_of)

@@ -13,14 +13,16 @@ import jax
 from jax.extend import core
 from jax.interpreters import mlir
 
+from jax_splitk import kernels
+from jax_splitk.ops import partitioning
+from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning.choice import XLA, Choice
-from jax_splitk.tuning.code import code_of
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, select
+from jax_splitk.tuning.select import announce, code_of, select
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -28,8 +30,12 @@ _PLATFORMS = ("cpu", "cuda")
 # An equation's problem in canonical form, from the types of its operands and its parameters.
 _ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
 
+# How an operation is divided among devices, likewise; or why it is not.
+_RuleOf = Callable[[Sequence[Any], dict[str, Any]], Rule | str]
+
 # Our primitives.
 PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
+RULES: dict[core.Primitive, _RuleOf] = {}
 
 
 def define(
@@ -37,6 +43,7 @@ def define(
     problem_of: _ProblemOf,
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
+    rule_of: _RuleOf,
 ) -> None:
     """Gives a primitive its implementation outside jit and its lowering, on every platform.
 
@@ -46,17 +53,24 @@ def define(
       with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
         custom call; None where its operands and result are the primitive's as they are.
+      rule_of: see `_RuleOf`.
     """
-    PROBLEMS[primitive] = problem_of
+    PROBLEMS[primitive], RULES[primitive] = problem_of, rule_of
     run_outside_jit(primitive)
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
-            custom_call = _chosen(ctx, problem, platform, params["options"])
+            undivided = None
+            if _compat.is_automatically_partitioned(ctx):
+                division = division_rule(ctx, primitive, params, platform)
+                if isinstance(division, Rule):
+                    return partitioning.lower(ctx, primitive, division, params, problem, operands)
+                undivided = division
+            custom_call = _chosen(ctx, problem, platform, params["options"], undivided)
             (out,) = ctx.avals_out
             if custom_call is None:
-                function = with_xla(problem, params, out)
+                function = _compat.over_auto_axes(with_xla(problem, params, out), _compat.explicit_sharding(out))
             elif (function := with_kernel(problem, params, out, custom_call)) is None:
                 return execute.lower(ctx, custom_call, problem, operands)
             return mlir.lower_fun(function, False)(ctx, *operands)
@@ -94,36 +108,44 @@ def choose(
     target: Target,
     options: Options,
     *,
-    partitioned: bool,
+    undivided: str | None = None,
     measure: bool = False,
     final: bool = False,
 ) -> Choice:
-    """`select`, except that code which XLA will partition by itself is left to XLA.
-
-    A custom call is opaque to XLA's partitioner, which would gather its operands onto every device; inside shard_map
-    each device's part is a problem of its own and this does not apply.
+    """`select`, except that code which XLA partitions by itself is left to XLA: a custom call is opaque to its
+    partitioner. `undivided`: why it does, None where it does not.
     """
     reason = only_xla(problem)
     if reason is not None:
         return Choice(problem, XLA, reason)
-    if partitioned and options.implementation != "xla":
-        if options.implementation is not None or options.config is not None:
+    if undivided is not None and options.implementation != "xla":
+        if options.explicit:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
-                "devices. Use jax.shard_map, or implementation=None (falls back to XLA)."
+                f"devices: {undivided}. Use jax.shard_map over all axes, or implementation=None (falls back to XLA)."
             )
-        why = "automatic partitioning over several devices; use jax.shard_map for a kernel on each"
-        return Choice(problem, XLA, why)
+        return Choice(problem, XLA, f"automatic partitioning over several devices: {undivided}")
     return select(problem, target, options, measure=measure, final=final)
 
 
-def _chosen(ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options) -> CustomCall | None:
+def division_rule(ctx: Any, primitive: core.Primitive, params: dict[str, Any], platform: str) -> Rule | str:
+    """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
+    problem, implementation = PROBLEMS[primitive](ctx.avals_in, params), params["options"].implementation
+    if implementation == "xla":
+        return "implementation='xla' was asked for"
+    if not kernels.families(problem.op, platform):
+        return f"no kernel for platform {platform}"
+    return only_xla(problem) or partitioning.refusal(ctx) or RULES[primitive](ctx.avals_in, params)
+
+
+def _chosen(
+    ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options, undivided: str | None
+) -> CustomCall | None:
     """The custom call that is lowered, None for XLA's operation, with a line in the log."""
     target = target_for(platform)
-    partitioned = _compat.is_automatically_partitioned(ctx)
     # Only what will run here can be measured here.
-    measure = not partitioned and not _compat.is_export(ctx) and target.is_local
-    choice = choose(problem, target, options, partitioned=partitioned, measure=measure, final=True)
+    measure = undivided is None and not _compat.is_export(ctx) and target.is_local
+    choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
-    announce(choice)
+    announce(choice, options)
     return custom_call

@@ -15,6 +15,7 @@ from jax_splitk.ops.quantized_primitive import leaves_of, over_batch, quantized_
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
+from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
 
 # (x, *leaves, dot) -> x times the tangent of the weight, of which `dot` is that of the leaf `wrt`.
@@ -63,8 +64,10 @@ def _with_tangent(layout: Layout, out_dtype: str, wrt: str) -> Callable[..., jax
     return multiplied
 
 
-def _tangent(x: Any, *operands: Any, **params: Any) -> jax.Array:
-    return over_batch(_with_tangent(**params), x)(x, *operands)
+def _tangent(x: jax.Array, *operands: jax.Array, **params: Any) -> jax.Array:
+    types = map(jax.typeof, (x, *operands))
+    sharding = _compat.explicit_sharding(quantized_primitive.type_of_product(*types, **params))
+    return _compat.over_auto_axes(over_batch(_with_tangent(**params), x), sharding)(x, *operands)
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
@@ -76,7 +79,7 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 
         def of(*some: jax.Array) -> jax.Array:
             changed = dict(zip(asked, some, strict=True))
-            return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, **params)
+            return _tangent(*(changed.get(i, operand) for i, operand in enumerate(given)), dot, **params)
 
         terms.append(jax.jvp(of, tuple(given[i] for i in asked), tuple(given_dots[i] for i in asked))[1])
     return out, _sum(terms, out)
@@ -95,7 +98,8 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, **params: Any) -> list[A
     def back(x: jax.Array, ct: jax.Array, *leaves: jax.Array) -> jax.Array:
         return reference.group_order(layout, cotangent(layout, x, ct, leaves_of(leaves)), dot.aval)
 
-    return [None, *[None] * len(leaves), over_batch(back, x)(x, ct, *leaves)]
+    automatic = _compat.over_auto_axes(over_batch(back, x), _compat.explicit_sharding(dot.aval))
+    return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
 
 
 weight_tangent_p.def_abstract_eval(quantized_primitive.type_of_product)
@@ -129,7 +133,8 @@ def _transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
         return [None, *none]
     layout, dtype = params["layout"], x.aval.dtype
     back = lambda ct, *operands: reference.product_transposed(layout, ct, leaves_of(operands), dtype)  # noqa: E731
-    return [over_batch(back, ct)(ct, *leaves), *none]
+    automatic = _compat.over_auto_axes(over_batch(back, ct), _compat.explicit_sharding(x.aval))
+    return [automatic(ct, *leaves), *none]
 
 
 ad.primitive_jvps[quantized_matmul_p] = _jvp
@@ -202,10 +207,12 @@ def _paired_transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]
         return [*_transpose(ct, x, *leaves[:own], **_alone(params)), *none[own:]]
     pair = _Pair(params["layout"], x.aval.dtype, params["back"])
     back = lambda ct, *all: _by_second(pair, ct, leaves_of(all[:own]), leaves_of(all[own:]))  # noqa: E731
-    return [over_batch(back, ct)(ct, *leaves), *none]
+    return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
 
 
-paired_p.def_abstract_eval(quantized_primitive.type_of_product)
+paired_p.def_abstract_eval(
+    lambda *avals, **params: quantized_primitive.type_of_product(*avals[: params["own"] + 1], **_alone(params))
+)
 lowering.run_outside_jit(paired_p)
 lowering.PROBLEMS[paired_p] = lambda avals, params: lowering.PROBLEMS[quantized_matmul_p](
     avals[: params["own"] + 1], _alone(params)

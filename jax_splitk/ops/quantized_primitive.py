@@ -7,7 +7,8 @@ where the choice is made for the product with one of them: a kernel runs once fo
 the device), XLA multiplies them all at once.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import batching
 
-from jax_splitk.ops import lowering
+from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product
+from jax_splitk.quantized.packing import cuts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
@@ -49,15 +52,36 @@ def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmul
     )
 
 
-def type_of_product(x: Any, values: Any, *leaves: Any, layout: Layout, out_dtype: str, **params: Any) -> Any:
+def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule | str:
+    """How a product is divided: over rows of x, and over features and k in what packing lets be cut."""
+    x, _, scale, *zero_points = avals
+    layout: Layout = params["layout"]
+    batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
+    units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
+    if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
+        units["features"] = layout.shape[1]
+        words = groups = (*batch, "k", "features")
+    else:
+        units["k"], units["features"] = cuts(layout.shape, layout.group_size)
+        words = (*batch, "features", "k", "word")
+        groups = (*batch, "features", "k" if scale.shape[-2] > 1 else "channel", "lane")
+    per_group = [groups] * (1 + len(zero_points))
+    return Rule(((*batch, "rows", "k"), words, *per_group), (*batch, "rows", "features"), units, _divided)
+
+
+def _divided(params: dict[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
+    """The parameters of one part."""
+    layout: Layout = params["layout"]
+    (k, features), group = layout.shape, layout.group_size
+    part = k // parts.get("k", 1)
+    shape = (part, features // parts.get("features", 1))
+    return {**params, "layout": dataclasses.replace(layout, shape=shape, group_size=part if group == k else group)}
+
+
+def type_of_product(x: Any, values: Any, *leaves: Any, **params: Any) -> Any:
     """Of x's leading dimensions and the weight's features."""
-    del leaves, params
-    out = _compat.like(x, (*x.shape[:-1], layout.shape[1]), out_dtype)
-    sharding = _compat.explicit_sharding(x)
-    if sharding is None:
-        return out
-    features = values.sharding.spec[-1] if layout.version is None else None
-    return out.update(sharding=out.sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:-1], features)))
+    out = _compat.like(x, (*x.shape[:-1], params["layout"].shape[1]), params["out_dtype"])
+    return partitioning.with_explicit_sharding(out, _rule_of, (x, values, *leaves), params)
 
 
 quantized_matmul_p.def_abstract_eval(type_of_product)
@@ -125,4 +149,4 @@ def _with_kernel(
     return one_by_one
 
 
-lowering.define(quantized_matmul_p, _problem_of, _with_xla, _with_kernel)
+lowering.define(quantized_matmul_p, _problem_of, _with_xla, _with_kernel, _rule_of)

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from jax_splitk.ops import lowering, trace
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
@@ -18,7 +16,7 @@ from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import agreement, decide
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.options import Options, current
+from jax_splitk.tuning.options import current
 from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.search import ranked
 from jax_splitk.tuning.session import session
@@ -44,27 +42,39 @@ def tune(
     Raises:
       ValueError: `seconds` is not a number above 0.
       RuntimeError: XLA itself cannot compute a problem.
+
+    Examples:
+      >>> def wgrad(x, g):
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 4, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+      >>> x = jax.ShapeDtypeStruct((2, 64, 4), jnp.float32)
+      >>> tuned = jax_splitk.tune(wgrad, x, x, seconds=0.05)
+      >>> len(tuned)
+      1
+      >>> with tuned:
+      ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
     wanted = {}
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    several = trace.spans_devices(jaxpr.jaxpr, (args, kwargs))
-    for eqn in trace.operations(jaxpr.jaxpr):
-        problem = trace.problem_of(eqn)
-        options: Options = eqn.params["options"]
-        if several and not trace.is_manual(eqn):
-            continue  # XLA partitions it
-        if options.config is None and options.implementation != "xla" and lowering.only_xla(problem) is None:
-            wanted[(problem, options.workspace_limit)] = None
+    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
+        options = found.options
+        ours = found.undivided is None and options.config is None and options.implementation != "xla"
+        if ours and lowering.only_xla(found.problem) is None:
+            wanted[(found.problem, options.workspace_limit)] = None
     return _tune_all(list(wanted), seconds, again)
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
-    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`,
+    """`tune` for problems given as such (`jax_splitk.problems.conv_wgrad.ConvWgradProblem`,
     `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`), under the options in force.
 
     Raises:
       TypeError: one of them is not a problem.
       ValueError: the fields of one do not belong together; otherwise as `tune`.
+
+    Examples:
+      >>> from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+      >>> problem = QuantizedMatmulProblem(4, 64, 64, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
+      >>> len(jax_splitk.tune_problems([problem], seconds=0.05))
+      1
     """
     given = list(problems)
     accepted = tuple(operation.problem for operation in OPERATIONS.values())

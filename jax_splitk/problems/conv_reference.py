@@ -11,6 +11,9 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
+# As it is now: `jax_splitk.intercept`, and users, put ours in its place.
+lax_conv = lax.conv_general_dilated
+
 NHWC_SPECS = {
     rank: lax.ConvDimensionNumbers(
         lhs_spec=(0, rank + 1, *range(1, rank + 1)),
@@ -35,30 +38,47 @@ def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
     return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
 
 
+def _cropped(
+    lhs: jax.Array, problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers
+) -> tuple[jax.Array, list[tuple[int, int]]]:
+    """lhs and its padding, which crops no low side where it extends the high one.
+
+    XLA:CPU of jaxlib 0.10 and 0.11 computes such a convolution wrongly, or ends the process. What is cropped is sliced
+    off before: maybe everything, which leaves an empty array.
+    """
+    padding = wgrad_padding(problem)
+    for i, (axis, dilation) in enumerate(zip(specs.lhs_spec[2:], problem.lhs_dilation, strict=True)):
+        low, high = padding[i]
+        if low < 0 < high:
+            dropped = min(-(low // dilation), lhs.shape[axis])
+            lhs = lax.slice_in_dim(lhs, dropped, None, axis=axis)
+            padding[i] = (low + dropped * dilation, high)
+    return lhs, padding
+
+
 def conv_wgrad(
     lhs: jax.Array,
     g: jax.Array,
     problem: ConvWgradProblem,
     specs: lax.ConvDimensionNumbers | None = None,
-    out_sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """The weight gradient as one lax convolution, as lax's own transpose rule builds it.
 
     The batch dimension of lhs and g is contracted, so it plays the feature dimension; channels play batch and output
     features. Strides and kernel dilation change places. Unlike through `jax.vjp`, the result's dtype can be chosen.
-    `out_sharding` is for meshes with explicit axes, where a sharded batch leaves the result's sharding open.
     """
     specs = specs or NHWC_SPECS[problem.rank]
-    if problem.reduction_size == 0:  # XLA refuses a convolution whose window has no pixels
-        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype, out_sharding=out_sharding)
+    cropped, padding = _cropped(lhs, problem, specs)
+    if problem.reduction_size == 0 or 0 in cropped.shape:  # XLA refuses a window, and jax an image, without pixels
+        zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype)
         return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    out = lax.conv_general_dilated(
-        lhs,
+    out = lax_conv(
+        cropped,
         g,
         window_strides=problem.rhs_dilation,
-        padding=wgrad_padding(problem),
+        padding=padding,
         lhs_dilation=problem.lhs_dilation,
         rhs_dilation=problem.window_strides,
         dimension_numbers=lax.ConvDimensionNumbers(
@@ -68,7 +88,6 @@ def conv_wgrad(
         batch_group_count=batch_groups,
         precision=lax_precision(problem.precision),
         preferred_element_type=wider(problem.dtype, problem.out_dtype),
-        out_sharding=out_sharding,
     )
     return out.astype(problem.out_dtype)
 

@@ -26,6 +26,7 @@ from jax.core import Tracer
 
 from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, as_quantized
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
+from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import require
 
 LAYOUT_VERSION = 1
@@ -52,7 +53,9 @@ _ORDER = {
 class PackedWeight:
     """A quantized weight [k, features] in the order of the kernels; made by `prepack`. A pytree.
 
-    Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight.
+    Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight. The leaves may be sharded:
+    along their first dimension, features are divided, along the second, k (scales of a weight quantized per channel
+    have none). Inside shard_map `shape` stays that of all devices' parts together.
 
     Attributes:
       words: uint32 [tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
@@ -65,6 +68,11 @@ class PackedWeight:
       group_size: how many k share a scale; k itself per channel.
       zero_dtype: the dtype of the zero points before packing, or None.
       layout: version of this order.
+
+    Examples:
+      >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
+      >>> isinstance(w, jax_splitk.PackedWeight), w.qtype, w.group_size
+      (True, 'nf4', 32)
     """
 
     words: Any
@@ -103,6 +111,12 @@ def prepack(q: Any) -> PackedWeight:
 
     Raises:
       TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
+      >>> w = jax_splitk.prepack(q)
+      >>> w.shape, w.words.shape, w.nbytes
+      ((128, 256), (4, 2, 512), 17408)
     """
     given = as_quantized(q)
     spread = _spread(given)
@@ -139,8 +153,14 @@ def _prepack(q: QuantizedArray) -> PackedWeight:
 def unpack(packed: PackedWeight) -> QuantizedArray:
     """The exact inverse of `prepack`: the same elements, scales for each feature and zero points.
 
-    Raises TypeError and ValueError for what is no PackedWeight or one whose leaves do not belong together, also for
-    zero points, changed since they were packed, that their former dtype does not hold (not seen under jit).
+    Raises:
+      TypeError, ValueError: no PackedWeight, or one whose leaves do not belong together, also for zero points, changed
+        since they were packed, that their former dtype does not hold (not seen under jit).
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64)
+      >>> bool((jax_splitk.unpack(jax_splitk.prepack(q)).qvalue == q.qvalue).all())
+      True
     """
     checked(packed)
     if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, Tracer):
@@ -188,8 +208,9 @@ def _spread(q: QuantizedArray) -> QuantizedArray:
 
 def checked(packed: PackedWeight) -> PackedWeight:
     """`packed`, if it is one whose leaves have their dtypes (else TypeError) and belong to its static part (else
-    ValueError)."""
+    ValueError). Inside shard_map, where leaves may be a device's, with the static part of these."""
     require(isinstance(packed, PackedWeight), f"packed of type {type(packed).__name__}", "PackedWeight", TypeError)
+    packed = _of_device(packed) if _compat.is_inside_shard_map() else packed
     layout, (k, _) = packed.layout, packed.shape
     require(layout == LAYOUT_VERSION, f"a PackedWeight of layout {layout}", f"{LAYOUT_VERSION}; pack it again")
     require(packed.qtype in FORMATS, f"a PackedWeight of qtype {packed.qtype!r}", ", ".join(FORMATS))
@@ -215,9 +236,32 @@ def checked(packed: PackedWeight) -> PackedWeight:
     return packed
 
 
+def _of_device(packed: PackedWeight) -> PackedWeight:
+    """The weight whose shape is that of its leaves, if they are an equal part of the tiles; else as it is."""
+    (k, features), (feature_tiles, k_tiles, *_) = packed.shape, packed.words.shape
+    if (k_tiles, feature_tiles) == (tiles(k), tiles(features)):
+        return packed
+    parts = {"k": tiles(k) / k_tiles, "features": tiles(features) / feature_tiles}
+    for (name, count), cut in zip(parts.items(), cuts(packed.shape, packed.group_size), strict=True):
+        accepted = ", ".join(str(n) for n in range(1, cut + 1) if cut % n == 0)
+        given = f"{name} of a PackedWeight of shape {packed.shape}, groups of {packed.group_size}, in {count:g} parts"
+        require(cut % count == 0, given, f"{accepted} (whole tiles of {TILE} and whole groups, none of them padded)")
+    part, group = k // int(parts["k"]), packed.group_size
+    shape = (part, features // int(parts["features"]))
+    return dataclasses.replace(packed, shape=shape, group_size=part if group == k else group)
+
+
 def tiles(size: int) -> int:
     """Tiles of 64 that hold so many features or k."""
     return -(-size // TILE)
+
+
+def cuts(shape: tuple[int, int], group_size: int) -> tuple[int, int]:
+    """Into how many equal parts (k, features) of a packed weight can be cut at the bounds of tiles and groups: 1 for
+    what is padded."""
+    k, features = shape
+    unit = TILE if group_size == k else math.lcm(TILE, group_size)
+    return (1 if k % unit else k // unit), (1 if features % TILE else features // TILE)
 
 
 def packed_groups(k: int, group_size: int) -> int:

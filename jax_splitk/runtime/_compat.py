@@ -1,10 +1,15 @@
 """Where jax's releases differ, and the one place that may look behind its public API."""
 
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.extend.mlir.dialects import sdy
 
 
 def aval_vma(aval: Any) -> frozenset[str]:
@@ -28,6 +33,14 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types
     return aval.sharding if explicit else None
+
+
+def over_auto_axes(function: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
+    """The function of plain lax operations, whose shardings are XLA's to find; `sharding` is the result's, by explicit
+    axes, or None where there are none."""
+    if sharding is None:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=sharding)  # pyright: ignore[reportReturnType]
 
 
 def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
@@ -85,6 +98,72 @@ def is_automatically_partitioned(ctx: Any) -> bool:
         manual = getattr(axis_context, "manual_axes", frozenset())
         return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
     return False
+
+
+def is_inside_shard_map() -> bool:
+    """Whether what is traced is each device's own along an axis at least."""
+    return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def automatic_mesh(ctx: Any) -> Any:
+    """The abstract mesh over whose axes the code lowered in this context is partitioned.
+
+    None where the program names no mesh, and inside a shard_map over some of a mesh's axes: custom partitioning is not
+    for that.
+    """
+    devices = getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", 0)
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
+    known = next((mesh for mesh in meshes if not mesh.empty), None) or _mesh_of_module(ctx)
+    return known if known is not None and known.size == devices else None
+
+
+def _mesh_of_module(ctx: Any) -> Any:
+    """The first mesh that what is lowered so far names: that of jit's `in_shardings` is in no operand's type."""
+    for sharding in _shardings(ctx.module_context.module.operation):
+        axes = [sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(sdy.TensorShardingAttr(sharding).mesh_or_ref).axes]
+        return jax.sharding.AbstractMesh(tuple(axis.size for axis in axes), tuple(axis.name for axis in axes))
+    return None
+
+
+def _shardings(operation: Any) -> Iterator[Any]:
+    """Of a function's arguments and of constraints, inside an operation."""
+    attributes = operation.attributes
+    for of_argument in attributes["arg_attrs"] if "arg_attrs" in attributes else ():  # noqa: SIM401 (it has no get)
+        if "sdy.sharding" in of_argument:
+            yield of_argument["sdy.sharding"]
+    if operation.name == "sdy.sharding_constraint":
+        yield attributes["sharding"]
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from _shardings(inner.operation)
+
+
+def with_mesh(ctx: Any, mesh: Any) -> Any:
+    """The context in which `custom_partitioning` can be lowered: it wants devices, but counts them only, and a program
+    may be lowered for more than there are here."""
+    devices = tuple(itertools.islice(itertools.cycle(jax.devices()), mesh.size))
+    axis_context = ctx.module_context.axis_context
+    axis_context = dataclasses.replace(axis_context, device_assignment=devices, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
+def sharding_rule(rule: SdyShardingRule, op: Any) -> Any:
+    """The rule as an attribute of an operation of StableHLO, as `custom_partitioning` makes it."""
+    from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir  # noqa: PLC0415
+
+    return sdy_sharding_rule_to_mlir(rule, [x.type for x in op.operands], [x.type for x in op.results])
+
+
+def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.PartitionSpec:
+    """A sharding of XLA's partitioner in the mesh's axes; replicated where they are not whole ones."""
+    from jax._src.sharding_impls import parse_flatten_op_sharding  # noqa: PLC0415
+
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(rank), mesh)
+    except (ValueError, NotImplementedError, AssertionError, StopIteration):
+        return jax.sharding.PartitionSpec()
+    return spec
 
 
 def is_known(*sizes: Any) -> bool:

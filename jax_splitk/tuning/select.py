@@ -11,9 +11,13 @@ from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, toolchain
+from jax_splitk.runtime.compiler import CompilationError
+from jax_splitk.runtime.nvrtc import NvrtcError
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement, decide
-from jax_splitk.tuning.choice import XLA, Candidate, Choice
+from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
@@ -41,7 +45,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     asked = [f for f in families if options.implementation in (None, f.implementation)]
     if options.config is not None:
         asked = [f for f in asked if isinstance(options.config, f.Config)]
-    # A process of a job that lacks the compiler says so to the others when it comes to compile (tuning/code.py).
+    # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
     together = measure and not options.explicit and agreement.needed()
     missing = None if together or target.platform != "cuda" else toolchain.unavailable()
     reasons = {family.name: Candidate(family).refusal(problem, target) or missing for family in asked}
@@ -112,13 +116,9 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
     if candidate is None:
         return None
 
-    def times() -> str:
-        xla = entry.us(XLA)
+    def times() -> Times:
         measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
-        ours = min(measured, default=None) if candidate == XLA else entry.us(candidate)
-        if ours is None or xla is None:
-            return ""
-        return f": XLA {xla:.1f} us, ours {ours:.1f} us" if candidate == XLA else f": {ours:.1f} us, XLA {xla:.1f} us"
+        return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
     return Choice(entry.key.problem, candidate, where, times)
 
@@ -144,7 +144,8 @@ def _predicted(
     if not found:
         return None
     seconds, _, candidate = min(found)
-    return Choice(problem, candidate, f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)")
+    times = Times(seconds * 1e6, predicted=True)
+    return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,9 +157,50 @@ def _best_by_model(family: Family, problem: Problem, target: Target, workspace_l
     return seconds, best, len(fitting)
 
 
-def announce(choice: Choice) -> None:
+def announce(choice: Choice, options: Options) -> None:
     """One log line for each problem and outcome: falling back is never silent."""
-    session().lowered(choice)
+    session().lowered(choice, options)
     if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
+
+
+# ---- what is lowered ---------------------------------------------------------------------------------------------
+
+
+def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -> tuple[Choice, CustomCall | None]:
+    """The choice and its custom call; XLA and None, with one warning, where its code does not compile.
+
+    Args:
+      agreed: whether the processes of a job lower the same: then one that cannot compile keeps all from it.
+
+    Raises:
+      CompilationError, CompilerUnavailable: likewise, for an explicit implementation or config.
+    """
+    problem, candidate = choice.problem, choice.candidate
+    if candidate == XLA:
+        return choice, None
+    if options.explicit:
+        return choice, candidate.plan(problem).custom_call()
+
+    compiled: list[CustomCall] = []
+
+    def obstacle() -> str | None:
+        """Why the kernel is not used although it was chosen."""
+        found = None
+        try:
+            compiled.append(candidate.plan(problem).custom_call())
+        except (CompilationError, CompilerUnavailable, NvrtcError) as error:
+            found = f"{candidate.name}: {error}"
+        if agreed:
+            found = agreement.obstacle(key_for(problem, target), candidate, found)
+        if found is not None:
+            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+        return found
+
+    # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other
+    # processes of its job, at each lowering.
+    found = session().once(("obstacle", problem, candidate), obstacle)
+    if found is not None:
+        return Choice(problem, XLA, found.splitlines()[0]), None
+    return choice, compiled[0] if compiled else candidate.plan(problem).custom_call()

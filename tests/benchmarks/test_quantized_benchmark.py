@@ -73,7 +73,7 @@ def test_report(report_file: pathlib.Path) -> None:
     report = json.loads(report_file.read_text())
     assert report["environment"]["platform"] == "cpu"
     assert report["environment"]["jax_splitk"]
-    assert report["abi"]["quantized_host"] == 1
+    assert report["abi"]["quantized_host"] == 2
     assert report["failures"] == {}
     assert [result["name"] for result in report["results"]] == ["192x512_n1", "192x512_n9"]  # 4096 rows are not quick
     assert set(report["crossovers"]) == {"192x512"}

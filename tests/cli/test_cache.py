@@ -38,14 +38,12 @@ from tests.command_line import (
     run,
     text,
 )
-from tests.tuning_cache import isolate, ship
+from tests.tuning_cache import ship
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    return isolate(monkeypatch, tmp_path)
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the keys are the CPU's"),
+]
 
 
 def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax import numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
@@ -76,25 +76,6 @@ def test_gradient_of_a_shard_map() -> None:
     expected = jax.vjp(conv.lax, lhs, rhs)[1](g)
     np.testing.assert_array_equal(d_lhs, expected[0])
     np.testing.assert_array_equal(d_rhs, expected[1])
-
-
-def test_automatic_partitioning_is_left_to_xla() -> None:
-    conv = dataclasses.replace(PLAIN, batch=8)
-    lhs, rhs, g = conv.integers(generator(43))
-    sharded = NamedSharding(mesh(AxisType.Auto), P("data"))
-    lhs_parts, g_parts = (jax.device_put(x, sharded) for x in (lhs, g))
-    wgrad = jax.jit(conv.wgrad)
-    compiled = wgrad.lower(lhs_parts, g_parts).compile()
-    assert HOST not in compiled.as_text()
-    assert "all-reduce" in compiled.as_text()
-    np.testing.assert_array_equal(wgrad(lhs_parts, g_parts), conv.lax_wgrad(lhs, g))
-    loss = lambda w, x: (conv.ours(x, w) * g_parts).sum()  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(rhs, lhs_parts), conv.lax_wgrad(lhs, g))
-    for options in ({"implementation": "host"}, {"config": wgrad_host.Config(2, 64)}):
-        with pytest.raises(NotImplementedError, match=r"under automatic partitioning .*Use jax\.shard_map"):
-            jax.jit(functools.partial(conv.wgrad, **options)).lower(lhs_parts, g_parts)
-    explicit = jax.jit(functools.partial(conv.wgrad, implementation="xla"))
-    np.testing.assert_array_equal(explicit(lhs_parts, g_parts), conv.lax_wgrad(lhs, g))
 
 
 def test_partly_manual_shard_map_is_left_to_xla() -> None:

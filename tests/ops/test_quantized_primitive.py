@@ -195,17 +195,6 @@ def test_export_with_a_symbolic_batch_of_weights() -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
-def test_automatic_partitioning_is_xlas() -> None:
-    mesh = jax.make_mesh((4,), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(integers(3, 8, 192), jax.sharding.NamedSharding(mesh, P("n")))
-    w = jax.device_put(weight(), jax.sharding.NamedSharding(mesh, P()))
-    assert calls(quantized_matmul, x, w) == 0
-    np.testing.assert_array_equal(quantized_matmul(x, w, preferred_element_type="float32"), product(x, w))
-    with pytest.raises(NotImplementedError, match="under automatic partitioning"):
-        lowered(HOST, x, w)
-
-
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
 def test_explicit_sharding_of_rows() -> None:
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     w = weight()

@@ -21,13 +21,6 @@ SOURCE = Source("wgrad/im2col.cu", (("VALUE", 1),))
 CODE = compiler.Compiled(b"machine code", "log")
 
 
-@pytest.fixture
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("JAX_SPLITK_CACHE_PATH", raising=False)
-    return tmp_path / "cache"
-
-
 def kernel(cache: pathlib.Path, data: bytes | None = None) -> pathlib.Path:
     """The file of `SOURCE`'s code, with a right checksum of other data where that is given."""
     key = compiler.content_key(SOURCE)
@@ -242,19 +235,3 @@ def test_mistakes_are_said_once_on_import() -> None:
         "JAX_SPLITK_CACHE_PATH",
     ]
     assert all("accepted" in line or "not a folder" in line for line in said)
-
-
-def test_help_imports_no_jax() -> None:
-    script = """
-import sys
-sys.argv = ["-m", "cache", "merge", "--help"]
-from jax_splitk.__main__ import main
-try:
-    main()
-finally:
-    print(sorted({"jax", "numpy"} & set(sys.modules)))
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert "usage: python -m jax_splitk cache merge" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,4 +1,4 @@
-"""A cache of its own for a test, and searches that are counted."""
+"""Searches that are counted."""
 
 import pathlib
 
@@ -7,13 +7,6 @@ import pytest
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.tuning import search
 from jax_splitk.tuning.entry import Entry
-from tests.tuning_cache import isolate
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """The writable layer; all layers are empty."""
-    return isolate(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_what_is_never_tuned(tuned: list[ConvWgradProblem]) -> None:
     jax.jit(run).trace(*shapes).lower(lowering_platforms=("tpu",))
     jax.jit(lambda x, y: wgrad(x, y, case, implementation="xla")).lower(*shapes)
     jax.jit(lambda x, y: wgrad(x, y, case, config=wgrad_host.Config(1, 64))).lower(*shapes)
-    # Automatic partitioning is XLA's.
+    # Each device's part is lowered, and tuned, when XLA partitions the program.
     mesh = jax.make_mesh((4,), ("c",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, P())
     jax.jit(run, in_shardings=sharding).lower(*shapes)

@@ -306,6 +306,34 @@ def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Pa
     assert any("not tuned" in line for line in zero_log)
 
 
+def test_two_processes_with_different_caches_compile_the_same_parts(tmp_path: pathlib.Path) -> None:
+    """Of one partitioned program: they choose while XLA compiles, and what they run together is right."""
+    caches = [tmp_path / "zero", tmp_path / "one"]
+    decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
+    decided(caches[1], TWO, 6)
+    decided(caches[0], None, 7), decided(caches[1], TWO, 7)
+    body = """
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    for batch in (4, 6, 7):
+        case = Case("tiny", 2 * batch, 9, 8, 6, 10, (3, 2), dtype="float32")
+        fn = jax.jit(lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments()))
+        whole = [jnp.full(shape, 1.0) for shape in (case.lhs_shape, case.g_shape)]
+        parts = [jax.make_array_from_callback(x.shape, split, lambda index, x=x: x[index]) for x in whole]
+        text = fn.lower(*parts).compile().as_text()
+        out.append((text, float(fn(*parts).addressable_data(0).sum()), float(fn(*whole).sum())))
+    """
+    (zero, _), (one, _) = (found for found, _ in job(body, tmp_path, caches))
+    for (text, total, expected), (other_text, other_total, _) in zip(zero, one, strict=True):
+        assert configs(text) == configs(other_text)
+        assert total == other_total == expected
+        assert "all-reduce" in text
+    assert configs(zero[0][0]) == [ONE]
+    assert configs(zero[1][0]) not in ([TWO], [])  # a miss in process 0 is a miss
+    assert configs(zero[2][0]) == []
+
+
 def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     body = """
     from jax_splitk.tuning import search

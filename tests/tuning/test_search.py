@@ -139,7 +139,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
     assert found.predicted == bad
     (failure,) = [m for m in found.measurements if m.error]
     assert (failure.candidate, failure.us) == (bad, None)
-    assert failure.error.startswith("wrong result: relative error")
+    assert failure.error.startswith("differs from XLA's: relative error")
 
 
 @pytest.mark.parametrize("where", ["plan", "call", "run"])

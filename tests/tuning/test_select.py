@@ -18,12 +18,12 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, target_for
-from jax_splitk.tuning import agreement, code, search, store, table
+from jax_splitk.tuning import agreement, search, store, table
 from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
-from jax_splitk.tuning.select import announce, select
+from jax_splitk.tuning.select import announce, code_of, select
 from tests.tuning_cache import finish, isolate, start
 
 CPU = Target("cpu", "cpu", "", 4)
@@ -214,7 +214,7 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
     monkeypatch.setattr(compiler, "compile_source", refused)
     monkeypatch.setattr(agreement, "obstacle", obstacle)
     for _ in range(2):
-        lowered, custom_call = code.code_of(choice, DEFAULT_CUDA, Options(), agreed=True)
+        lowered, custom_call = code_of(choice, DEFAULT_CUDA, Options(), agreed=True)
         assert (lowered.implementation, custom_call) == ("xla", None)
         assert lowered.why == f"{choice.family.name}: no compiler in this test"
     assert told == [(PROBLEM, choice.config, lowered.why)]
@@ -273,7 +273,7 @@ def test_each_outcome_is_announced_once_per_problem(
     other = choose(dataclasses.replace(PROBLEM, batch=16), DEFAULT_CUDA)
     with caplog.at_level(logging.INFO, "jax_splitk"):
         for choice in (ours, fallback, ours, other, fallback, other, ours):
-            announce(choice)
+            announce(choice, Options())
     assert [record.getMessage() for record in caplog.records] == [
         f"{PROBLEM}: cutlass {ours.family.name} {ours.config} ({ours.why})",
         f"{PROBLEM}: XLA ({fallback.why})",

@@ -87,6 +87,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
 }
 
+// Parameters of kernels that load both inputs by TMA.
+#define MAPS_AND_ARGS                                                                \
+  const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map, \
+      const __grid_constant__ Args g
+
 // Defines a source's two kernels. Both call wgrad(arguments, to): `wgrad_partial` writes partial sums of the
 // splits, `wgrad_direct` the output itself. The lists are in parentheses. Macro: CTAS_PER_SM.
 #define UNPACK(...) __VA_ARGS__

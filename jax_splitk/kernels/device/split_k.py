@@ -4,9 +4,7 @@ The host's side of `split_k.cuh`. The second kernel is launched with programmati
 resident, and wait, while the first kernel ends.
 """
 
-import dataclasses
-
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.structs import Values
 
 OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macros ELEMENT, OUT
 REDUCE_THREADS = 256
@@ -15,32 +13,23 @@ MAX_GRID_Y = 65535  # of a launch: splits, or tiles
 FILL = 132 * 1024  # threads that keep the machine busy
 
 
-@dataclasses.dataclass(frozen=True)
-class ReduceArgs(Struct):
-    """Of `reduce_splits`.
-
-    Attributes:
-      size: elements of the output.
-      stride: elements from one split's partial sums to the next's, a multiple of 4.
-      lanes: threads of a block that share one element's splits; a power of 2.
-    """
-
-    size: int
-    stride: int
-    splits: int
-    lanes: int
+def reduce_args(size: int, stride: int, splits: int) -> Values:
+    """Of `reduce_splits`, for an output of `size` elements; `stride`: elements from one split's partial sums to the
+    next's, a multiple of 4."""
+    lanes = reduce_lanes(size // 4, splits)
+    return Values("ReduceArgs", {"size": size, "stride": stride, "splits": splits, "lanes": lanes})
 
 
-def splits_refusal(splits: int, blocks: int, what: str, least: int = 1) -> str | None:
+def splits_refusal(splits: int, blocks: int, what: str, uneven: bool = False) -> str | None:
     """Why a reduction over so many blocks, which are `what`, cannot be cut so; None where it can.
 
-    No split may be without a block. `least` is 0 where that is a schedule of its own.
+    No split may be without a block. They have as many each but for the last, or differ by one at most (`uneven`).
     """
     most = min(blocks, MAX_GRID_Y)
-    if not least <= splits <= most:
-        return f"splits {splits}; accepted for {blocks} {what}: {least} to {most}"
+    if not 1 <= splits <= most:
+        return f"splits {splits}; accepted for {blocks} {what}: 1 to {most}"
     nearest = whole_splits(blocks, splits)
-    if splits and nearest != splits:
+    if nearest != splits and not uneven:
         return f"splits {splits} leaves some of {blocks} {what}' splits empty; use {nearest}"
     return None
 
@@ -52,7 +41,8 @@ def whole_splits(blocks: int, splits: int) -> int:
 
 
 def reduce_lanes(chunks: int, splits: int) -> int:
-    """Threads that share the splits of each of so many float4: several where the output is small."""
+    """Threads of a block that share the splits of each of so many float4, a power of 2: several where the output is
+    small."""
     lanes = 1
     while lanes < MAX_LANES and lanes * 4 <= splits and chunks * lanes < FILL:
         lanes *= 2

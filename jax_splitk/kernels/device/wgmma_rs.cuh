@@ -6,50 +6,38 @@
 #ifndef COLUMNS
 #define COLUMNS TILE_N
 #endif
-#define PASTE_(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE_(a, b, c)
 #if E4M3_PRODUCTS
 constexpr int STEP_K = 32;  // of an instruction
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x32_F32E4M3E4M3_RS_TN)<>;
+using Wgmma = WGMMA(COLUMNS, x32_F32E4M3E4M3_RS_TN)<>;
 #elif HALF
 constexpr int STEP_K = 16;
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
+using Wgmma = WGMMA(COLUMNS, x16_F32F16F16_RS)<GMMA::Major::K, GMMA::Major::K>;
 #else
 constexpr int STEP_K = 16;
-using Wgmma = GMMA::PASTE(MMA_64x, COLUMNS, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
+using Wgmma = WGMMA(COLUMNS, x16_F32BF16BF16_RS)<GMMA::Major::K, GMMA::Major::K>;
 #endif
 
 constexpr int ACCUMULATORS = COLUMNS / 2;  // of a lane: four for each 8 columns
 using Accumulator = float[ACCUMULATORS];
 using Fragments = uint32_t[64 / STEP_K][4];  // A registers of a tile of 64 k, by steps
 
-template <int... I>
-__device__ inline void wgmma(const uint32_t (&a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale,
-                             Indices<I...>) {
-  Wgmma::fma(a[0], a[1], a[2], a[3], b, acc[I]..., scale);
+// acc (+)= A B of STEPS steps, from a[0] and b on: 32 bytes of a row of B each.
+template <int STEPS>
+__device__ inline void multiply_steps(const uint32_t (*a)[4], uint64_t b, Accumulator& acc,
+                                      GMMA::ScaleOut scale) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    wgmma<Wgmma>(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale);
+  }
 }
 
-// Descriptor of a B whose rows of ROW_BYTES (128, or 64) lie one behind the other under the swizzle of that
-// width.
-template <int ROW_BYTES>
-__device__ inline uint64_t operand_of_rows(uint32_t smem_address) {
-  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64, "widths of the swizzle");
-  constexpr auto b128 = uint64_t(GMMA::LayoutType::B128), b64 = uint64_t(GMMA::LayoutType::B64);
-  const uint64_t descriptor = operand(smem_address, 16, 8 * ROW_BYTES);  // has the 128-byte swizzle
-  return ROW_BYTES == 128 ? descriptor : descriptor ^ (b128 ^ b64) << 62;
-}
-
-// acc (+)= A B of STEPS steps, from a[0] and b on, as a batch of its own: 32 bytes of a row of B each.
+// The same as a batch of its own.
 template <int STEPS>
 __device__ inline void multiply_batch(uint32_t (*a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale) {
   fence(acc);
 #pragma unroll
-  for (int i = 0; i < 4 * STEPS; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
+  for (int step = 0; step < STEPS; ++step) fence(a[step]);
   cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    wgmma(a[step], b + step * (32 >> 4), acc, step ? GMMA::ScaleOut::One : scale,
-          typename MakeIndices<ACCUMULATORS>::type{});
-  }
+  multiply_steps<STEPS>(a, b, acc, scale);
   cute::warpgroup_commit_batch();
 }

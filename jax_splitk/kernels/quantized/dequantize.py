@@ -21,9 +21,15 @@ def has_zero(problem: QuantizedMatmulProblem) -> bool:
     return problem.zero_dtype != "none"
 
 
-def group_code(problem: QuantizedMatmulProblem) -> int:
-    """Macro GROUP."""
-    return 0 if per_channel(problem) else problem.group_size
+def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
+    """Of the types, and of the groups (0: one for all k)."""
+    return {
+        "FORMAT": FORMAT_CODES[problem.qtype],
+        "OUT": OUT_CODES[problem.out_dtype],
+        "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
+        "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
+        "GROUP": 0 if per_channel(problem) else problem.group_size,
+    }
 
 
 def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:

@@ -260,21 +260,6 @@ __device__ inline uint4 reordered(uint4 x) {
 
 // ---- consumers -------------------------------------------------------------------------------------------
 
-__device__ inline void fence(Fragments& a) {
-#pragma unroll
-  for (int i = 0; i < 256 / STEP_K; ++i) cute::warpgroup_fence_operand(a[i / 4][i % 4]);
-}
-
-// acc (+)= a's STEPS steps from `first` on, 32 bytes of a row of X each.
-__device__ inline void multiply(const Fragments& a, int first, uint64_t b, Accumulator& acc, bool add) {
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const int step = first + i;
-    wgmma(a[step], b + step * (32 >> 4), acc, add || i > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero,
-          typename MakeIndices<ACCUMULATORS>::type{});
-  }
-}
-
 // A lane's values of a tile, over FACTOR.
 __device__ inline void decode_tile(const Words& words, Fragments& a) {
 #pragma unroll
@@ -340,9 +325,7 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
   if (n >= g.rows) return;
   const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   Output* to = out + uint32_t(n * g.features + feature);
-  Vec<Output, 4> four;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) convert(values[i], four.v[i]);
+  const Vec<Output, 4> four = converted<Output>(values);
   if constexpr (FOURS) {
     if (feature < g.features) *reinterpret_cast<Vec<Output, 4>*>(to) = four;
   } else {
@@ -451,7 +434,9 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * ZERO_ITEM),
   };
   const uint32_t pipeline = shared_address(smem);
-  const uint64_t x_start = operand_of_rows<X_ROW>(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE);
+  constexpr auto SWIZZLE = X_ROW == 128 ? GMMA::LayoutType::B128 : GMMA::LayoutType::B64;
+  const uint64_t x_start =
+      operand(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE, 16, 8 * X_ROW, SWIZZLE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
                 warp * 16 + id / 4;
   Position at;
@@ -500,11 +485,12 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       fence(a[t % IN_FLIGHT]);
       if constexpr (X_SUMS) fence(x_sums);
       cute::warpgroup_arrive();
-      multiply(a[t % IN_FLIGHT], part * STEPS, x + t * (X_TILE >> 4), sums[now], false);
+      const uint64_t b = x + t * (X_TILE >> 4) + part * STEPS * (32 >> 4);
+      multiply_steps<STEPS>(a[t % IN_FLIGHT] + part * STEPS, b, sums[now], GMMA::ScaleOut::Zero);
       if constexpr (X_SUMS) {
         Fragments one;
         fill_ones(one);
-        multiply(one, part * STEPS, x + t * (X_TILE >> 4), x_sums, false);
+        multiply_steps<STEPS>(one + part * STEPS, b, x_sums, GMMA::ScaleOut::Zero);
       }
       cute::warpgroup_commit_batch();
       if (unit == LAST_UNIT) {  // all of the stage has been read

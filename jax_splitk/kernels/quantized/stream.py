@@ -11,10 +11,11 @@ import itertools
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, FORMAT_CODES, TYPE_CODES, has_zero
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
+from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
@@ -26,10 +27,8 @@ TILES = (1, 2, 4)
 CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
 WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, twice for e4m3
 MAX_STAGES = 14  # barriers
-SHARED_BYTES = 227 * 1024
-INT32_MAX = 2**31 - 1
 
-_SLOTS = 2
+_INBOXES = 2
 _BARRIER_BYTES = 384
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
@@ -55,31 +54,6 @@ class Config:
     stages: int
     cluster: int
     clusters: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernel.
-
-    Attributes:
-      rows, k: of x.
-      feature_tiles, k_tiles: of the packed weight.
-      groups: of a feature tile's scales.
-      stages: that the whole k takes.
-    """
-
-    rows: int
-    k: int
-    features: int
-    feature_tiles: int
-    k_tiles: int
-    groups: int
-    stages: int
-
-
-def threads(config: Config) -> int:
-    """Of a thread block: consumers, and a warpgroup of the producer and the epilogue."""
-    return 128 * (config.warpgroups + 1)
 
 
 def products(p: QuantizedMatmulProblem) -> str:
@@ -108,11 +82,11 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The pipeline, the sums of the warpgroups, slots of the cluster, barriers, and the slice of x."""
+    """The pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
-    slots = (_SLOTS if config.cluster > 1 else 0) * config.tile_n * TILE * 4
+    inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
-    rest = config.stages * stage_bytes(p, config) + sums + slots + _BARRIER_BYTES
+    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
 
@@ -196,9 +170,10 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
     return plan.TiledMap(0, dtype, dims, (2 * k, 2 * width), box, swizzle)
 
 
-def _args(p: QuantizedMatmulProblem, config: Config) -> plan.Int32Struct:
-    packed = (p.feature_tiles, p.k_tiles, p.groups)
-    return Args(p.rows, p.k, p.features, *packed, k_stages(p, config)).param()
+def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+    """Sizes of x, of the result and of the packed weight; stages that the whole k takes."""
+    sizes = {"rows": p.rows, "k": p.k, "features": p.features, "feature_tiles": p.feature_tiles}
+    return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
 
 
 class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
@@ -207,7 +182,6 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     name = "quantized_stream"
     ABI = 1
     file = "quantized/stream.cu"
-    structs = (Args,)
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:
@@ -293,20 +267,19 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         return 0
 
+    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> list[Values]:
+        return [_args(problem, config)]
+
     def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Types, groups, the config, and what divides k and features."""
         return {
-            "FORMAT": FORMAT_CODES[problem.qtype],
+            **dequantize.macros(problem),
             "HALF": int(problem.x_dtype != "bfloat16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
             "E4M3_PRODUCTS": int(products(problem) == "float8_e4m3fn"),
             "X_TMA": int(_by_tma(problem)),
             "WHOLE": int(_whole_stages(problem, config)),
             "FOURS": int(problem.features % 4 == 0),
-            "GROUP": dequantize.group_code(problem),
-            "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
-            "OUT": TYPE_CODES[problem.out_dtype],
             "TILE_N": config.tile_n,
             "WARPGROUPS": config.warpgroups,
             "TILES": config.tiles,
@@ -326,12 +299,12 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         launch = plan.Launch(
             kernel="quantized_stream",
             grid=(config.clusters * config.cluster, 1, 1),
-            block=(threads(config), 1, 1),
+            block=(128 * (config.warpgroups + 1), 1, 1),  # consumers, and a warpgroup of the producer and the epilogue
             # Without zero points the kernel does not read their address.
             params=(
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
                 *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
-                _args(problem, config),
+                _args(problem, config).param(),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

@@ -16,9 +16,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.quantized import tiles
-from jax_splitk.kernels.quantized.dequantize import TYPE_CODES, has_zero, per_channel
+from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -48,17 +48,6 @@ class Config(tiles.Config):
     """
 
     scaling: str = "sum"
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareArgs(Struct):
-    """Of `prepare_x`; `pitch` is of the copy's rows, in elements: 0 for no copy."""
-
-    rows: int
-    k: int
-    padded_rows: int
-    k_blocks: int
-    pitch: int
 
 
 def period(problem: QuantizedMatmulProblem) -> int:
@@ -144,6 +133,13 @@ def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
 
 
+def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
+    """Of `prepare_x`; `pitch` is of the copy's rows, in elements: 0 for no copy."""
+    sizes = {"rows": problem.rows, "k": problem.k, "padded_rows": _padded_rows(problem, config)}
+    pitch = _pitch(problem) if needs_copy(problem) else 0
+    return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
+
+
 # Fitted to an H200, int4 weights and 64 to 4096 rows. Long runs take up to a tenth longer: the clock falls.
 _CLOCK = 1.755e9
 _MMA_PER_COLUMN = 0.5  # clocks of m64nNk16 for each of N
@@ -170,7 +166,6 @@ class Tiled(tiles.TileFamily[Config]):
 
     x_dtypes, out_dtypes = X_DTYPES, OUT_DTYPES
     tiles_m, tiles_n = TILES_M, TILES_N
-    structs = (*tiles.TileFamily.structs, PrepareArgs)
     x_item = 2
     most_stages = (8, 10)  # two k_warpgroups hold two stages each
     widest_split = 256
@@ -281,30 +276,28 @@ class Tiled(tiles.TileFamily[Config]):
             "PREPARED": int(_prepared(problem)),
         }
 
+    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> list[Values]:
+        return [*super().declared(problem, config), _prepare_args(problem, config)]
+
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         buffer = workspace if needs_copy(problem) else 0
         dims, strides = (problem.k, problem.rows), (_pitch(problem) * 2,)  # of k itself where rows are not copied
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
-    def operands(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> list[plan.Param]:
+    def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
         """Zero points and sums of x."""
-        return [plan.Pointer(3 if has_zero(problem) else 2), plan.Pointer(workspace, _copy_bytes(problem))]
-
-    def first_launches(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> list[plan.Launch]:
-        if not _prepared(problem):
-            return []
-        rows, blocks = _padded_rows(problem, config), k_blocks(problem)
-        pitch = _pitch(problem) if needs_copy(problem) else 0
-        args = PrepareArgs(problem.rows, problem.k, rows, blocks, pitch).param()
         sums = plan.Pointer(workspace, _copy_bytes(problem))
-        return [
-            plan.Launch(
-                kernel="prepare_x",
-                grid=(-(-rows * blocks // PREPARE_WARPS), 1, 1),
-                block=(32 * PREPARE_WARPS, 1, 1),
-                params=(args, plan.Pointer(0), plan.Pointer(workspace), sums),
-            )
-        ]
+        operands = (plan.Pointer(3 if has_zero(problem) else 2), sums)
+        if not _prepared(problem):
+            return operands, ()
+        warps = _padded_rows(problem, config) * k_blocks(problem)
+        launch = plan.Launch(
+            kernel="prepare_x",
+            grid=(-(-warps // PREPARE_WARPS), 1, 1),
+            block=(32 * PREPARE_WARPS, 1, 1),
+            params=(_prepare_args(problem, config).param(), plan.Pointer(0), plan.Pointer(workspace), sums),
+        )
+        return operands, (launch,)
 
 
 FAMILY = Tiled(Config)

@@ -223,7 +223,12 @@ struct Consumer : Position {
 
   __device__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
   __device__ uint32_t extras() const { return stages + EXTRAS_AT + stage * EXTRA_BYTES; }
-  __device__ void wait_full() const { wait(full + stage * 8, phase); }
+  // Where stages change hands between the k warpgroups, this one has not seen the fill before, which may come
+  // after that of a later stage: until then the parity would be that of the fill two before, which it has seen.
+  __device__ void wait_full() const {
+    if constexpr (K_WARPGROUPS > 1 && STAGES % 2 == 1) wait(full + stage * 8, phase ^ 1);
+    wait(full + stage * 8, phase);
+  }
 
   // The lower half of the descriptor of the stage's x: uniform to the compiler.
   __device__ uint32_t operand() const { return __shfl_sync(~0u, address() >> 4 | 1 << 16, 0); }
@@ -308,6 +313,8 @@ struct Role {
   unsigned thread;
 
   __device__ Role(int warp, unsigned thread, int rank) : warp(warp), rank(rank), thread(thread) {
+    // No constant, even where it is 0. With it a range's blocks would be known, and of a loop of one turn
+    // ptxas (CUDA 13) drops products of fp8: it takes those of two chunks for the same.
     k_warpgroup = warp / 4 / M_WARPGROUPS;
     m_warpgroup = warp / 4 - k_warpgroup * M_WARPGROUPS;
   }

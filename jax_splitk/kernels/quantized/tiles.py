@@ -7,14 +7,12 @@ A family adds what its inner loop, over a block of 128 k, needs.
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, TypeAlias, TypeVar
 
-from jax_splitk.kernels.device.split_k import OUT_CODES
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.dequantize import FORMAT_CODES, TYPE_CODES
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
@@ -82,40 +80,7 @@ class Config:
 
 
 C = TypeVar("C", bound=Config)
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernels.
-
-    Attributes:
-      rows, features: of the output.
-      feature_tiles, k_tiles: of the packed weight.
-      groups: of a feature tile's scales.
-      k_blocks: of 128 k.
-      tiles_m, tiles_n: of the output, a worker's.
-      whole_tiles, range_blocks: of a worker; see `Schedule`.
-      once: whether every word is read by one thread block only.
-    """
-
-    rows: int
-    features: int
-    feature_tiles: int
-    k_tiles: int
-    groups: int
-    k_blocks: int
-    tiles_m: int
-    tiles_n: int
-    whole_tiles: int
-    range_blocks: int
-    once: int
-
-    @classmethod
-    def of(cls, p: QuantizedMatmulProblem, config: Config) -> Self:
-        given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
-        packed = (p.feature_tiles, p.k_tiles, p.groups, given.k_blocks)
-        once = int(tiles_n == 1)
-        return cls(p.rows, p.features, *packed, tiles_m, tiles_n, given.whole_tiles, given.range_blocks, once)
+Prepared: TypeAlias = tuple[tuple[plan.Param, ...], tuple[plan.Launch, ...]]
 
 
 def k_blocks(problem: QuantizedMatmulProblem) -> int:
@@ -130,6 +95,15 @@ def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, i
 def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
     tiles = math.prod(tile_counts(problem, config))
     return Schedule(tiles, k_blocks(problem), config.blocks // config.multicast, config.whole_tiles)
+
+
+def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+    """Sizes of the output and of the packed weight; tiles, and of what a worker has (see `Schedule`)."""
+    given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
+    sizes = {"rows": p.rows, "features": p.features, "feature_tiles": p.feature_tiles, "k_tiles": p.k_tiles}
+    sizes |= {"groups": p.groups, "k_blocks": given.k_blocks, "tiles_m": tiles_m, "tiles_n": tiles_n}
+    work = {"whole_tiles": given.whole_tiles, "range_blocks": given.range_blocks}
+    return Values("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
@@ -159,8 +133,6 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
 
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
     """
-
-    structs = (Args,)
 
     x_dtypes: ClassVar[tuple[str, ...]]
     out_dtypes: ClassVar[tuple[str, ...]]
@@ -379,15 +351,13 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     def x_map(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> plan.TiledMap:
         """Of x; the workspace is the buffer of that number."""
 
-    def operands(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Param]:
-        """Parameters of the kernel between scale and result."""
+    def prepare(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> Prepared:
+        """Parameters of the kernel between scale and result, and kernels that prepare the workspace for it."""
         del problem, config, workspace
-        return []
+        return (), ()
 
-    def first_launches(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> list[plan.Launch]:
-        """Kernels that prepare the workspace."""
-        del problem, config, workspace
-        return []
+    def declared(self, problem: QuantizedMatmulProblem, config: C) -> Sequence[Values]:
+        return [_args(problem, config)]
 
     def macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
         """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
@@ -395,11 +365,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
         ranges = (given.range_blocks, given.last_range(config.splits)) if config.splits > 1 else (0, 0)
         return {
-            "FORMAT": FORMAT_CODES[problem.qtype],
-            "OUT": OUT_CODES[problem.out_dtype],
-            "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
-            "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
-            "GROUP": dequantize.group_code(problem),
+            **dequantize.macros(problem),
             "M_WARPGROUPS": config.m_warpgroups,
             "K_WARPGROUPS": config.k_warpgroups,
             "SPLITS": config.splits,
@@ -424,35 +390,25 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     def launches(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.Launch, ...]:
         workspace = len(dequantize.buffers(problem))
         out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
-        args = Args.of(problem, config).param()
-        launches = self.first_launches(problem, config, workspace)
-        operands = (plan.Pointer(1), plan.Pointer(2), *self.operands(problem, config, workspace))
+        args = _args(problem, config).param()
+        operands, first = self.prepare(problem, config, workspace)
         main = plan.Launch(
             kernel=self.name,
             grid=(config.blocks, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),
-            params=(plan.MapParam(0), args, *operands, out, partials),
+            params=(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
             shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
             cluster=(config.multicast * config.splits, 1, 1),
-            programmatic=bool(launches),
+            programmatic=bool(first),
         )
-        launches.append(main)
-        if is_cut(problem, config):
-            launches.append(self._reduce_launch(problem, config, (args, partials, out)))
-        return tuple(launches)
-
-    def _reduce_launch(
-        self, problem: QuantizedMatmulProblem, config: C, params: tuple[plan.Int32Struct, plan.Pointer, plan.Pointer]
-    ) -> plan.Launch:
-        """The launch of reduce_ranges, which adds the slots of tiles that are cut."""
-        given = schedule(problem, config)
-        args, *pointers = params
-        before = plan.Int32Struct((given.whole_tiles * given.workers,))
-        parts = config.multicast * tile_bytes(config) // CHUNK_BYTES
-        return plan.Launch(
+        if not is_cut(problem, config):
+            return (*first, main)
+        given, parts = schedule(problem, config), config.multicast * tile_bytes(config) // CHUNK_BYTES
+        adds_slots = plan.Launch(
             kernel="reduce_ranges",
             grid=(given.rest * parts, 1, 1),
             block=(128, 1, 1),
-            params=(args, before, *pointers),
+            params=(args, plan.Int32Struct((given.whole_tiles * given.workers,)), partials, out),
             programmatic=True,
         )
+        return (*first, main, adds_slots)

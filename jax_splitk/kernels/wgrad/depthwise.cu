@@ -29,24 +29,20 @@
 //
 // Roles, for each of the split's blocks and one more of X alone (dY is zero):
 //   - PRODUCERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels
-//     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column]. What a lane
-//     has stored it reads again for the next block at once, so that loads are always in flight. They are the
-//     first warps, because these start first.
+//     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column], a stage of the
+//     pipeline. What a lane has stored it reads again for the next block at once, so that loads are always in
+//     flight. They are the first warps, because these start first.
 //   - Consumers: a warp for each channel (with more than one pass: for each of a few) computes products from
 //     its planes, then the epilogue.
-// Barriers: a stage holds the planes of a block; `full` has an arrival of every producer warp, `empty` one of
-// every consumer warp, after its products.
 //
-// Macros: ELEMENT, OUT; the fields of depthwise.py's Axis (_H and _W), of its Operand (X_ and Y_) and of
-// its Tiling: SEGMENT (8 or 16 columns), COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns
-// of the image at most), TILES (in a row of dY), X_PAD (columns of zeros, an even number, to the left of what
-// is kept of X), X_COLUMNS (of X in a tile, from there on); CHANNELS (of a thread block), SEGMENTS (1, 2 or 4
-// along a row), IMAGES, ROWS (of a block), PITCH, MULTIPLIER, TAP_BLOCKS_W (along a row), TAP_BLOCKS (in
-// all), IN_CHANNELS, OUT_CHANNELS, WARPS (consumers), PRODUCERS, MAX_STAGES, CHAIN (blocks after which sums
-// leave the tensor cores, a power of two; 0: at the end), STAGE_BYTES, SUMS (floats for a channel's taps),
-// SCRATCH (floats for a product). What could be arguments as well is known to the compiler for the sake of
-// addresses: whatever runs once before the first loads or after the last products is fetched from L2 at every
-// launch.
+// Macros: ELEMENT, OUT; fields of depthwise.py's Config, Axis (_H and _W), Operand (X_ and Y_) and Tiling:
+// COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TILES (in a row
+// of dY), X_PAD (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a
+// tile, from there on); ROWS (of a block), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), CHAIN (blocks
+// after which sums leave the tensor cores, a power of two; 0: at the end), SUMS (floats for a channel's
+// taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler for the
+// sake of addresses: whatever runs once before the first loads or after the last products is fetched from L2
+// at every launch.
 
 #include <cute/arch/mma_sm80.hpp>
 

@@ -332,8 +332,7 @@ class Depthwise(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        reason = field_refusal(config, channels=CHANNELS, segments=SEGMENTS)
-        if reason is not None:
+        if (reason := field_refusal(config, channels=CHANNELS, segments=SEGMENTS)) is not None:
             return reason
         g, t = axes(problem), tiling(problem, config)
         if config.channels == 32:
@@ -406,9 +405,9 @@ class Depthwise(SplitFamily[Config]):
         t, g = tiling(problem, config), axes(problem)
         each = -(-t.blocks // config.splits)
         return Kernel(
-            32 * (config.warps + PRODUCERS),
-            t.shared_bytes(config.stages),
-            {
+            threads=32 * (config.warps + PRODUCERS),
+            shared_bytes=t.shared_bytes(config.stages),
+            macros={
                 **field_macros(config, "channels", "segments", "images", "warps"),
                 **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
                 **field_macros(g.height, name="{}_H"),
@@ -428,7 +427,7 @@ class Depthwise(SplitFamily[Config]):
                 "SUMS": _channel_sums(g.width.size),
                 "SCRATCH": _SCRATCH,
             },
-            {"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
+            args={"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
             after=(plan.Pointer(0), plan.Pointer(1)),
         )
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, ReduceArgs, reduce_lanes, whole_splits
+from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
 from jax_splitk.kernels.device.structs import Field, Values, declarations
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -86,8 +86,6 @@ _Config = TypeVar("_Config", bound=_Split)
 
 class SplitFamily(WgradFamily[_Config]):
     """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction."""
-
-    structs = (ReduceArgs,)
 
     @abc.abstractmethod
     def tile_counts(self, problem: ConvWgradProblem, config: _Config) -> tuple[int, ...]:
@@ -183,7 +181,7 @@ class SplitFamily(WgradFamily[_Config]):
         return self.kernel(problem, config).maps
 
     def source(self, problem: ConvWgradProblem, config: _Config) -> Source:
-        structs = declarations(*self.structs, self.kernel(problem, config).struct)
+        structs = declarations(*self.structs, self._reduce_args(problem, config), self.kernel(problem, config).struct)
         return Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
@@ -193,11 +191,13 @@ class SplitFamily(WgradFamily[_Config]):
         if config.splits == 1:
             return (kernel.launch("wgrad_direct", grid, Pointer(2)),)
         size = math.prod(problem.out_shape)
-        lanes = reduce_lanes(size // 4, config.splits)
-        args = ReduceArgs(size, partial_stride(problem), config.splits, lanes).param()
-        reduce_grid = (-(-size // (4 * (REDUCE_THREADS // lanes))), 1, 1)
-        reduce = reduction("reduce_splits", reduce_grid, Pointer(3), Pointer(2), args)
+        columns = REDUCE_THREADS // reduce_lanes(size // 4, config.splits)
+        args = self._reduce_args(problem, config).param()
+        reduce = reduction("reduce_splits", (-(-size // (4 * columns)), 1, 1), Pointer(3), Pointer(2), args)
         return kernel.launch("wgrad_partial", grid, Pointer(3)), reduce
+
+    def _reduce_args(self, problem: ConvWgradProblem, config: _Config) -> Values:
+        return reduce_args(math.prod(problem.out_shape), partial_stride(problem), config.splits)
 
 
 class RankedFamily(SplitFamily[_Config]):

@@ -21,20 +21,20 @@
 // + lh). A part of an infinity or NaN that would meet 0 or an opposite infinity must not spoil it: these are
 // whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
 //
-// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers,
-// then the epilogue. `full` has an arrival of each producer thread when its cp.asyncs are complete and when
-// its own stores are made, and one for TMA's bytes; `empty` one of each consumer warp, once the WGMMAs that
-// follow its reads have retired.
+// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers.
+// `full` has an arrival of each producer thread for its cp.asyncs and one for its own stores, as far as there
+// are any, and one for TMA's bytes; `empty` one of each consumer warp, once the WGMMAs that follow its reads
+// have retired.
 //
-// Macros: OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS and what gather.py takes from its Config (CONSUMERS
-// warpgroups of BLOCKS 64-row blocks), Volume and Layout: X's stage, in elements, is
+// Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS and what gather.py takes from its Config
+// (CONSUMERS warpgroups of BLOCKS 64-row blocks), Volume and Layout: X's stage, in elements, is
 // [TILE_IMAGES][KERNEL_D][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
 // rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
-// (else only pixels are). PIXEL_COL, PIXEL_ROW: from one output pixel to the next. TAP_COL, TAP_ROW: from one
-// tap to the next. GRANULE: bytes of one copy. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of
-// which PARITY (0 or 1) come before the first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN:
-// times 16 pixels from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond
-// the output. DY_VEC: elements of one load of dY without DY_TMA.
+// (else only pixels are). PIXEL_*, TAP_*: from one output pixel or tap to the next. GRANULE: bytes of one
+// copy. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the
+// first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels from one rounding
+// addition to the next, with three parts. RAGGED: some tiles reach beyond the output. DY_VEC: elements of one
+// load of dY without DY_TMA.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"

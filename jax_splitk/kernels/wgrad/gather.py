@@ -79,9 +79,6 @@ class Config:
         return 64 * self.consumers * self.blocks
 
 
-# ---- a thread block's registers and shared memory --------------------------------------------------------------------
-
-
 def layout(v: Volume, config: Config) -> Layout:
     return layout_of(v, config.tile, config.slice)
 
@@ -111,11 +108,6 @@ def chain(v: Volume, config: Config) -> int:
     return next(fitting, shortest)
 
 
-def most_registers(v: Volume, config: Config) -> int:
-    most = consumer_registers(1, config.consumers)
-    return min(most, EXACT_REGISTERS) if v.parts == 3 else most
-
-
 def registers(v: Volume, config: Config, steps: int | None = None) -> int:
     """A consumer thread's, about, in chains of so many steps."""
     steps = steps or chain(v, config)
@@ -136,9 +128,6 @@ def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
     """2 where shared memory and registers allow it, in chains of so many steps."""
     fits = registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
-
-
-# ---- tiles and splits ----------------------------------------------------------------------------------------------
 
 
 def _steps_add_up(config: Config) -> bool:
@@ -260,7 +249,8 @@ class Gather(RankedFamily[Config]):
         if not _steps_add_up(config):
             return f"{pixels}; accepted: eights of pixels in a line or in whole lines and images"
         v = volume(problem)
-        count, most = registers(v, config), most_registers(v, config)
+        count, most = registers(v, config), consumer_registers(1, config.consumers)
+        most = min(most, EXACT_REGISTERS) if v.parts == 3 else most
         if count > most:
             return (
                 f"{config.blocks} blocks by tile_n {config.tile_n} take about {count} registers a thread; accepted "
@@ -268,8 +258,7 @@ class Gather(RankedFamily[Config]):
             )
         if config.slice not in slices(v):
             return f"slice {config.slice}; accepted for {v.channels} channels: {', '.join(map(str, slices(v)))}"
-        needed = shared_bytes(v, config)
-        if needed > SHARED_BYTES:
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
@@ -351,9 +340,9 @@ class Gather(RankedFamily[Config]):
         _, m_tiles, n_tiles = self.tile_counts(problem, config)
         _, _, tiles_h, tiles_w = self.block_counts(problem, config)
         return Kernel(
-            128 * (config.consumers + 1),
-            shared_bytes(v, config),
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=shared_bytes(v, config),
+            macros={
                 **field_macros(v, "parts", "copies"),
                 **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
                 "TILE_IMAGES": config.images,
@@ -366,7 +355,7 @@ class Gather(RankedFamily[Config]):
                 **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
                 **field_macros(layout(v, config)),
             },
-            {
+            args={
                 "batch": v.batch,
                 "in": v.size,
                 "channels": v.channels,
@@ -382,7 +371,7 @@ class Gather(RankedFamily[Config]):
                 "k_tiles_per_split": -(-tiles // config.splits),
                 "partial_stride": partial_stride(problem),
             },
-            dy_map,
+            maps=dy_map,
             before=() if dy_map else (plan.Pointer(1),),
             after=(plan.Pointer(0),),
         )

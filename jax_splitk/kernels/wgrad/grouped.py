@@ -16,7 +16,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
-from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.kernels.wgrad.geometry import axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
@@ -68,11 +68,6 @@ class Config:
     slices: int
     stages: int
     splits: int
-
-
-def plane(p: ConvWgradProblem) -> Geometry:
-    """Of height and width."""
-    return geometry(p, 2)
 
 
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
@@ -133,7 +128,7 @@ class Tiling:
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
     """With the largest jobs whose accumulators leave room for other registers."""
-    g, (_, bundle_in, bundle_out) = plane(p), bundle(p)
+    g, (_, bundle_in, bundle_out) = geometry(p, 2), bundle(p)
     pixels = config.images * config.rows
     x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
     x_width = _above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
@@ -167,7 +162,7 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
 
 def registers(p: ConvWgradProblem, t: Tiling) -> int:
     """What a thread needs, at most: accumulators, rows of dY, two rows of X, addresses and the rest."""
-    height = plane(p).kernel[0]
+    height = geometry(p, 2).kernel[0]
     rows = height if t.reuse else 1
     count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
     return _above(count, 8)
@@ -182,7 +177,7 @@ def _fits_registers(p: ConvWgradProblem, config: Config, together: int) -> bool:
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """The pipeline, which the slices' sums take over at the end."""
     t = tiling(p, config)
-    sums = math.prod(plane(p).kernel) * t.sum_rows * config.out_block * 4
+    sums = math.prod(geometry(p, 2).kernel) * t.sum_rows * config.out_block * 4
     return max(config.stages * t.stage_bytes, config.slices * sums) + ALIGNMENT_BYTES
 
 
@@ -205,7 +200,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
 
 def _window_refusal(p: ConvWgradProblem) -> str | None:
     """The input of the smallest tile, 8 pixels of one output row, must be one TMA box and fit in shared memory."""
-    s = plane(p)
+    s = geometry(p, 2)
     for axis in range(2):
         where = f"in spatial dimension {axis - 2 + p.rank}"
         if s.kernel[axis] > MAX_KERNEL:
@@ -228,7 +223,7 @@ def _window_refusal(p: ConvWgradProblem) -> str | None:
 def _smallest(p: ConvWgradProblem) -> Config:
     """The config with the least shared memory, with one split."""
     block = min(_blocks(p), key=sum)
-    return Config(*block, images=1, rows=1, columns=min(OCTET, plane(p).out[1]), slices=1, stages=2, splits=1)
+    return Config(*block, images=1, rows=1, columns=min(OCTET, geometry(p, 2).out[1]), slices=1, stages=2, splits=1)
 
 
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
@@ -281,7 +276,7 @@ _LAUNCH_SECONDS = 4.5e-6
 
 def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], float]:
     """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
-    g, t = plane(p), tiling(p, config)
+    g, t = geometry(p, 2), tiling(p, config)
     strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
     x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
     row_mmas = g.kernel[0] * t.pairs * t.warp_out  # of a strip's row
@@ -323,7 +318,7 @@ class Grouped(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        out_h, out_w = plane(problem).out
+        out_h, out_w = geometry(problem, 2).out
         block = (config.in_block, config.out_block)
         if block not in _blocks(problem):
             accepted = ", ".join(f"{i}x{o}" for i, o in _blocks(problem))
@@ -350,13 +345,9 @@ class Grouped(SplitFamily[Config]):
             count = registers(problem, t)
             most = REGISTERS // 32 // count * 4 - 1
             return f"{warps} warps of {count} registers a thread; accepted: at most {most} warps"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        tiles = self.reduction_blocks(problem, config)
-        most = min(tiles, split_k.MAX_GRID_Y)
-        if not 1 <= config.splits <= most:
-            return f"splits {config.splits}; accepted for {tiles} tiles: 1 to {most}"
-        return None
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Blocks of channels: of bundles, and of a bundle's input and output channels."""
@@ -365,7 +356,7 @@ class Grouped(SplitFamily[Config]):
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Tiles of pixels: groups of images, rows, columns."""
-        out_h, out_w = plane(problem).out
+        out_h, out_w = geometry(problem, 2).out
         return -(-problem.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
@@ -407,7 +398,7 @@ class Grouped(SplitFamily[Config]):
         return found or [_smallest(problem)]
 
     def _variants_of(self, problem: ConvWgradProblem, blocks: list[tuple[int, int]]) -> Iterator[Config]:
-        out_h, out_w = plane(problem).out
+        out_h, out_w = geometry(problem, 2).out
         geometries = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
         for block, rows, columns, images in geometries:
             yield from self._with_slices(problem, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
@@ -460,16 +451,16 @@ class Grouped(SplitFamily[Config]):
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window, the groups and the image's tiles, not to splits."""
-        p, g, t = problem, plane(problem), tiling(problem, config)
+        p, g, t = problem, geometry(problem, 2), tiling(problem, config)
         groups, bundle_in, bundle_out = bundle(p)
         _, tiles_h, tiles_w = self.block_counts(p, config)
         each, more = divmod(self.reduction_blocks(p, config), config.splits)
         x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
         dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
         return Kernel(
-            32 * (t.jobs * config.slices + 1),
-            shared_bytes(p, config),
-            {
+            threads=32 * (t.jobs * config.slices + 1),
+            shared_bytes=shared_bytes(p, config),
+            macros={
                 **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
                 **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
                 **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
@@ -479,7 +470,7 @@ class Grouped(SplitFamily[Config]):
                 "TILES_H": tiles_h,
                 "TILES_W": tiles_w,
             },
-            {
+            args={
                 "out_channels": p.out_channels,
                 "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
                 "out": g.out,
@@ -487,7 +478,7 @@ class Grouped(SplitFamily[Config]):
                 "each": each,  # tiles of a split
                 "more": more,  # of the splits, the first, have another one
             },
-            tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
+            maps=tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
         )
 
 

@@ -205,8 +205,7 @@ __device__ inline float4* partial_of(const Args& g, float4* partials, int tile, 
 // Grid: x over tiles, y over splits. Split s covers units [s, s+1) * units_per_split; the plan leaves none
 // empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_halo(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-               const __grid_constant__ Args g, Output* out, float4* partials) {
+    wgrad_halo(MAPS_AND_ARGS, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<MAX_LINES> pipeline;
   const uint32_t buffers = aligned_address(raw);

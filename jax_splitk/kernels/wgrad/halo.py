@@ -153,7 +153,7 @@ _MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
 _BATCH_SECONDS = 0.31e-6  # least time of a batch of products
 _UNIT_SECONDS = 0.3e-6
 _HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 4.0e12
+_PARTIAL_BYTES = 8.0e12
 _L2_BYTES_PER_SM = 111e9
 _LAUNCH_SECONDS = 4.0e-6
 _REDUCE_SECONDS = 1.0e-6
@@ -196,10 +196,10 @@ class Halo(SplitFamily[Config]):
             return f"rows of {pitch(problem, config)} pixels; accepted: at most {MAX_PITCH}"
         if lines(problem, config) > MAX_LINES:
             return f"{lines(problem, config)} rows; accepted: at most {MAX_LINES}"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
-        if self.thread_blocks(problem, config) > split_k.MAX_GRID_Y:
-            return f"{self.thread_blocks(problem, config)} tiles; accepted: at most {split_k.MAX_GRID_Y}"
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if (count := self.thread_blocks(problem, config)) > split_k.MAX_GRID_Y:
+            return f"{count} tiles; accepted: at most {split_k.MAX_GRID_Y}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "strips")
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
@@ -239,9 +239,7 @@ class Halo(SplitFamily[Config]):
         load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
         seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
         seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-        if config.splits > 1:
-            seconds += _REDUCE_SECONDS + blocks * config.tile_bytes / _PARTIAL_BYTES
-        return seconds
+        return seconds + self.reduce_seconds(problem, config, _REDUCE_SECONDS, _PARTIAL_BYTES)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """fp32 partial sums, in whole tiles."""
@@ -259,14 +257,14 @@ class Halo(SplitFamily[Config]):
         x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
         dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
         return Kernel(
-            128 * (config.taps_h + 1),
-            shared_bytes(p, config),
-            {
+            threads=128 * (config.taps_h + 1),
+            shared_bytes=shared_bytes(p, config),
+            macros={
                 **field_macros(config, "taps_h", "taps_w", "tile_q"),
                 "TILE_N": CHANNELS * config.taps_w,
                 "BATCH_ROWS": batch_rows(p, config),
             },
-            {
+            args={
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": p.kernel_spatial,
@@ -286,7 +284,7 @@ class Halo(SplitFamily[Config]):
                 "splits": config.splits,
                 "lanes": self._lanes(p, config),
             },
-            (x_map, dy_map),
+            maps=(x_map, dy_map),
         )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_splitk.kernels import host
 from jax_splitk.kernels.host import HostFamily, Product
+from jax_splitk.kernels.wgrad.geometry import geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import Target
@@ -116,16 +117,11 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         return self.product(problem, config).seconds(target, _GATHER_RATE, _COPY_RATE)
 
     def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
-        def three(values: tuple[int, ...], missing: int = 1) -> list[int]:
-            return [*[missing] * (3 - len(values)), *values]
-
-        sizes = (problem.input_spatial, problem.output_spatial, problem.kernel_spatial)
-        steps = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation)
-        geometry = [problem.batch, problem.in_channels, problem.out_channels, *sum(map(three, sizes), [])]
-        geometry += [problem.feature_group_count, *sum(map(three, steps), [])]
-        geometry += three(tuple(low for low, _ in problem.padding), 0)
+        p, g = problem, geometry(problem, 3)
+        sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
+        steps = (p.feature_group_count, *g.stride, *g.lhs_dilation, *g.dilation, *g.pad)
         return {
-            "geometry": np.array(geometry, np.int64),
+            "geometry": np.array((*sizes, *steps), np.int64),
             "span": np.int64(_span(problem)),
             "splits": np.int64(config.splits),
             "block": np.int64(config.block),

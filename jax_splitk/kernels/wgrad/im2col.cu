@@ -451,9 +451,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 
 #if TAIL
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_tail(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-               const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, Output* out,
-               float* partials) {
+    wgrad_tail(MAPS_AND_ARGS, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
 }
 
@@ -486,14 +484,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                  const __grid_constant__ Args g, float* partials) {
+    wgrad_partial(MAPS_AND_ARGS, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_direct(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g, Output* out) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) wgrad_direct(MAPS_AND_ARGS, Output* out) {
   wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
 }
 #endif

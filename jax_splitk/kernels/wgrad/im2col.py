@@ -245,7 +245,7 @@ class Im2col(SplitFamily[Config]):
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (*SplitFamily.structs, TailArgs)
+    structs = (TailArgs,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -268,9 +268,8 @@ class Im2col(SplitFamily[Config]):
             return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
         if not isinstance(config.swap, bool):
             return f"swap {config.swap!r}; accepted: True or False"
-        splits = split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")
-        if splits is not None:
-            return splits
+        if (reason := split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")) is not None:
+            return reason
         if config.whole_tiles:
             tiles = math.prod(self.tile_counts(problem, config))
             if config.splits == 1 or problem.feature_group_count != 1:
@@ -375,16 +374,16 @@ class Im2col(SplitFamily[Config]):
         blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
         return Kernel(
-            128 * (config.consumers + 1),
-            config.shared_bytes,
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=config.shared_bytes,
+            macros={
                 **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
                 "X_TILED": int(is_matrix_product(problem)),
                 "RANK3": int(folded(problem).rank == 3),
                 "TAIL": int(config.whole_tiles > 0),
                 "DISCARD": int(discards(problem, config)),
             },
-            {
+            args={
                 "channels": channels,
                 "out_channels": out_channels,
                 "taps": problem.taps,
@@ -403,7 +402,7 @@ class Im2col(SplitFamily[Config]):
                 "x_once": int(turns and dy_tiles == 1),
                 "dy_once": int(turns and x_tiles == 1),
             },
-            (_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
+            maps=(_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
         )
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:

@@ -443,6 +443,4 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   }
 }
 
-SPLIT_K_KERNELS((const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map,
-                 const __grid_constant__ Args g),
-                (x_map, dy_map, g))
+SPLIT_K_KERNELS((MAPS_AND_ARGS), (x_map, dy_map, g))

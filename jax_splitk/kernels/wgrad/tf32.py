@@ -77,9 +77,6 @@ class Config:
         return self.taps_h * self.tile_n // 2
 
 
-# ---- the problem as the kernel sees it -----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class View(Geometry):
     """Both inputs as images of rows and columns, without the input pixels that no window touches.
@@ -155,9 +152,6 @@ def shared_bytes(v: View, config: Config) -> int:
     return config.stages * _line_bytes(v, config) + rows * _row_bytes(config) + RESERVED_BYTES
 
 
-# ---- tiles and splits ----------------------------------------------------------------------------------------------
-
-
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
@@ -204,12 +198,6 @@ def _heights(v: View) -> list[int]:
     if parts[-1] > 128:
         parts += [128, 64, 32]
     return [rows for rows in dict.fromkeys(parts) if rows <= 128 or rows == v.out[0]]
-
-
-def _widths(out_channels: int) -> list[int]:
-    """Tiles of output channels: the least that holds all, and smaller ones."""
-    whole = next((n for n in TILE_N if n >= out_channels), TILE_N[-1])
-    return [n for n in TILE_N if n <= whole]
 
 
 # ---- the cost model ------------------------------------------------------------------------------------------------
@@ -274,8 +262,7 @@ class Tf32(RankedFamily[Config]):
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         v = view(problem)
         fixed = {"taps_h": range(1, MAX_TAPS_H + 1), "tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
-        reason = field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))
-        if reason is not None:
+        if (reason := field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))) is not None:
             return reason
         if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
             return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
@@ -292,8 +279,7 @@ class Tf32(RankedFamily[Config]):
             return f"{line}; accepted: {accepted}, products that are multiples of 8 up to {MAX_PIXELS}"
         if columns(v, config) > MAX_BOX:
             return f"tile_q {config.tile_q} needs {columns(v, config)} input columns; accepted: at most {MAX_BOX}"
-        if shared_bytes(v, config) > SHARED_BYTES:
-            needed = shared_bytes(v, config)
+        if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         barriers = 16 * (config.stages + RAW_STAGES + dy_stages(v, config))
         if barriers > BARRIER_BYTES:
@@ -323,8 +309,10 @@ class Tf32(RankedFamily[Config]):
         v, found = view(problem), {}
         taps = itertools.product(_equal_parts(v.kernel[0], MAX_TAPS_H), _equal_parts(v.kernel[1], MAX_CONSUMERS))
         slots = -(-problem.in_channels // BLOCK_CHANNELS)
+        whole = next((n for n in TILE_N if n >= problem.out_channels), TILE_N[-1])
+        widths = [n for n in TILE_N if n <= whole]
         blocks = [b for b in range(1, MAX_CONSUMERS + 1) if b <= slots]
-        for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, _widths(problem.out_channels), _lines(v)):
+        for (h, w), b, n, (images, tile_q) in itertools.product(taps, blocks, widths, _lines(v)):
             shape = Config(h, w, b, n, images, 1, tile_q, MAX_STAGES, 1)
             if shape.consumers > MAX_CONSUMERS or shape.accumulators > MAX_ACCUMULATORS[shape.consumers]:
                 continue
@@ -380,11 +368,10 @@ class Tf32(RankedFamily[Config]):
         x_map = plan.TiledMap(0, p.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box)
         dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
         return Kernel(
-            128 * (config.consumers + 1),
-            shared_bytes(v, config),
-            {
+            threads=128 * (config.consumers + 1),
+            shared_bytes=shared_bytes(v, config),
+            macros={
                 **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
-                "TILE_IMAGES": config.images,
                 **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
                 **share_macros(1, config.consumers),
                 "COLUMNS": columns(v, config),
@@ -395,9 +382,10 @@ class Tf32(RankedFamily[Config]):
                 "X_STAGES": config.stages,
                 "RAW_STAGES": RAW_STAGES,
                 "DY_STAGES": dy_stages(v, config),
+                "TILE_IMAGES": config.images,
                 "RAGGED": int(v.out[1] % config.tile_q > 0),
             },
-            {
+            args={
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": v.kernel,
@@ -413,7 +401,7 @@ class Tf32(RankedFamily[Config]):
                 "units_per_split": -(-count // config.splits),
                 "partial_stride": partial_stride(p),
             },
-            (x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
+            maps=(x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
         )
 
 

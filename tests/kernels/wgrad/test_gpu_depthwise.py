@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 def leaves_out_zeros(p: ConvWgradProblem) -> bool:
     """Whether zeros beside a row are not in shared memory, where it is one segment."""
     t = depthwise.tiling(p, Config(8, 1, 1, 1))
-    return t.x_columns < t.used + depthwise.geometry(p).width.reach
+    return t.x_columns < t.used + depthwise.axes(p).width.reach
 
 
 def short_rows() -> Iterator[tuple[ConvWgradProblem, list[Config]]]:

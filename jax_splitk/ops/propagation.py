@@ -1,0 +1,163 @@
+"""What automatic partitioning will make of a function, found without compiling: each device's problems.
+
+The function is lowered with a marker in the place of each of our operations, and Shardy propagates the shardings of its
+arguments and constraints, as it will when XLA compiles. What it leaves at the markers is what their rules divide.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
+
+from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops.partitioning import Division, Rule, Spec
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import _compat
+from jax_splitk.tuning.options import Options
+
+_INDEX = "jax_splitk.index"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of a function as a device computes it.
+
+    Attributes:
+      problem: a device's.
+      part_of: of what it is a part, for the reader; empty for the whole.
+      undivided: why XLA partitions it; None where it does not.
+    """
+
+    problem: Problem
+    options: Options
+    part_of: str = ""
+    undivided: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+    """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division where types tell."""
+
+    primitive: core.Primitive
+    shapes: tuple[Any, ...]
+    params: dict[str, Any]
+    undivided: str | None = None
+    rule: Rule | None = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    division: Division | None = None
+
+
+def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
+    """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
+    marked: list[_Marked] = []
+    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.RULES)
+    traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
+    parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
+    module: Any = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+        functions = {
+            ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body if "sym_name" in f.attributes
+        }
+        return [_operation(op, marked) for op in _markers(functions["main"].operation, functions)]
+
+
+# ---- lowering to markers -------------------------------------------------------------------------------------------
+
+
+def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) -> Callable[..., Any]:
+    """The lowering rule that leaves markers."""
+
+    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+        shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
+        equation, rule = _Marked(primitive, shapes, params), None
+        if _compat.is_automatically_partitioned(ctx):
+            found = lowering.division_rule(ctx, primitive, params, platform)
+            if isinstance(found, Rule):
+                explicit, sizes = partitioning.explicit_division(found, ctx.avals_in), partitioning.mesh_of(ctx).shape
+                equation = dataclasses.replace(equation, rule=found, sizes=dict(sizes), division=explicit)
+            else:
+                equation = dataclasses.replace(equation, undivided=found)
+            # Also what XLA computes carries shardings on.
+            rule = lowering.RULES[primitive](ctx.avals_in, params)
+        marked.append(equation)
+        if isinstance(rule, Rule):
+            operands = tuple(_passing(ctx, aval, x) for aval, x in zip(ctx.avals_in, operands, strict=True))
+        out = _call("jax_splitk_marker", ctx, operands)
+        out.attributes[_INDEX] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(marked) - 1)
+        if isinstance(rule, Rule):
+            out.attributes["sdy.sharding_rule"] = _compat.sharding_rule(partitioning.shardy(rule), out)
+        return out.results
+
+    return lowered
+
+
+def _passing(ctx: Any, aval: Any, operand: Any) -> Any:
+    """An operand by way of an operation that shows its sharding."""
+    dims = tuple(f"d{d}" for d in range(aval.ndim))
+    same = Rule((dims,), dims, dict(zip(dims, aval.shape, strict=True)), lambda params, _: params)
+    op = _call("jax_splitk_operand", ctx.replace(avals_in=[aval], avals_out=[aval]), [operand])
+    op.attributes["sdy.sharding_rule"] = _compat.sharding_rule(partitioning.shardy(same), op)
+    return op.results[0]
+
+
+def _call(target: str, ctx: Any, operands: Sequence[Any]) -> Any:
+    """A custom call of the context's types."""
+    (result,) = jax.ffi.ffi_lowering(target)(ctx, *operands)
+    return result.owner  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---- what propagation left -----------------------------------------------------------------------------------------
+
+
+def _markers(op: Any, functions: dict[str, Any]) -> Iterator[Any]:
+    """The markers in the order in which they run, those of a called function at each of its calls."""
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                if _INDEX in inner.operation.attributes:
+                    yield inner.operation
+                elif "callee" in inner.operation.attributes:
+                    callee = ir.FlatSymbolRefAttr(inner.operation.attributes["callee"]).value
+                    yield from _markers(functions[callee].operation, functions)
+                else:
+                    yield from _markers(inner.operation, functions)
+
+
+def _operation(op: Any, marked: list[_Marked]) -> Operation:
+    equation = marked[ir.IntegerAttr(op.attributes[_INDEX]).value]
+    options, problem_of = equation.params["options"], lowering.PROBLEMS[equation.primitive]
+    whole = problem_of(equation.shapes, equation.params)
+    rule = equation.rule
+    if rule is None:
+        return Operation(whole, options, undivided=equation.undivided)
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return Operation(whole, options, "not yet divided, as GSPMD does it when it compiles")
+    specs = [_spec(value) for value in op.operands]
+    found = equation.division or partitioning.division(rule, equation.sizes, specs, _spec(op.results[0]))
+    parts = found.parts(equation.sizes)
+    shapes = [
+        jax.ShapeDtypeStruct([n // parts.get(name, 1) for n, name in zip(x.shape, dims, strict=True)], x.dtype)
+        for x, dims in zip(equation.shapes, rule.operands, strict=True)
+    ]
+    part = problem_of(shapes, rule.divided(equation.params, parts))
+    return Operation(part, options, "" if part == whole else f"a device's part of {whole}")
+
+
+def _spec(value: Any) -> Spec:
+    """The mesh axes of a result's dimensions; none where they are not whole axes."""
+    attributes, rank = value.owner.attributes, ir.RankedTensorType(value.type).rank
+    if "sdy.sharding" not in attributes:
+        return ((),) * rank
+    (sharding,) = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
+    dims = [sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings]
+    axes = [[sdy.AxisRefAttr(axis) for axis in dim.axes] for dim in dims]
+    if any(axis.sub_axis_info is not None for those in axes for axis in those):
+        return ((),) * rank
+    return tuple(tuple(axis.name for axis in those) for those in axes)
