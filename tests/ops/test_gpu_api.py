@@ -248,6 +248,30 @@ def test_a_data_parallel_step_in_shard_map() -> None:
         np.testing.assert_array_equal(run(step, rhs, lhs, g), on_the_host(DENSE, lhs, g))
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_a_data_parallel_step_under_plain_jit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Each device's part is measured while XLA compiles the program."""
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2")
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    conv = dataclasses.replace(DENSE, batch=2 * DENSE.batch)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    with seeded(66) as rng, session().watching() as watched:
+        lhs, rhs, g = conv.integers(rng, "bfloat16")
+        loss = lambda w, x, y: (conv.ours(x, w, compute_dtype=jnp.bfloat16) * y).sum()  # noqa: E731
+        args = (put(rhs.astype(jnp.float32)), put(lhs, "data"), put(g, "data"))
+        step: Any = jax.jit(jax.grad(loss)).lower(*args).compile()
+        np.testing.assert_array_equal(step(*args), on_the_host(conv, lhs, g))
+    (choice,) = watched.choices
+    assert {key.problem for key in watched.measured} == {choice.problem}
+    assert str(choice.problem).split()[3] == "x".join(map(str, DENSE.lhs_shape))
+    text = step.as_text()
+    assert (LAUNCH_TARGET in text) == (choice.candidate != XLA)
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
 # ---- products with quantized weights -------------------------------------------------------------------------------
 
 
