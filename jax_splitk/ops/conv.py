@@ -150,7 +150,18 @@ def conv_general_dilated(
     if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
         _announce_lax(lhs.dtype, options)
         return lax_conv(lhs, rhs, *arguments, preferred_element_type, out_sharding)
-    if compute is None:
+    _check_operands(lhs, rhs, converted=compute is not None)
+    conv = convolution(lhs.shape, rhs.shape, *arguments)
+    compute = compute or lhs.dtype
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
+    if out_sharding is not None:
+        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
+    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool) -> None:
+    """Of the forward convolution, which `compute_dtype` converts or not."""
+    if not converted:
         _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
@@ -158,12 +169,6 @@ def conv_general_dilated(
         same = "conv_general_dilated lhs and rhs must have the same number of dimensions"
         raise ValueError(f"{same}, but got {lhs.shape} and {rhs.shape}.")
     _check_ranks(lhs, "rhs", rhs)
-    conv = convolution(lhs.shape, rhs.shape, *arguments)
-    compute = compute or lhs.dtype
-    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
-    if out_sharding is not None:
-        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
 
 
 def _announce_lax(dtype: np.dtype, options: Options) -> None:
