@@ -38,7 +38,7 @@ def integers(*shapes: tuple[int, ...], seed: int = 1) -> list[jax.Array]:
 
 
 def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-    return trace._equations(jax.make_jaxpr(function)(*args).jaxpr)
+    return trace.equations(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def squared(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
