@@ -8,7 +8,7 @@ SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 # A process for each core, of a few: each compiles for itself and imports jax.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo demo-quantized test test-all lint bench clean
+.PHONY: demo demo-quantized test test-all docs package lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py
@@ -23,10 +23,19 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(PYTEST)
 
+# The documentation, as HTML in build/site; a warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# The sdist and the wheel, in dist, each tried in an empty environment.
+package:
+	PYTHON=$(PYTHON) .ci/package dist
+
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh
+	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh examples/*/*.cc examples/*/*/*.cu
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.wgrad

@@ -1,6 +1,6 @@
 """Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
-XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight; or, in a file whose name ends in
-.md, the same figures as a Markdown table.
+XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. In a file whose name ends in .md,
+the same figures as a Markdown table.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """
@@ -49,41 +49,66 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return reports[0] | {"results": list(results.values())}
 
 
+def label(case: dict[str, Any]) -> str:
+    """A convolution of a report in the tables' notation: N, H=W, C -> K, filter."""
+    rows, columns = case["kernel"]
+    groups, inputs, outputs = case["groups"], case["in_channels"], case["out_channels"]
+    depthwise = groups == inputs == outputs > 1
+    size = case["height"] if case["height"] == case["width"] else f"{case['height']}x{case['width']}"
+    stride = "" if set(case["stride"]) == {1} else f" stride {case['stride'][0]}"
+    return ", ".join(
+        [
+            *(str(case["batch"]), str(size)),
+            f"{inputs} depthwise" if depthwise else f"{inputs} -> {outputs}",
+            f"{rows}x{columns}{stride}",
+            *([f"{groups} groups"] if groups > 1 and not depthwise else []),
+            *([case["dtype"]] if case["dtype"] != "bfloat16" else []),
+        ]
+    )
+
+
+def by_ratio(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of a report of weight gradients, those first that gain most over XLA."""
+    return sorted(report["results"], key=lambda r: r["ours"]["us"] / r["xla"]["us"])
+
+
 def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(ours, XLA's) floor time over measured time by case, in the report's order.
+    """(ours, XLA's) floor time over measured time by label, in the order of `by_ratio`.
 
     Raises:
       ValueError: no case has a floor (the report is not of an H200).
     """
-    results = [r for r in report["results"] if r["floor_us"] is not None]
+    results = [r for r in by_ratio(report) if r["floor_us"] is not None]
     if not results:
         raise ValueError("no result has floor_us; accepted: reports of an H200")
-    return {r["case"]["name"]: tuple(r["floor_us"] / r[who]["us"] for who in ("ours", "xla")) for r in results}
+    return {label(r["case"]): tuple(r["floor_us"] / r[who]["us"] for who in ("ours", "xla")) for r in results}
 
 
 def chart(report: dict[str, Any]) -> Figure:
     found = shares(report)
-    means = [statistics.geometric_mean(pair[i] for pair in found.values()) for i in range(2)]
-    figure = Figure(figsize=(8, 0.9 + 0.3 * len(found)), layout="constrained")
+    times = {label(r["case"]): (r["ours"]["us"], r["xla"]["us"]) for r in report["results"]}
+    figure = Figure(figsize=(9, 1.3 + 0.3 * len(found)), layout="constrained")
     axes = figure.subplots()
-    for offset, index, label, color in ((-0.2, 0, "jax_splitk", OURS), (0.2, 1, "XLA", XLA)):
+    for offset, index, name, color in ((-0.2, 0, "jax_splitk", OURS), (0.2, 1, "XLA", XLA)):
         places = [row + offset for row in range(len(found))]
-        axes.barh(places, [pair[index] for pair in found.values()], height=0.4, color=color, label=label)
+        axes.barh(places, [pair[index] for pair in found.values()], height=0.4, color=color, label=name)
     edge = max(1.0, *(max(pair) for pair in found.values()))
-    for row, (ours, xla) in enumerate(found.values()):
-        axes.text(edge + 0.02, row, f"{ours / xla:.2f}x", va="center", fontsize=7)
-    axes.set_yticks(range(len(found)), list(found), fontsize=7, family="monospace")
-    axes.set_ylim(len(found) - 0.4, -0.6)
-    axes.set_xlim(0, edge + 0.1)
+    axes.text(edge + 0.02, -1.1, "jax_splitk, XLA (us): ratio", va="center", fontsize=7)
+    for row, name in enumerate(found):
+        ours, xla = times[name]
+        axes.text(edge + 0.02, row, f"{ours:.1f}, {xla:.1f}: {xla / ours:.2f}", va="center", fontsize=7)
+    axes.set_yticks(range(len(found)), list(found), fontsize=8)
+    axes.set_ylim(len(found) - 0.4, -1.5)
+    axes.set_ylabel("N, H=W, C -> K, filter (bfloat16 where not said)", fontsize=8)
+    axes.set_xlim(0, edge + 0.28)
     axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)], fontsize=8)
+    axes.set_xlabel("share of the roofline: max(operations / peak rate, bytes / bandwidth) over the time", fontsize=8)
     axes.axvline(1, color="black", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", bbox_to_anchor=(edge / (edge + 0.1), 0), fontsize=8)
-    axes.set_title(
-        f"Share of the roofline on {report['environment']['device_kind']}; geometric means: jax_splitk {means[0]:.0%}, "
-        f"XLA {means[1]:.0%}\n(at the right: speed relative to XLA, geometric mean {means[0] / means[1]:.2f}x)",
-        fontsize=9,
-    )
+    axes.legend(loc="center right", bbox_to_anchor=(edge / (edge + 0.28), 0.69), fontsize=8)
+    mean = statistics.geometric_mean(ours / xla for ours, xla in found.values())
+    kind = report["environment"]["device_kind"]
+    axes.set_title(f"Weight gradients on one {kind}: {mean:.2f} times as fast as XLA (geometric mean)", fontsize=10)
     return figure
 
 
@@ -105,7 +130,16 @@ def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]
     return found
 
 
-def table(report: dict[str, Any]) -> str:
+def wgrad_table(report: dict[str, Any]) -> str:
+    """The figures of the weight gradients in Markdown."""
+    lines = ["| N, H=W, C -> K, filter | XLA us | jax_splitk us | ratio |", "|---|---|---|---|"]
+    for result in by_ratio(report):
+        ours, xla = result["ours"]["us"], result["xla"]["us"]
+        lines.append(f"| {label(result['case'])} | {xla:.1f} | {ours:.1f} | {xla / ours:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def quantized_table(report: dict[str, Any]) -> str:
     """The figures of the chart in Markdown; stars mark what was measured with other kernels than the first report."""
     versions = {(result["weight"], result["case"]["rows"]): result.get("kernels", 0) for result in report["results"]}
     found = {
@@ -133,16 +167,14 @@ def quantized_chart(report: dict[str, Any]) -> Figure:
     found = curves(report)
     case = report["results"][0]["case"]
     figure = Figure(figsize=(4 * max(2, len(found)), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
     for axes, (weight, lines) in zip(panels, found.items(), strict=True):
         _draw_curves(axes, weight, lines)
-    panels[0].set_ylabel("time, microseconds", fontsize=8)
+    panels[0].set_ylabel("device time of a product, us", fontsize=8)
     panels[0].legend(fontsize=8, loc="upper left")
     group = f"groups of {case['group_size']}" if case["group_size"] else "per channel"
-    figure.suptitle(
-        f"{case['x_dtype']} activations x {case['qtype']} weights ({group}) on {report['environment']['device_kind']}",
-        fontsize=9,
-    )
+    kind = report["environment"]["device_kind"]
+    figure.suptitle(f"{case['x_dtype']} activations, {case['qtype']} weights ({group}) on one {kind}", fontsize=10)
     return figure
 
 
@@ -153,18 +185,19 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
     rows = [n for n, _ in lines["jax_splitk"]]
     axes.set_xticks(rows, [str(n) for n in rows], fontsize=7)
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda us, _: f"{us:,.0f}")
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(True, linewidth=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("rows of the activation, n", fontsize=8)
+    axes.set_xlabel("n, rows of the activation", fontsize=8)
     said = []
     for other in ("fp8 x fp8", "bf16"):
         n = crossing(lines, other)
         if n is not None:
             axes.axvline(n, color=COLORS[other], linewidth=0.8, linestyle="--")
         if lines[other]:
-            said.append(f"{other} is faster from n = {n:.0f}" if n is not None else f"{other} is never faster")
-    axes.set_title("\n".join([f"weight {weight}", *said]), fontsize=8)
+            said.append(f"{other} is faster from n = {n:.0f} (interpolated)" if n else f"{other} is never faster")
+    axes.set_title("\n".join([f"weight {weight} (features x k)", *said]), fontsize=8)
 
 
 def existing_file(text: str) -> pathlib.Path:
@@ -182,13 +215,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "reports", type=existing_file, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
     )
-    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table, of benchmarks.quantized only")
+    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table")
     options = parser.parse_args(argv)
     try:
         report = combined([json.loads(path.read_text()) for path in options.reports])
         if options.out.suffix == ".md":
-            if "crossovers" not in report:
-                raise ValueError("a table of a report of benchmarks.wgrad; accepted: of benchmarks.quantized")
+            table = quantized_table if "crossovers" in report else wgrad_table
             options.out.write_text(table(report))
             return 0
         figure = quantized_chart(report) if "crossovers" in report else chart(report)

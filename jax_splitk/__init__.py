@@ -1,14 +1,20 @@
-"""Split-k convolution weight gradients and mixed-precision GEMMs for JAX on NVIDIA Hopper."""
+"""Convolution weight gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
 import sys as _sys
 
-# `python -m jax_splitk` imports this to find its __main__, which needs nothing of it for `--help`, and reloads it then.
-# Python has "-m" for the program's name only while it looks for the module.
-if not (_sys.argv[:1] == ["-m"] and "-m jax_splitk" in " ".join(_sys.orig_argv)):
+# `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and
+# reloads it then. While Python looks for any module of -m, argv[0] is "-m", and the module's name stands before the
+# other arguments.
+_argv = _sys.argv or [""]
+_module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
+_script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
+if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+    from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
     from jax_splitk.ops.explain import explain
     from jax_splitk.ops.exporting import EXPORT_CHECKS
+    from jax_splitk.ops.intercept import intercept
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
@@ -19,6 +25,8 @@ if not (_sys.argv[:1] == ["-m"] and "-m jax_splitk" in " ".join(_sys.orig_argv))
 
     _registration.register()
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EXPORT_CHECKS",
     "FrozenCacheMiss",
@@ -27,9 +35,11 @@ __all__ = [
     "TuningResult",
     "conv_general_dilated",
     "conv_wgrad",
+    "cost",
     "dequantize",
     "dot_general",
     "explain",
+    "intercept",
     "matmul",
     "options",
     "prepack",

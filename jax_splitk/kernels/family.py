@@ -18,7 +18,7 @@ _PLATFORMS = {"cutlass": "cuda", "host": "cpu"}
 
 
 class Family(abc.ABC, Generic[_Problem, _Config]):
-    """One way to compute an operation's problems. `kernels.FAMILIES` registers an instance.
+    """One way to compute an operation's problems. `kernels.FAMILIES`, or `kernels.register`, has an instance.
 
     Attributes:
       name: no other family has it.
@@ -91,7 +91,7 @@ class CudaFamily(Family[_Problem, _Config]):
     """Kernels for Hopper, compiled from one source.
 
     Attributes:
-      file: the device source, in this folder.
+      file: the device source, in this folder; outside of the package an absolute path.
       structs: what stands for `#include "structs.cuh"` in it, by default.
     """
 

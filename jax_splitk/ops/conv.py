@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jax_splitk.ops import conv_forward
 from jax_splitk.ops.conv_primitive import bind_wgrad
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
+from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.tuning.options import Options, settled
@@ -51,8 +52,9 @@ def conv_wgrad(
         kernels take all but float64; what no kernel takes runs as XLA's convolution.
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
       rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
-      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
-        precision: the forward convolution's, as in `jax.lax.conv_general_dilated`. As there, dimension_numbers=None
+      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
+        `jax.lax.conv_general_dilated`.
+      dimension_numbers, feature_group_count, batch_group_count, precision: likewise. As there, dimension_numbers=None
         means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
       preferred_element_type: dtype of the result, one of those above; None for lhs's. float32 from 16-bit inputs
         keeps the full sums.
@@ -70,6 +72,12 @@ def conv_wgrad(
         type than its family's.
       NotImplementedError: at lowering, an explicit `implementation` that cannot serve; names the limit.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+
+    Examples:
+      >>> lhs, g = jnp.ones((2, 8, 8, 4)), jnp.ones((2, 8, 8, 16))
+      >>> numbers = ("NHWC", "HWIO", "NHWC")
+      >>> jax_splitk.conv_wgrad(lhs, g, (3, 3, 4, 16), (1, 1), "SAME", dimension_numbers=numbers).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, g = jnp.asarray(lhs), jnp.asarray(g)
@@ -125,6 +133,14 @@ def conv_general_dilated(
 
     Raises:
       ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as lax's function and `conv_wgrad` do.
+
+    Examples:
+      >>> x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 16))
+      >>> def loss(w):
+      ...     y = jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+      ...     return jnp.sum(y)
+      >>> jax.grad(loss)(w).shape
+      (3, 3, 4, 16)
     """
     options = settled("conv_wgrad", Options(config, implementation, workspace_limit_bytes))
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
@@ -133,8 +149,19 @@ def conv_general_dilated(
     arguments = (*geometry, feature_group_count, batch_group_count, precision)
     if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
         _announce_lax(lhs.dtype, options)
-        return lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type, out_sharding)
-    if compute is None:
+        return lax_conv(lhs, rhs, *arguments, preferred_element_type, out_sharding)
+    _check_operands(lhs, rhs, converted=compute is not None)
+    conv = convolution(lhs.shape, rhs.shape, *arguments)
+    compute = compute or lhs.dtype
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
+    if out_sharding is not None:
+        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
+    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool) -> None:
+    """Of the forward convolution, which `compute_dtype` converts or not."""
+    if not converted:
         _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
@@ -142,12 +169,6 @@ def conv_general_dilated(
         same = "conv_general_dilated lhs and rhs must have the same number of dimensions"
         raise ValueError(f"{same}, but got {lhs.shape} and {rhs.shape}.")
     _check_ranks(lhs, "rhs", rhs)
-    conv = convolution(lhs.shape, rhs.shape, *arguments)
-    compute = compute or lhs.dtype
-    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
-    if out_sharding is not None:
-        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
 
 
 def _announce_lax(dtype: np.dtype, options: Options) -> None:

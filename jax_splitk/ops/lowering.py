@@ -147,5 +147,5 @@ def _chosen(
     measure = undivided is None and not _compat.is_export(ctx) and target.is_local
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
-    announce(choice)
+    announce(choice, options)
     return custom_call

@@ -72,6 +72,11 @@ def quantized_matmul(
       NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
         device can tell is raised at lowering.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+
+    Examples:
+      >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64))
+      >>> jax_splitk.quantized_matmul(jnp.ones((8, 128), jnp.bfloat16), w).shape
+      (8, 256)
     """
     options = settled("quantized_matmul", Options(config, implementation))
     x = jnp.asarray(x)

@@ -42,9 +42,19 @@ def tune(
     Raises:
       ValueError: `seconds` is not a number above 0.
       RuntimeError: XLA itself cannot compute a problem.
+
+    Examples:
+      >>> def wgrad(x, g):
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 4, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+      >>> x = jax.ShapeDtypeStruct((2, 64, 4), jnp.float32)
+      >>> tuned = jax_splitk.tune(wgrad, x, x, seconds=0.05)
+      >>> len(tuned)
+      1
+      >>> with tuned:
+      ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
     wanted = {}
-    for found in trace.operations(fn, args, kwargs, local_platform()):
+    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
         if ours and lowering.only_xla(found.problem) is None:
@@ -53,12 +63,18 @@ def tune(
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
-    """`tune` for problems given as such (`jax_splitk.problem.ConvWgradProblem`,
+    """`tune` for problems given as such (`jax_splitk.problems.conv_wgrad.ConvWgradProblem`,
     `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`), under the options in force.
 
     Raises:
       TypeError: one of them is not a problem.
       ValueError: the fields of one do not belong together; otherwise as `tune`.
+
+    Examples:
+      >>> from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+      >>> problem = QuantizedMatmulProblem(4, 64, 64, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
+      >>> len(jax_splitk.tune_problems([problem], seconds=0.05))
+      1
     """
     given = list(problems)
     accepted = tuple(operation.problem for operation in OPERATIONS.values())

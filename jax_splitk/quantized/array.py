@@ -35,6 +35,11 @@ class QuantizedArray:
         0. Integer formats only. It need not be in the elements' range, but in its own dtype's: 16 of uint4 elements
         (GPTQ has it) is an int8 or uint8, since uint4 wraps to 0.
       qtype: the name of the format (static); None takes that of qvalue's dtype.
+
+    Examples:
+      >>> q = jax_splitk.QuantizedArray(jnp.ones((64, 8), jnp.int8), jnp.full((2, 8), 0.5))
+      >>> q.qtype, q.group_size, float(jax_splitk.dequantize(q)[0, 0])
+      ('int8', 32, 0.5)
     """
 
     qvalue: Any
@@ -161,6 +166,11 @@ def quantize(
       TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above, `symmetric` is no bool.
       ValueError: `axis` or `group_size` no integer, out of range or no divisor, `symmetric` with a format that has no
         such form.
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.linspace(-1, 1, 64 * 2).reshape(64, 2), "int4", group_size=32)
+      >>> q.qvalue.dtype, q.scale.shape, q.nbytes
+      (dtype(int4), (2, 2), 80)
     """
     fmt = format_of(dtype)
     one = "an array (jax.tree.map quantizes each of a tree)"
@@ -242,6 +252,11 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
 
     Raises:
       TypeError, ValueError: parts of `q` that do not belong together; see `QuantizedArray`. A dtype not floating.
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((64, 2)), "int8", group_size=None)
+      >>> jax_splitk.dequantize(q, jnp.bfloat16).dtype
+      dtype(bfloat16)
     """
     q = as_quantized(q)
     out = q.dtype if dtype is None else dtype_of("dtype", dtype)

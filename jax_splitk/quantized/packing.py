@@ -68,6 +68,11 @@ class PackedWeight:
       group_size: how many k share a scale; k itself per channel.
       zero_dtype: the dtype of the zero points before packing, or None.
       layout: version of this order.
+
+    Examples:
+      >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
+      >>> isinstance(w, jax_splitk.PackedWeight), w.qtype, w.group_size
+      (True, 'nf4', 32)
     """
 
     words: Any
@@ -106,6 +111,12 @@ def prepack(q: Any) -> PackedWeight:
 
     Raises:
       TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
+      >>> w = jax_splitk.prepack(q)
+      >>> w.shape, w.words.shape, w.nbytes
+      ((128, 256), (4, 2, 512), 17408)
     """
     given = as_quantized(q)
     spread = _spread(given)
@@ -142,8 +153,14 @@ def _prepack(q: QuantizedArray) -> PackedWeight:
 def unpack(packed: PackedWeight) -> QuantizedArray:
     """The exact inverse of `prepack`: the same elements, scales for each feature and zero points.
 
-    Raises TypeError and ValueError for what is no PackedWeight or one whose leaves do not belong together, also for
-    zero points, changed since they were packed, that their former dtype does not hold (not seen under jit).
+    Raises:
+      TypeError, ValueError: no PackedWeight, or one whose leaves do not belong together, also for zero points, changed
+        since they were packed, that their former dtype does not hold (not seen under jit).
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64)
+      >>> bool((jax_splitk.unpack(jax_splitk.prepack(q)).qvalue == q.qvalue).all())
+      True
     """
     checked(packed)
     if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, Tracer):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.resources
+import os
 import pathlib
 import re
 
@@ -13,10 +14,11 @@ _STRUCTS = "structs.cuh"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A device source file of `jax_splitk/kernels` and what specialises it.
+    """A device source file and what specialises it.
 
     Attributes:
-      file: relative to that folder, as are the headers that it includes.
+      file: a file of `jax_splitk/kernels`, relative to it, as are the headers that it includes; or an absolute path,
+        whose headers are looked for beside the file first.
       defines: macros.
       structs: the text that stands for `#include "structs.cuh"`; see `kernels/device/structs.py`.
     """
@@ -61,7 +63,9 @@ def _source_text(file: str, structs: str) -> str:
         if include[1] in included:
             return ""
         included.add(include[1])
-        text = structs if include[1] == _STRUCTS else _file_text(include[1])
+        beside = os.path.join(os.path.dirname(file), include[1])
+        header = beside if os.path.isabs(file) and os.path.isfile(beside) else include[1]
+        text = structs if header == _STRUCTS else _file_text(header)
         return _INCLUDE.sub(included_text, text)
 
     return _INCLUDE.sub(included_text, _file_text(file))

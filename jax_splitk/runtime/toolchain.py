@@ -4,12 +4,19 @@ import functools
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 from collections.abc import Iterable
 
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
 
 _HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
-_INSTALL_HINT = "pip install '.[cuda13]' in a checkout of jax_splitk"
+# The extra `compiler` of pyproject.toml.
+REQUIREMENTS = (
+    "nvidia-cutlass>=4.2,<5",
+    "nvidia-cuda-nvrtc>=13.0,<14",
+    "nvidia-cuda-cccl>=13.0,<13.2",
+    "nvidia-cuda-runtime>=13.0,<14",
+)
 
 
 class CompilerUnavailable(RuntimeError):
@@ -21,7 +28,7 @@ def find_nvrtc() -> Nvrtc:
     """The compiler; raises `CompilerUnavailable` where its wheel is not installed."""
     folder = _first((f / "lib" for f in _nvidia_folders()), "libnvrtc.so.13")
     if folder is None:
-        raise CompilerUnavailable(f"nvidia-cuda-nvrtc 13 is not installed: {_INSTALL_HINT}")
+        raise CompilerUnavailable(f"nvidia-cuda-nvrtc 13 is not installed: {_install('nvidia-cuda-nvrtc')}")
     try:
         return Nvrtc(folder / "libnvrtc.so.13")
     except (NvrtcError, OSError) as error:
@@ -40,7 +47,7 @@ def include_folders() -> tuple[pathlib.Path, ...]:
     if cutlass is None or runtime is None or cccl is None:
         found = {"nvidia-cutlass": cutlass, "nvidia-cuda-runtime": runtime, "nvidia-cuda-cccl": cccl}
         missing = [package for package, folder in found.items() if folder is None]
-        raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {_INSTALL_HINT}")
+        raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {_install(*missing)}")
     # CUTLASS includes "cccl/...", too; the wheels of CCCL and of the runtime may lie in different site folders.
     return tuple(dict.fromkeys((cutlass, runtime, cccl, cccl.parent)))
 
@@ -65,6 +72,12 @@ def header_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "?"
     return versions
+
+
+def _install(*packages: str) -> str:
+    """The command that installs them."""
+    wanted = (line for line in REQUIREMENTS if re.split("[<>=]", line)[0] in packages)
+    return f"pip install {' '.join(map(repr, wanted))}"
 
 
 def _nvidia_folders() -> list[pathlib.Path]:

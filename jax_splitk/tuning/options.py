@@ -99,6 +99,13 @@ def options(*, implementation: str | None = None, workspace_limit_bytes: int | N
 
     Raises:
       ValueError: a value outside its range.
+
+    Examples:
+      >>> x = jnp.ones((2, 8, 4))
+      >>> with jax_splitk.options(implementation="xla"):
+      ...     dw = jax_splitk.conv_wgrad(x, x, (3, 4, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+      >>> dw.shape
+      (3, 4, 4)
     """
     inner = _merged(Options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes))
     check_options("", inner)

@@ -18,7 +18,15 @@ from jax_splitk.tuning.key import Key
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
     """Entries by key. `a | b` has both, b's where they meet. As a context manager its decisions come before any
-    cache's, for operations traced inside the block; jit traces a function again where they change."""
+    cache's, for operations traced inside the block; jit traces a function again where they change.
+
+    Examples:
+      >>> from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+      >>> problem = QuantizedMatmulProblem(8, 64, 64, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
+      >>> tuned = jax_splitk.tune_problems([problem], seconds=0.05)
+      >>> jax_splitk.TuningResult.loads(tuned.dumps()) == tuned
+      True
+    """
 
     entries: tuple[tuple[Key, Entry], ...] = ()
     # The `with` blocks that are open, for each thread.

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.choice import Choice
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.options import Options
 
 _T = TypeVar("_T")
 
@@ -21,12 +23,14 @@ class Watched:
     Attributes:
       again: whether what a cache already has is measured too, each key once.
       choices: of every operation that was lowered, with how often.
+      asked: the same, by problem and the caller's options.
       entries: by key, where a cache or a measurement was asked; None where neither had an answer.
       measured: the keys that were measured.
     """
 
     again: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
+    asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
     entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
     measured: set[Key] = dataclasses.field(default_factory=set)
 
@@ -79,9 +83,11 @@ class Session:
         finally:
             self._watchers.remove(watched)
 
-    def lowered(self, choice: Choice) -> None:
+    def lowered(self, choice: Choice, options: Options) -> None:
+        asked = (choice.problem, options)
         for watched in self._watchers:
             watched.choices[choice] = watched.choices.get(choice, 0) + 1
+            watched.asked[asked] = watched.asked.get(asked, 0) + 1
 
     def decided(self, key: Key, entry: Entry | None) -> None:
         for watched in self._watchers:

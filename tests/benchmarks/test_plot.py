@@ -16,10 +16,30 @@ REPORT = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "wgrad_h
 def test_shares() -> None:
     report = json.loads(REPORT.read_text())
     found = plot.shares(report)
-    assert list(found) == [result["case"]["name"] for result in report["results"]]
+    assert set(found) == {plot.label(result["case"]) for result in report["results"]}
+    assert len(found) == len(report["results"])
+    ratios = [ours / xla for ours, xla in found.values()]
+    assert ratios == sorted(ratios, reverse=True)
     assert all(0 < share < 1.1 for pair in found.values() for share in pair)
     first = report["results"][0]
-    assert found[first["case"]["name"]] == (first["share_of_floor"], first["floor_us"] / first["xla"]["us"])
+    assert found[plot.label(first["case"])] == (first["share_of_floor"], first["floor_us"] / first["xla"]["us"])
+
+
+def test_labels_are_the_tables_notation() -> None:
+    labels = {
+        result["case"]["name"]: plot.label(result["case"]) for result in json.loads(REPORT.read_text())["results"]
+    }
+    assert labels["c3k64_r7s2_224x224_b256"] == "256, 224, 3 -> 64, 7x7 stride 2"
+    assert labels["c96k96g96_r7_56x56_b64"] == "64, 56, 96 depthwise, 7x7"
+    assert labels["c128k128g32_r3_56x56_b64"] == "64, 56, 128 -> 128, 3x3, 32 groups"
+    assert labels["c64k64_r3_56x56_b256_float32"] == "256, 56, 64 -> 64, 3x3, float32"
+
+
+def test_a_table_has_every_case(tmp_path: pathlib.Path) -> None:
+    assert plot.main([str(REPORT), str(tmp_path / "table.md")]) == 0
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(plot.shares(json.loads(REPORT.read_text())))
+    assert "| 256, 56, 64 -> 64, 3x3 | 130.2 | 81.0 | 1.61 |" in rows
 
 
 def test_chart_has_every_case() -> None:
@@ -28,7 +48,9 @@ def test_chart_has_every_case() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == list(plot.shares(report))
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == [pair[i] for i in range(2) for pair in plot.shares(report).values()]
-    assert "geometric means" in axes.get_title()
+    assert "geometric mean" in axes.get_title()
+    assert "share of the roofline" in axes.get_xlabel()
+    assert "N, H=W, C -> K, filter" in axes.get_ylabel()
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
@@ -62,16 +84,15 @@ def test_a_missing_report_is_refused(name: str, tmp_path: pathlib.Path, capsys: 
 
 def test_later_reports_replace_cases_and_add_others() -> None:
     report = json.loads(REPORT.read_text())
-    names = [result["case"]["name"] for result in report["results"]]
     newer = json.loads(json.dumps(report["results"][1]))
     newer["ours"]["us"] *= 2
     other = json.loads(json.dumps(report["results"][2]))
-    other["case"]["name"] = "another"
-    merged = plot.combined([report, report | {"results": [newer, other]}])
-    assert [result["case"]["name"] for result in merged["results"]] == [*names, "another"]
-    before, after = plot.shares(report), plot.shares(merged)
-    assert after[names[1]][0] == before[names[1]][0] / 2
-    assert [after[name] for name in names if name != names[1]] == [before[name] for name in names if name != names[1]]
+    other["case"] |= {"name": "another", "batch": 3}
+    changed, added = plot.label(newer["case"]), plot.label(other["case"])
+    before, after = plot.shares(report), plot.shares(plot.combined([report, report | {"results": [newer, other]}]))
+    assert set(after) == {*before, added}
+    assert after[changed][0] == before[changed][0] / 2
+    assert all(after[name] == before[name] for name in before if name != changed)
 
 
 def test_reports_that_do_not_belong_together_are_refused(

@@ -112,7 +112,7 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     finally:
         monkeypatch.undo()
         toolchain.find_nvrtc.cache_clear()
-    missing = "nvidia-cuda-nvrtc 13 is not installed: pip install '.[cuda13]' in a checkout of jax_splitk"
+    missing = "nvidia-cuda-nvrtc 13 is not installed: pip install 'nvidia-cuda-nvrtc>=13.0,<14'"
     assert report["compiler"] == missing
     assert report["implementations"] == {"cutlass": f"cannot compile: {missing}", "host": None, "xla": None}
     assert f"implementation cutlass: cannot compile: {missing}" in lines

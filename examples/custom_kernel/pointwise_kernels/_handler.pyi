@@ -1,0 +1,5 @@
+"""The C++ handler (handler.cc)."""
+
+from typing import Any
+
+def pointwise() -> Any: ...

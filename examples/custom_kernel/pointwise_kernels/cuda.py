@@ -1,0 +1,71 @@
+"""A family for Hopper with a device source of its own (pointwise.cu): NVRTC compiles it, jax_splitk launches it."""
+
+import dataclasses
+import pathlib
+
+from jax_splitk.kernels import field_refusal
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.wgrad.family import WgradFamily
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.plan import Launch, Pointer
+from jax_splitk.runtime.target import Target
+
+from . import problems
+
+_TILE = 16  # of dW, in both dimensions; pointwise.cu has the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a plan leaves open: how many pixels go through shared memory at a time."""
+
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """The kernel's parameters; `#include "structs.cuh"` gives the device code the same struct."""
+
+    pixels: int
+    channels: int
+    out_channels: int
+
+
+class PointwiseCuda(WgradFamily[Config]):
+    """`WgradFamily` has the buffers of a weight gradient: lhs, g, dW, workspace."""
+
+    name = "pointwise_cuda"
+    ABI = 1
+    # A path: other names are files of jax_splitk. Headers are looked for beside it, then in jax_splitk/kernels.
+    file = str(pathlib.Path(__file__).with_name("pointwise.cu"))
+    structs = (Args,)
+
+    def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
+        return problems.refusal(problem)
+
+    def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
+        return field_refusal(config, rows=(16, 32, 64))
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        return [Config(rows) for rows in (16, 32, 64)]
+
+    def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
+        return [Config(config.rows // 2), Config(config.rows * 2)]
+
+    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
+        """Seconds: this kernel does not use the tensor cores. Measurements decide where tuning is on."""
+        return problem.flops / 1e12 + 1e-4 / config.rows
+
+    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
+        return 0
+
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        return {"ROWS": config.rows}
+
+    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[Launch, ...]:
+        args = Args(problem.reduction_size, problem.in_channels, problem.out_channels).param()
+        grid = (-(-problem.in_channels // _TILE), -(-problem.out_channels // _TILE), 1)
+        return (Launch("pointwise", grid, (_TILE * _TILE, 1, 1), (Pointer(0), Pointer(1), args, Pointer(2))),)
+
+
+FAMILY = PointwiseCuda(Config)

@@ -1,0 +1,114 @@
+"""Every code block of the documentation runs, and every public function's example."""
+
+import contextlib
+import doctest
+import importlib.util
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import pytest
+
+import jax_splitk
+from jax_splitk import kernels
+from jax_splitk.__main__ import main
+from tests.documents import markdown
+from tests.tuning_cache import isolate
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the pages print is the CPU's")
+
+# The code of a page here needs that page's package: .ci/package installs it, and runs the code.
+OWN_PACKAGE = markdown.ROOT / "examples" / "custom_kernel" / "README.md"
+PAGES = [path for path in markdown.files() if markdown.blocks(path) and path != OWN_PACKAGE]
+# Commands that this test does not run, by their beginnings: where they run, or why nothing here can.
+ELSEWHERE = {
+    "make ": ".ci/run",
+    "pip install": ".ci/package; the extra cuda13 is two gigabytes",
+    "python -m build": ".ci/package",
+    "python -m benchmarks": "minutes, and a GPU; tests/benchmarks",
+    "JAX_SPLITK_CACHE_DIR=tuned": "the same",
+    ".ci/": "the scripts themselves",
+    "python3 -m venv .venv/asan": "minutes; by hand",
+    ".venv/asan": "the same",
+    "LD_PRELOAD": "the same",
+}
+LANGUAGES = {"python", "bash", "json", "text", "cpp"}
+FRAMEWORKS = ("flax", "equinox", "haiku", "optax")
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty one to run in, with a cache of its own."""
+    isolate(monkeypatch, tmp_path / "cache")
+    for op, families in kernels.FAMILIES.items():
+        monkeypatch.setitem(kernels.FAMILIES, op, families)  # what a page registers is gone after it
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def test_languages_are_known() -> None:
+    found = {block.language for path in PAGES for block in markdown.blocks(path)}
+    assert found <= LANGUAGES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=markdown.name)
+def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
+    """A page's Python blocks, in their order, share one namespace; what they print is not compared."""
+    names: dict[str, Any] = {"__name__": "page"}
+    missing = {name for name in FRAMEWORKS if importlib.util.find_spec(name) is None}
+    for block in markdown.blocks(path):
+        if block.language == "python":
+            if missing and any(f"import {name}" in block.text or f"from {name}" in block.text for name in missing):
+                pytest.skip(f"not installed: {', '.join(sorted(missing))}")
+            # As many empty lines as make a traceback's line numbers the page's.
+            exec(compile("\n" * (block.line - 1) + block.text, markdown.name(path), "exec"), names)
+        elif block.language == "json":
+            assert main(["explain", "--platform", "cuda", block.text]) == 0
+        elif block.language == "bash":
+            run(script(block.text), folder)
+
+
+def script(text: str) -> str:
+    """A shell block without the commands that do not run here."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return "\n".join(line for line in lines if not line.startswith(tuple(ELSEWHERE)))
+
+
+def run(command: str, folder: pathlib.Path) -> None:
+    """With this interpreter as `python`, and with `jax-splitk`."""
+    tools = folder.parent / "bin"
+    if not tools.exists():
+        tools.mkdir()
+        for name, arguments in (("python", ""), ("jax-splitk", " -m jax_splitk")):
+            (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable}{arguments} "$@"\n')
+            (tools / name).chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    modules = os.pathsep.join([str(markdown.ROOT), *filter(None, sys.path)])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+FUNCTIONS = [name for name in jax_splitk.__all__ if callable(getattr(jax_splitk, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_of_docstrings(name: str, folder: pathlib.Path) -> None:
+    public = getattr(jax_splitk, name)
+    if inspect.isclass(public) and issubclass(public, Exception):
+        pytest.skip("an exception")
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(public, name, module=False, globs={"jax_splitk": jax_splitk, "jax": jax, "jnp": jax.numpy})
+    assert example.examples, f"{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    lines: list[str] = []
+    with contextlib.suppress(SystemExit):
+        runner.run(example, out=lines.append)
+    assert not runner.failures, "".join(lines)

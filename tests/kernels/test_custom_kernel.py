@@ -1,0 +1,157 @@
+"""examples/custom_kernel: families from outside of the package, with a device source and with a C++ handler of their
+own. `.ci/package` installs it as a package; here its handler is compiled on its own."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk import kernels
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import cubin
+from tests.tuning_cache import isolate
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel"
+CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs the host family")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The imported package, with its handler where pybind11 is there to bind it."""
+    folder = tmp_path_factory.mktemp("custom") / "pointwise_kernels"
+    shutil.copytree(EXAMPLE / "pointwise_kernels", folder)
+    if importlib.util.find_spec("pybind11") is None:
+        pytest.skip("pybind11 is not installed")
+    import pybind11  # noqa: PLC0415
+
+    xla = pathlib.Path(jaxlib.__file__).parent / "include"
+    includes = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"), xla)]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-w", *includes]
+    subprocess.run([*command, EXAMPLE / "handler.cc", "-o", folder / f"_handler{suffix}"], check=True)
+    before = dict(kernels.FAMILIES)
+    sys.path.insert(0, str(folder.parent))
+    yield importlib.import_module("pointwise_kernels")
+    sys.path.remove(str(folder.parent))
+    kernels.FAMILIES.update(before)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the device source alone, which needs no handler; registered."""
+    alone = types.ModuleType("pointwise_alone")
+    alone.__path__ = [str(EXAMPLE / "pointwise_kernels")]
+    monkeypatch.setitem(sys.modules, "pointwise_alone", alone)
+    module = importlib.import_module("pointwise_alone.cuda")
+    ours = tuple(family for family in kernels.FAMILIES["conv_wgrad"] if family.name.startswith("wgrad"))
+    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", ours)  # without `package`'s
+    kernels.register("conv_wgrad", module.FAMILY)
+    return module
+
+
+def wgrad(x: jax.Array, g: jax.Array, **arguments: Any) -> jax.Array:
+    shape = (1, 1, x.shape[-1], g.shape[-1])
+    return jax_splitk.conv_wgrad(x, g, shape, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **arguments)
+
+
+def operands(channels: int, out_channels: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """x, g and their weight gradient, of small integers."""
+    rng = np.random.default_rng(0)
+    x, g = (rng.integers(-3, 4, (3, 5, 7, size)).astype(np.float32) for size in (channels, out_channels))
+    return jnp.asarray(x), jnp.asarray(g), np.einsum("nhwc,nhwk->ck", x, g)[None, None]
+
+
+@CPU
+def test_the_handler_computes_and_is_measured(
+    package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    isolate(monkeypatch, tmp_path)
+    x, g, expected = operands(13, 24)
+    run = jax.jit(functools.partial(wgrad, config=package.host.Config(block=5)))
+    np.testing.assert_array_equal(run(x, g), expected)
+    assert set(re.findall(r"custom_call @(\w+)", run.lower(x, g).as_text())) == {package.host.TARGET}
+    (decision,) = jax_splitk.explain(run, x, g).decisions
+    assert (decision.implementation, decision.family) == ("host", "pointwise_host")
+    ((key, entry),) = jax_splitk.tune(wgrad, x, g, seconds=5)
+    measured = {m.candidate.family for m in entry.measurements if m.us is not None}
+    assert package.host.FAMILY in measured
+    assert "pointwise_host:1" in key.environment.abi
+    assert jax_splitk.TuningResult.loads(jax_splitk.TuningResult(((key, entry),)).dumps()).get(key) == entry
+
+
+@CPU
+def test_what_a_family_refuses_goes_to_others(package: Any) -> None:
+    x, g, _ = operands(13, 24)
+    refusal = package.host.FAMILY.refusal
+    problem = jax_splitk.explain(wgrad, x, g).decisions[0].problem
+    assert refusal(problem) is None
+    assert refusal(dataclasses.replace(problem, dtype="bfloat16")) == "dtype bfloat16; accepted: float32"
+    with pytest.raises(ValueError, match="block 0; accepted: 1 to 4096"):
+        wgrad(x, g, config=package.host.Config(0))
+    strided = jax_splitk.explain(lambda: jax_splitk.conv_wgrad(x, x[:, :3, :4], (1, 1, 13, 13), (2, 2), "VALID",
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))).decisions[0]  # fmt: skip
+    assert strided.family == "wgrad_host"
+
+
+def test_the_device_source_compiles(cuda: Any) -> None:
+    x, g, _ = operands(13, 24)
+    run = functools.partial(wgrad, config=cuda.Config(32))
+    (decision,) = jax_splitk.explain(run, x, g, platform="cuda").decisions
+    assert (decision.implementation, decision.family) == ("cutlass", "pointwise_cuda")
+    assert cuda.FAMILY.refusal(decision.problem, None, DEFAULT_CUDA) is None
+    plan = cuda.FAMILY.plan(decision.problem, cuda.Config(32))
+    assert [launch.grid for launch in plan.launches] == [(1, 2, 1)]
+    assert list(cubin.kernels(compiler.compile_source(plan.source).image)) == ["pointwise"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize(("channels", "out_channels"), [(13, 24), (64, 16), (1, 33)])
+def test_the_device_source_computes(rows: int, channels: int, out_channels: int, cuda: Any) -> None:
+    x, g, expected = operands(channels, out_channels)
+    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad, config=cuda.Config(rows)))(x, g), expected)
+
+
+def test_headers_beside_the_source_come_first(cuda: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.cuh").write_text("constexpr int MINE = 3;\n")
+    (tmp_path / "own.cu").write_text('#include "mine.cuh"\n#include "device/ptx.cuh"\n')
+    source = cuda.FAMILY.source(jax_splitk.explain(wgrad, *operands(2, 2)[:2]).decisions[0].problem, cuda.Config(16))
+    text = dataclasses.replace(source, file=str(tmp_path / "own.cu")).text()
+    assert "MINE = 3" in text
+    assert "#pragma once" in text or "__device__" in text
+
+
+def test_wrong_families_are_refused(cuda: Any) -> None:
+    class Other(type(cuda.FAMILY)):
+        name = "other"
+
+    @dataclasses.dataclass
+    class Changing:
+        rows: int
+
+    for op, family, error, message in (
+        ("gemm", cuda.FAMILY, ValueError, "op='gemm'; accepted: 'conv_wgrad', 'quantized_matmul'"),
+        ("conv_wgrad", Other, TypeError, "of type ABCMeta; accepted: an instance of a Family"),
+        ("conv_wgrad", cuda.FAMILY, ValueError, "pointwise_cuda has one of these"),
+        ("quantized_matmul", Other(cuda.Config), ValueError, "pointwise_cuda has one of these"),
+        ("conv_wgrad", Other(Changing), TypeError, "accepted: a frozen dataclass"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            kernels.register(op, family)
