@@ -10,11 +10,13 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .PHONY: demo demo-quantized test test-all docs package lint bench clean
 
-demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py
+demo: $(VENV)/demo
+	@echo "== examples/digits.py: a network learns digits with jax_splitk's weight gradients"
+	@$(BIN)/python examples/digits.py
 
-demo-quantized: $(VENV)/installed
-	$(BIN)/python examples/quantized_digits.py
+demo-quantized: $(VENV)/demo
+	@echo "== examples/quantized_digits.py: a network is quantized to int4, and adapters are trained on it"
+	@$(BIN)/python examples/quantized_digits.py
 
 # Every promise, on the cases that differ the most. What else there is, and more machine code: test-all.
 test: $(VENV)/installed
@@ -40,11 +42,20 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.wgrad
 
+# What the examples need; less than what the tests need.
+$(VENV)/demo: $(SOURCES)
+	@echo "== 1 of 2: a virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "== 2 of 2: jax_splitk and what it needs (jax, scikit-learn, a C++ build), in a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	@touch $@
+
 $(VENV)/installed: $(SOURCES)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[test,bench]"
-	touch $@
+	@echo "== jax_splitk, the compiler of its kernels and what tests and plots need, in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable ".[test,bench]"
+	@touch $@ $(VENV)/demo
 
 clean:
 	rm -rf .venv build

@@ -8,9 +8,11 @@ adapters of rank 8 learn them, as QLoRA (arXiv:2305.14314) does: gradients flow 
 adapters while the 4-bit weights stay as they are.
 """
 
+import functools
+
 import jax
 import numpy as np
-from digits import exit_with, load, train, train_step
+from digits import exit_with, load, microseconds, train, train_step
 from jax import numpy as jnp
 
 from jax_splitk import prepack, quantize, quantized_matmul
@@ -18,6 +20,7 @@ from jax_splitk import prepack, quantize, quantized_matmul
 WIDTHS = (64, 256, 256, 10)
 EPOCHS, ADAPTER_EPOCHS, RANK = 12, 20, 8
 GROUP_SIZES = (32, 64, None)
+SIDE = 2048
 NEEDED_ACCURACY, NEEDED_ADAPTED, ALLOWED_LOSS = 0.95, 0.90, 0.01
 
 
@@ -86,6 +89,21 @@ def nbytes(layers):
     return sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer["w"]))
 
 
+def compare():
+    """Prints the time of products with one large weight."""
+    w = jax.random.normal(jax.random.key(0), (SIDE, SIDE), jnp.bfloat16)
+    packed = prepack(quantize(w, "int4", group_size=64))
+    print(f"\n{f'[n, {SIDE}] x [{SIDE}, {SIDE}], this machine':<40}{'n = 1':>9}{'n = 8':>9}{'n = 64':>9}  (us)")
+    for name, weight, product in (
+        ("bfloat16 weight, XLA", w, jnp.matmul),
+        ("int4 weight, XLA", packed, functools.partial(quantized_matmul, implementation="xla")),
+        ("int4 weight, jax_splitk", packed, quantized_matmul),
+    ):
+        xs = [jnp.ones((n, SIDE), jnp.bfloat16) for n in (1, 8, 64)]
+        print(f"{name:<40}{''.join(f'{microseconds(product, x, weight):>9.0f}' for x in xs)}")
+    print(f"The int4 weight has {packed.nbytes / w.nbytes:.0%} of the bytes. An H200's times: docs/results.md.")
+
+
 def main():
     train_images, train_labels, test_images, test_labels = load()
     train_images, test_images = train_images.reshape(-1, 64), test_images.reshape(-1, 64)
@@ -116,6 +134,7 @@ def main():
     trained, frozen = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (adapters, [p["w"] for p in params]))
     print(f"Upside down: accuracy {before:.1%} before, {after:.1%} with adapters of rank {RANK}")
     print(f"Trained {trained:,} parameters on top of {frozen:,} frozen ones of 4 bits")
+    compare()
     if after < NEEDED_ADAPTED:
         problems.append(f"accuracy with adapters {after:.1%} is below {NEEDED_ADAPTED:.0%}")
     exit_with(problems)

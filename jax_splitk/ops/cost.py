@@ -84,6 +84,19 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     Args:
       fn: a function that `jax.jit` accepts, e.g. a train step.
       *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A `Cost`: `operations`, each with `problem`, `count`, `flops` and `bytes_accessed`; the sums `flops` and
+      `bytes_accessed`; `rest_flops`, `rest_bytes_accessed`, `total_flops` and `total_bytes_accessed`. `print` shows a
+      table.
+
+    Examples:
+      >>> x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
+      >>> def wgrad(x, g):
+      ...     numbers = ("NHWC", "HWIO", "NHWC")
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 3, 64, 64), (1, 1), "SAME", dimension_numbers=numbers)
+      >>> jax_splitk.cost(wgrad, x, x).flops == 2 * (8 * 56 * 56) * (3 * 3 * 64) * 64
+      True
     """
     found: dict[Problem, int] = {}
     for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):

@@ -1,7 +1,9 @@
 """Links lead somewhere, the README is short, and its figures and the results' page are the reports'."""
 
+import json
 import pathlib
 import re
+import statistics
 
 import pytest
 
@@ -30,6 +32,17 @@ def test_the_results_page_has_the_figures_of_the_reports(pattern: str, tmp_path:
     reports = sorted(map(str, (markdown.ROOT / "benchmarks/results").glob(pattern)), key=features, reverse=True)
     assert plot.main([*reports, str(tmp_path / "table.md")]) == 0
     assert (tmp_path / "table.md").read_text() in (markdown.ROOT / "docs/results.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_rows_are_of_the_results_page() -> None:
+    readme, results = ((markdown.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
+    rows = re.findall(r"^\| \d.*\|$", readme, re.MULTILINE)
+    assert len(rows) == 8
+    assert set(rows) <= set(results.splitlines())
+    (mean,) = re.findall(r"geometric mean of the ratio is ([\d.]+)", results)
+    assert f"geometric mean of all is {mean}" in readme
+    report = json.loads((markdown.ROOT / "benchmarks/results/wgrad_h200.json").read_text())
+    assert f"{statistics.geometric_mean(r['xla']['us'] / r['ours']['us'] for r in report['results']):.2f}" == mean
 
 
 def features(report: str) -> int:
