@@ -45,7 +45,7 @@ def conv_wgrad(
     For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
     `rhs`: `dW[r, s, c, k] = sum over n, p, q of lhs[n, p*stride - pad + r*dilation, ..., c] * g[n, p, q, k]`,
     accumulated in float32 at least, in an order that the config alone determines: every kernel gives the same bits on
-    every run. Works under jit, grad (of any order), vmap, scan, remat and shard_map.
+    every run. Works under jit (also of sharded arrays), grad (of any order), vmap, scan, remat and shard_map.
 
     Args:
       lhs: the convolution's input, e.g. [N, H, W, C], of dtype bfloat16, float16, float32 or float64. The H200

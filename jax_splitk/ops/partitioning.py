@@ -105,14 +105,12 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
 
 
 def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterator[tuple[str, Axes]]:
-    """Names and axes, the most important first: a divided reduction, then what the result's user wants, then the rest.
-    To keep a reduction divided costs a sum of the result, which is small."""
-    named = [
-        (name, axes)
-        for dims, spec in zip(rule.operands, operands, strict=True)
-        for name, axes in zip(dims, spec, strict=True)
-    ]
-    yield from (wish for wish in named if wish[0] in rule.reductions)
+    """Names and axes, the most important first: reductions that no operand speaks against, whose cost is a sum of the
+    result; then what the result's user wants; then the rest."""
+    named = [wish for dims, spec in zip(rule.operands, operands, strict=True) for wish in zip(dims, spec, strict=True)]
+    uses = {(axis, name) for name, axes in named for axis in axes}
+    shared = {axis for axis, name in uses for other_axis, other in uses if axis == other_axis and name != other}
+    yield from (wish for wish in named if wish[0] in rule.reductions and not shared & set(wish[1]))
     of_result = [] if result is None else zip(rule.result, result, strict=True)
     yield from (wish for wish in (*of_result, *named) if wish[0] in rule.units)
 

@@ -45,8 +45,8 @@ def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None
 def test_problem_has_the_operands_shapes(name: str) -> None:
     conv = GEOMETRIES[name]
     jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
-    (eqn,) = trace.operations(jaxpr.jaxpr)
-    problem, specs = trace.problem_of(eqn), eqn.params["convolution"].dimension_numbers
+    ((eqn, problem),) = trace.ours(jaxpr.jaxpr)
+    specs: Any = eqn.params["convolution"].dimension_numbers
     problem.validate()
     n, c, *spatial = specs.lhs_spec
     batch, channels = conv.lhs_shape[n] // conv.batch_groups, conv.lhs_shape[c] * conv.batch_groups
