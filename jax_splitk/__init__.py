@@ -10,8 +10,11 @@ _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" els
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
 if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+    from jax_splitk.ops.cost import cost
+    from jax_splitk.ops.dot_general import dot_general, matmul
     from jax_splitk.ops.explain import explain
     from jax_splitk.ops.exporting import EXPORT_CHECKS
+    from jax_splitk.ops.intercept import intercept
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
@@ -32,8 +35,12 @@ __all__ = [
     "TuningResult",
     "conv_general_dilated",
     "conv_wgrad",
+    "cost",
     "dequantize",
+    "dot_general",
     "explain",
+    "intercept",
+    "matmul",
     "options",
     "prepack",
     "quantize",

@@ -17,9 +17,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # What follows -- is for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
-    arguments = parser().parse_args(argv[:split])
+    arguments, unknown = parser().parse_known_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        hint = "; those of the script come after --" if arguments.command in ("tune", "explain") else ""
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
     if not hasattr(package := sys.modules["jax_splitk"], "explain"):

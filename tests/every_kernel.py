@@ -12,10 +12,13 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.dot import as_wgrad
+from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
@@ -55,6 +58,8 @@ class Run:
         """Small integers, whose sums are exact, and the result; computed on the host."""
         if self.product is not None:
             return _product(self.product)
+        if isinstance(self.problem, DotProblem):
+            return _dot_operands(self.problem)
         assert isinstance(self.problem, ConvWgradProblem)
         return _gradient(self.problem)
 
@@ -66,6 +71,15 @@ def _gradient(p: ConvWgradProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     exact = float64.conv_wgrad_on_host(p, lhs, g)
     dtype = jnp.dtype(p.dtype)
     return (lhs.astype(dtype), g.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+
+
+@functools.cache
+def _dot_operands(p: DotProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    rng = np.random.default_rng(SEED)
+    lhs, rhs = (rng.integers(-2, 3, shape).astype(np.float64) for shape in (p.lhs_shape, p.rhs_shape))
+    exact = np.einsum(f"{p.lhs_order},{p.rhs_order}->bmn", lhs, rhs)
+    dtype = jnp.dtype(p.dtype)
+    return (lhs.astype(dtype), rhs.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
 
 
 @functools.cache
@@ -177,6 +191,24 @@ def _depthwise() -> Iterator[Run]:
         yield from _splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
+# ---- matrix products -----------------------------------------------------------------------------------------------
+
+
+def _dot() -> Iterator[Run]:
+    ragged, whole = (72, 136, 1032), (128, 192, 640)
+    for (m, n, k), orders, dtypes, config in (
+        (ragged, ("bkm", "bkn"), ("bfloat16", "float32"), dot_tma.Config(64, 64, 8)),
+        (ragged, ("mbk", "kbn"), (HALF, HALF), dot_tma.Config(128, 128, 5, 3, "cluster")),
+        (whole, ("kbm", "nbk"), ("bfloat16", "bfloat16"), dot_tma.Config(64, 192, 4, 4, "workspace")),
+        (whole, ("bmk", "bnk"), ("float32", "float32"), dot_tma.Config(192, 64, 4, 2, "cluster")),
+        (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
+    ):
+        yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
+    layer = DotProblem(1, 36, 32, 300, "bkm", "bkn", "float32", "float32")
+    family = as_wgrad.TF32
+    yield Run(family, layer, family.candidates(layer, DEFAULT_CUDA)[0])
+
+
 # ---- products with quantized weights -------------------------------------------------------------------------------
 
 
@@ -243,7 +275,10 @@ def _tiled() -> Iterator[Run]:
 
 
 RUNS = list(
-    itertools.chain(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _stream(), _fp8(), _tiled())
+    itertools.chain(
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise()),
+        *(_dot(), _stream(), _fp8(), _tiled()),
+    )
 )
 
 

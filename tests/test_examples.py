@@ -1,14 +1,31 @@
-"""The examples run and reach what they promise; `make demo` runs the other one."""
+"""The examples run and reach what they promise, or exit with an error; `make demo` runs digits.py."""
 
+import importlib
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+FRAMEWORKS = {"flax_linen": "flax.linen", "flax_nnx": "flax.nnx", "equinox_vmap": "equinox", "haiku_net": "haiku"}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.filterwarnings("default")  # a framework may be behind jax
+def test_frameworks(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        importlib.import_module(FRAMEWORKS[name])
+    except Exception as error:
+        pytest.skip(f"{FRAMEWORKS[name]} does not work with this jax: {type(error).__name__}: {error}")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^conv_wgrad bfloat16->float32 lhs 32x", shown, re.MULTILINE)) == 2, shown
+    assert re.search(r"apart by [\d.]+e-\d\d$", shown, re.MULTILINE)
 
 
 @pytest.mark.exhaustive

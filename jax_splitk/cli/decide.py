@@ -11,9 +11,13 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from jax_splitk.cli import output, stored
-from jax_splitk.ops.explain import Explanation, decision
+from jax_splitk.cli.defaults import with_defaults
+from jax_splitk.cli.schema import FIELDS
+from jax_splitk.ops.explain import expected
+from jax_splitk.ops.explanation import Explanation, decision
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
@@ -71,7 +75,7 @@ def _told(failures: list[str]) -> int:
 def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[str]]:
     """The decisions, what was watched while they were taken, and how the script failed. `tune` measures."""
     measure = arguments.command == "tune"
-    platform = None if measure else arguments.platform
+    platform = (None if measure else arguments.platform) or local_platform()
     what = _script_or_problems(arguments)
     with contextlib.ExitStack() as stack:
         with output.usage():
@@ -80,15 +84,16 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
             stack.enter_context(_stdout_on_stderr())
         watched = stack.enter_context(session().watching(again=measure and arguments.again))
         failures: list[str] = []
+        target = target_for(platform)
         if isinstance(what, list):
-            target = target_for(platform or local_platform())
-            choices = {select(problem, target, current(), measure=measure): 1 for problem in what}
-        elif platform is not None:
-            raise output.UsageError(f"--platform={platform}; accepted only with problems, not with a script")
+            decisions = [decision(select(problem, target, current(), measure=measure)) for problem in what]
         else:
-            failures, choices = _run(what, arguments.script_arguments), watched.choices
-    decisions = tuple(decision(choice, count) for choice, count in choices.items())
-    return Explanation(platform or local_platform(), decisions), watched, failures
+            failures = _run(what, arguments.script_arguments)
+            if target.is_local:
+                decisions = [decision(choice, count) for choice, count in watched.choices.items()]
+            else:
+                decisions = [expected(*asked, target, count) for asked, count in watched.asked.items()]
+    return Explanation(platform, tuple(decisions)), watched, failures
 
 
 def _script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:
@@ -127,11 +132,15 @@ def _problems(text: str | bytes) -> list[Problem]:
         try:
             if not isinstance(item, dict) or "op" not in item:
                 raise ValueError(f"{json.dumps(item)[:200]} is not an object with 'op'")
-            fields = dict(item)
-            found[problem_from_dict(fields.pop("op"), fields)] = None
+            found[_problem(**item)] = None
         except (TypeError, ValueError) as error:
             raise ValueError(f"problem {i}: {error}") from None
     return list(found)
+
+
+def _problem(op: Any, **fields: Any) -> Problem:
+    known = isinstance(op, str) and op in FIELDS
+    return problem_from_dict(op, with_defaults(op, fields) if known else fields)
 
 
 def _run(path: pathlib.Path, arguments: list[str] | None) -> list[str]:

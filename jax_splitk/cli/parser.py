@@ -3,10 +3,18 @@
 import argparse
 import os
 import sys
+import textwrap
 from typing import Any
 
+from jax_splitk.cli.schema import schema
+
 _SOURCE = "a cache folder, or a file with the text of TuningResult.dumps"
-_SCRIPT = "Arguments after -- are the script's. "
+_SCRIPT = "Arguments after -- are the script's: SCRIPT.py -- --lr 3. "
+_PROBLEMS = f"""
+
+A problem is a JSON object with "op" and these fields; docs/problem_files.md has examples.
+
+{schema()}"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,16 +27,20 @@ def parser() -> argparse.ArgumentParser:
     tune.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
     tune.add_argument("--again", action="store_true", help="also measure what a cache already has")
     explain = _add(commands, "explain", "decide.explain", "what computes a script's operations, or problems, and why")
-    explain.add_argument("--platform", choices=("cpu", "cuda"), help="for problems: another than the default backend's")
+    explain.add_argument(
+        "--platform", choices=("cpu", "cuda"), help="what would run there, cuda without a GPU: on an H200"
+    )
     explain.epilog = _SCRIPT + (
-        "A script runs as it always does, so that on a GPU what no cache has is tuned unless JAX_SPLITK_AUTOTUNE=off; "
-        "for problems nothing is measured. For a script x counts lowerings; JAX lowers equal operations of one "
-        "function once."
+        "A script runs as it always does, on the default backend, so that on a GPU what no cache has is tuned unless "
+        "JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX lowers equal "
+        "operations of one function once. What a function leaves to lax is shown by jax_splitk.explain."
     )
     for each in (tune, explain):
         what = "a .py file, a .json file, or JSON text of a problem or a list"
         each.add_argument("what", metavar="SCRIPT_OR_PROBLEMS", help=what)
         each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
+        each.formatter_class = argparse.RawDescriptionHelpFormatter
+        each.epilog = f"{textwrap.fill(each.epilog or '')}{_PROBLEMS}"
     doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
     cache = commands.add_parser("cache", help="list, show, combine and delete what tuning decided")

@@ -7,6 +7,7 @@ is added by `register`.
 import dataclasses
 from typing import Any
 
+from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.family import field_refusal as field_refusal
@@ -17,6 +18,7 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
 }
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jax_splitk.ops import conv_forward
 from jax_splitk.ops.conv_primitive import bind_wgrad
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
+from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.tuning.options import Options, settled
@@ -148,8 +149,19 @@ def conv_general_dilated(
     arguments = (*geometry, feature_group_count, batch_group_count, precision)
     if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
         _announce_lax(lhs.dtype, options)
-        return lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type, out_sharding)
-    if compute is None:
+        return lax_conv(lhs, rhs, *arguments, preferred_element_type, out_sharding)
+    _check_operands(lhs, rhs, converted=compute is not None)
+    conv = convolution(lhs.shape, rhs.shape, *arguments)
+    compute = compute or lhs.dtype
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
+    if out_sharding is not None:
+        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
+    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool) -> None:
+    """Of the forward convolution, which `compute_dtype` converts or not."""
+    if not converted:
         _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
@@ -157,12 +169,6 @@ def conv_general_dilated(
         same = "conv_general_dilated lhs and rhs must have the same number of dimensions"
         raise ValueError(f"{same}, but got {lhs.shape} and {rhs.shape}.")
     _check_ranks(lhs, "rhs", rhs)
-    conv = convolution(lhs.shape, rhs.shape, *arguments)
-    compute = compute or lhs.dtype
-    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
-    if out_sharding is not None:
-        out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
 
 
 def _announce_lax(dtype: np.dtype, options: Options) -> None:

@@ -70,8 +70,12 @@ def _as_written(lhs: Any, g: Any, params: dict[str, Any]) -> ConvWgradProblem:
 
 
 def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvWgradProblem:
-    """The canonical problem of an equation: at least one spatial dimension, and batch groups as feature groups."""
-    problem = _as_written(*avals, params)
+    lhs, g = avals
+    return canonical(_as_written(lhs, g, params))
+
+
+def canonical(problem: ConvWgradProblem) -> ConvWgradProblem:
+    """With at least one spatial dimension, and batch groups as feature groups."""
     if problem.rank == 0:
         windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
         pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))

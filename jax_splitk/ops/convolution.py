@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk.ops.folding import fold_into
-from jax_splitk.problems.conv_reference import lax_precision, precision_name
+from jax_splitk.problems.conv_reference import lax_conv, lax_precision, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import integer
@@ -40,9 +40,7 @@ class Convolution:
     ) -> jax.Array:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments["precision"] = lax_precision(self.precision)
-        return lax.conv_general_dilated(
-            lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding
-        )
+        return lax_conv(lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding)
 
     def out_type(self, lhs: Any, rhs: Any, out_dtype: DTypeLike, out_sharding: Any) -> Any:
         """The type of the result for operands of these types, which have one dtype."""
@@ -213,4 +211,4 @@ def _output_spatial(conv: Convolution, input_spatial: tuple[Any, ...], kernel_sp
     if _compat.is_known(*input_spatial):
         return conv_output_spatial(input_spatial, kernel_spatial, **geometry)
     lhs, rhs = (jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32) for sizes in (input_spatial, kernel_spatial))
-    return jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, **geometry), lhs, rhs).shape[2:]
+    return jax.eval_shape(lambda x, w: lax_conv(x, w, **geometry), lhs, rhs).shape[2:]

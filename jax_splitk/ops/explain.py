@@ -1,81 +1,43 @@
 """What would run, and why: reads the operations out of a function's trace and asks the selection code."""
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_splitk.ops import trace
-from jax_splitk.ops.lowering import choose
+from jax_splitk.ops.explanation import Decision, Explanation, decision
+from jax_splitk.ops.lax_convolutions import weight_gradients
+from jax_splitk.ops.lax_products import dequantized_products
+from jax_splitk.ops.lowering import choose, only_xla
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning.choice import Choice
+from jax_splitk.runtime.target import Target, local_platform, target_for
+from jax_splitk.tuning import table
+from jax_splitk.tuning.choice import XLA, Choice
+from jax_splitk.tuning.options import Options, current
+from jax_splitk.tuning.select import select
 
 # As JAX names what it lowers for.
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """One operation of a traced function.
-
-    Attributes:
-      problem: what is computed.
-      implementation: "cutlass", "host" or "xla"; "none" where an explicit choice cannot serve.
-      family: the kernel family, e.g. "wgrad_im2col"; None for XLA.
-      config: the family's config, None for XLA.
-      splits: parts into which the reduction is cut, None for XLA.
-      workspace_bytes: scratch memory asked of XLA.
-      why: one sentence.
-      count: how many operations of the function are this one.
-    """
-
-    problem: Problem
-    implementation: str
-    family: str | None
-    config: Any
-    splits: int | None
-    workspace_bytes: int
-    why: str
-    count: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The decisions for a function, in the order of its trace; `str()` of it is a table."""
-
-    platform: str
-    decisions: tuple[Decision, ...]
-
-    def __str__(self) -> str:
-        if not self.decisions:
-            return f"no jax_splitk operations (platform {self.platform})"
-        header = ("operation", "x", "implementation", "family", "config", "splits", "workspace", "why")
-        rows: list[tuple[str, ...]] = [header]
-        for d in self.decisions:
-            config = "" if d.config is None else str(d.config)
-            splits = "" if d.splits is None else str(d.splits)
-            size = f"{d.workspace_bytes / 2**20:.2f} MiB"
-            rows.append((str(d.problem), str(d.count), d.implementation, d.family or "", config, splits, size, d.why))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"platform {self.platform}", *lines])
-
-
-def decision(choice: Choice, count: int = 1) -> Decision:
-    """What is shown of a choice."""
-    family = None if choice.family is None else choice.family.name
-    splits = getattr(choice.config, "splits", None)
-    why, size = choice.why, choice.workspace_bytes
-    return Decision(choice.problem, choice.implementation, family, choice.config, splits, size, why, count)
+_NO_GRADIENT = (
+    "This function has {} and no gradient of a weight: gradients are where jax_splitk acts. Explain jax.grad of a "
+    "loss, or the train step."
+)
 
 
 def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
-    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why.
+    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why. For each weight
+    gradient and each product with a quantized weight that is plain lax: what jax_splitk would do, and the gain.
 
     Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map
     a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
     several devices, XLA will partition it, and shown is a device's part, as Shardy divides it.
+
+    A laptop can explain what a GPU would do: `explain(step, params, batch, platform="cuda")` needs no GPU and no CUDA
+    driver, and takes `jax.ShapeDtypeStruct`s in place of arrays. It says what an H200 would run, by the tables that
+    ship with the package and the cost model; on the GPU itself caches and tuning come in.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
@@ -103,7 +65,8 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
         platform = local_platform()
     target = target_for(platform)
     found: dict[Operation, Decision] = {}
-    for operation in trace.operations(fn, args, kwargs, platform):
+    jaxpr = trace.traced(fn, args, kwargs)
+    for operation in trace.operations(jaxpr, fn, args, kwargs, platform):
         if operation in found:
             found[operation] = dataclasses.replace(found[operation], count=found[operation].count + 1)
             continue
@@ -116,4 +79,47 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
         shown = decision(choice)
         why = f"{shown.why}; {operation.part_of}" if operation.part_of else shown.why
         found[operation] = dataclasses.replace(shown, why=why)
-    return Explanation(platform, tuple(found.values()))
+    decisions, equations = tuple(found.values()), list(trace.equations(jaxpr))
+    unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr)], target)
+    notes = ()
+    # lax's, and ours of the forward pass.
+    convolutions = sum(eqn.primitive.name.endswith("conv_general_dilated") for eqn in equations)
+    if convolutions and not any(d.problem.op == "conv_wgrad" for d in (*decisions, *unrouted)):
+        notes = (_NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"),)
+    return Explanation(platform, decisions, unrouted, tuple(_gain(d, target) for d in unrouted), notes)
+
+
+def _unrouted(problems: Iterable[Problem], target: Target) -> tuple[Decision, ...]:
+    """What routing would lead to, each problem once."""
+    found = []
+    for problem, count in collections.Counter(problems).items():
+        try:
+            problem.validate()
+        except ValueError as error:
+            found.append(Decision(problem, "none", None, None, None, 0, str(error), count))
+        else:
+            found.append(expected(problem, current(), target, count))
+    return tuple(found)
+
+
+def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision:
+    """What a problem would lead to on another machine, on one device."""
+    reason = only_xla(problem)
+    try:
+        choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)
+    except (NotImplementedError, ValueError) as error:
+        return Decision(problem, "none", None, options.config, None, 0, str(error), count)
+    return decision(choice, count)
+
+
+def _gain(d: Decision, target: Target) -> str:
+    """What routing the operation would save."""
+    if d.family is None or d.us is None:
+        return "none"
+    if d.xla_us is not None:
+        return f"{d.count * (d.xla_us - d.us):.1f} of {d.count * d.xla_us:.1f} us"
+    ratios = table.ratios(d.problem.op, target.device_kind, d.family)
+    if not ratios:
+        return "not known: XLA was not measured"
+    times = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    return f"not measured; XLA takes {times} times as long at the {len(ratios)} shapes known"

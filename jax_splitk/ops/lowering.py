@@ -61,14 +61,13 @@ def define(
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = problem_of(ctx.avals_in, params)
-            options, reason = params["options"], None
+            undivided = None
             if _compat.is_automatically_partitioned(ctx):
-                reason = undivided(problem, platform, options)
-                rule = partitioning.refusal(ctx) or rule_of(ctx.avals_in, params) if reason is None else reason
-                if isinstance(rule, Rule):
-                    return partitioning.lower(ctx, primitive, rule, params, problem, operands)
-                reason = rule
-            custom_call = _chosen(ctx, problem, platform, options, reason)
+                division = division_rule(ctx, primitive, params, platform)
+                if isinstance(division, Rule):
+                    return partitioning.lower(ctx, primitive, division, params, problem, operands)
+                undivided = division
+            custom_call = _chosen(ctx, problem, platform, params["options"], undivided)
             (out,) = ctx.avals_out
             if custom_call is None:
                 function = _compat.over_auto_axes(with_xla(problem, params, out), _compat.explicit_sharding(out))
@@ -129,11 +128,14 @@ def choose(
     return select(problem, target, options, measure=measure, final=final)
 
 
-def undivided(problem: Problem, platform: str, options: Options) -> str | None:
-    """Why a problem is XLA's to partition whatever its shardings; None where it is not."""
-    if options.implementation == "xla":
+def division_rule(ctx: Any, primitive: core.Primitive, params: dict[str, Any], platform: str) -> Rule | str:
+    """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
+    problem, implementation = PROBLEMS[primitive](ctx.avals_in, params), params["options"].implementation
+    if implementation == "xla":
         return "implementation='xla' was asked for"
-    return only_xla(problem) or (None if kernels.families(problem.op, platform) else f"no kernel for {platform}")
+    if not kernels.families(problem.op, platform):
+        return f"no kernel for platform {platform}"
+    return only_xla(problem) or partitioning.refusal(ctx) or RULES[primitive](ctx.avals_in, params)
 
 
 def _chosen(
@@ -145,5 +147,5 @@ def _chosen(
     measure = undivided is None and not _compat.is_export(ctx) and target.is_local
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
-    announce(choice)
+    announce(choice, options)
     return custom_call

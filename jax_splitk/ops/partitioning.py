@@ -25,6 +25,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_splitk.runtime import _compat
+from jax_splitk.runtime.plan import TARGETS
+from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
@@ -86,11 +88,12 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
     """
     axes: dict[str, Axes] = {}
     for name, wanted in _wishes(rule, operands, result):
-        used = {axis for those in axes.values() for axis in those}
-        free = tuple(axis for axis in wanted if axis not in used)
+        had = axes.get(name, ())
+        others = {axis for other, those in axes.items() if other != name for axis in those}
+        free = tuple(axis for axis in wanted if axis not in others)
         while rule.units[name] % math.prod(sizes[axis] for axis in free):
             free = free[:-1]
-        if free and name not in axes:
+        if len(free) > len(had) and free[: len(had)] == had:
             axes[name] = free
     given = {
         name: None
@@ -103,9 +106,7 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
 
 def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterator[tuple[str, Axes]]:
     """Names and axes, the most important first: a divided reduction, then what the result's user wants, then the rest.
-
-    Keeping the reduction divided costs a sum of the result, which is small; anything else gathers operands.
-    """
+    To keep a reduction divided costs a sum of the result, which is small."""
     named = [
         (name, axes)
         for dims, spec in zip(rule.operands, operands, strict=True)
@@ -132,11 +133,8 @@ def _local(
 
 def _announce_gathered(problem: Any, found: Division) -> None:
     if found.gathered and session().is_first("gathered", problem, found.gathered):
-        what = ", ".join(found.gathered)
-        said = (
-            "%s: sharded along %s, which is gathered: no kernel runs on such parts (implementation='xla' is XLA's way)"
-        )
-        _logger.warning(said, problem, what)
+        what = f"sharded along {', '.join(found.gathered)}, which is gathered: it cannot be divided so for a kernel"
+        _logger.warning("%s: %s (implementation='xla' leaves it to XLA)", problem, what)
 
 
 def refusal(ctx: Any) -> str | None:
@@ -238,15 +236,23 @@ def over_automatic_axes(
 
     divided: Any = custom_partitioning(lambda *operands: primitive.bind(*operands, **params))
     divided.def_partition(partition, infer, sharding_rule=shardy(rule), decode_shardings=False)
-    # JAX's compilation cache sees a pointer to the callbacks, or nothing (jax_remove_custom_partitioning_ptr_from_cache_
-    # key). What they compute is in the attribute.
-    said = hashlib.sha256(repr((problem, sorted(params.items()))).encode()).hexdigest()[:32]
+    label = _label(problem, params)
 
     def labelled(*operands: jax.Array) -> jax.Array:
-        with set_xla_metadata(jax_splitk=said):
+        with set_xla_metadata(jax_splitk=label):
             return divided(*operands)
 
     return labelled
+
+
+def _label(problem: Any, params: _Params) -> str:
+    """Stands for what the callbacks compute, of which JAX's compilation cache sees only a pointer, or nothing where
+    `jax_remove_custom_partitioning_ptr_from_cache_key` is set."""
+    options: Options = params["options"]
+    tuning = None if options.tuning is None else options.tuning.digest
+    others = {name: value for name, value in params.items() if name != "options"}
+    said = (TARGETS, problem, dataclasses.replace(options, tuning=tuning), sorted(others.items()))
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:32]
 
 
 def shardy(rule: Rule) -> SdyShardingRule:

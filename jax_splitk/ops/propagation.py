@@ -5,6 +5,7 @@ arguments and constraints, as it will when XLA compiles. What it leaves at the m
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,24 +42,24 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class _Marked:
-    """An equation as it was lowered: its rule, the mesh's axes, and its division where types tell it."""
+    """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division where types tell."""
 
     primitive: core.Primitive
     shapes: tuple[Any, ...]
     params: dict[str, Any]
-    undivided: str | None
-    rule: Rule | None
-    sizes: dict[str, int]
-    division: Division | None
+    undivided: str | None = None
+    rule: Rule | None = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    division: Division | None = None
 
 
 def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
     """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
     marked: list[_Marked] = []
     rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.RULES)
-    traced = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs)).trace(*args, **kwargs)
-    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
-    module = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
+    traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
+    parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
+    module: Any = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
     with module.context:
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
         functions = {
@@ -74,23 +75,23 @@ def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) ->
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
-        problem = lowering.PROBLEMS[primitive](ctx.avals_in, params)
-        rule, undivided, mesh, explicit = None, None, None, None
-        if _compat.is_automatically_partitioned(ctx):
-            found = lowering.RULES[primitive](ctx.avals_in, params)
-            undivided = lowering.undivided(problem, platform, params["options"]) or partitioning.refusal(ctx)
-            undivided = undivided or (found if isinstance(found, str) else None)
-            rule = found if isinstance(found, Rule) else None
-        if rule is not None and undivided is None:
-            mesh, explicit = partitioning.mesh_of(ctx), partitioning.explicit_division(rule, ctx.avals_in)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
-        sizes = {} if mesh is None else dict(mesh.shape)
-        marked.append(_Marked(primitive, shapes, params, undivided, rule, sizes, explicit))
-        if rule is not None:
+        equation, rule = _Marked(primitive, shapes, params), None
+        if _compat.is_automatically_partitioned(ctx):
+            found = lowering.division_rule(ctx, primitive, params, platform)
+            if isinstance(found, Rule):
+                explicit, sizes = partitioning.explicit_division(found, ctx.avals_in), partitioning.mesh_of(ctx).shape
+                equation = dataclasses.replace(equation, rule=found, sizes=dict(sizes), division=explicit)
+            else:
+                equation = dataclasses.replace(equation, undivided=found)
+            # Also what XLA computes carries shardings on.
+            rule = lowering.RULES[primitive](ctx.avals_in, params)
+        marked.append(equation)
+        if isinstance(rule, Rule):
             operands = tuple(_passing(ctx, aval, x) for aval, x in zip(ctx.avals_in, operands, strict=True))
         out = _call("jax_splitk_marker", ctx, operands)
         out.attributes[_INDEX] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(marked) - 1)
-        if rule is not None:
+        if isinstance(rule, Rule):
             out.attributes["sdy.sharding_rule"] = _compat.sharding_rule(partitioning.shardy(rule), out)
         return out.results
 
@@ -108,7 +109,8 @@ def _passing(ctx: Any, aval: Any, operand: Any) -> Any:
 
 def _call(target: str, ctx: Any, operands: Sequence[Any]) -> Any:
     """A custom call of the context's types."""
-    return jax.ffi.ffi_lowering(target)(ctx, *operands)[0].owner
+    (result,) = jax.ffi.ffi_lowering(target)(ctx, *operands)
+    return result.owner  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---- what propagation left -----------------------------------------------------------------------------------------
@@ -133,9 +135,9 @@ def _operation(op: Any, marked: list[_Marked]) -> Operation:
     options, problem_of = equation.params["options"], lowering.PROBLEMS[equation.primitive]
     whole = problem_of(equation.shapes, equation.params)
     rule = equation.rule
-    if rule is None or equation.undivided is not None:
+    if rule is None:
         return Operation(whole, options, undivided=equation.undivided)
-    if not jax.config.jax_use_shardy_partitioner:
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         return Operation(whole, options, "not yet divided, as GSPMD does it when it compiles")
     specs = [_spec(value) for value in op.operands]
     found = equation.division or partitioning.division(rule, equation.sizes, specs, _spec(op.results[0]))

@@ -8,17 +8,26 @@ from jax.extend import core
 
 from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.propagation import Operation
+from jax_splitk.problems.problem import Problem
 
 
-def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
-    """Our operations in a trace of `fn(*args, **kwargs)`, also those inside other equations' functions, in its order;
-    of a program for several devices, as each device computes them."""
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
+    return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+
+
+def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
+    """Our operations in `jaxpr`, the trace of `fn(*args, **kwargs)`, in its order; of a program for several devices, as
+    each device computes them."""
     if _spans_devices(jaxpr, (args, kwargs)):
         return propagation.operations(fn, args, kwargs, platform)
-    equations = [eqn for eqn in _equations(jaxpr) if eqn.primitive in lowering.PROBLEMS]
-    problems = [lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params) for eqn in equations]
-    return [Operation(p, eqn.params["options"]) for p, eqn in zip(problems, equations, strict=True)]
+    return [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr)]
+
+
+def ours(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Problem]]:
+    """Our equations, also those inside other equations' functions, and what they compute."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive in lowering.PROBLEMS:
+            yield eqn, lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params)
 
 
 def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
@@ -26,7 +35,7 @@ def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
     shardings and meshes that it names itself. Arrays that it closes over have no say."""
     if any(_several(getattr(array, "sharding", None)) for array in jax.tree.leaves(arguments)):
         return True
-    return any(_several(leaf) for eqn in _equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
+    return any(_several(leaf) for eqn in equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
 
 
 def _several(placement: Any) -> bool:
@@ -37,15 +46,21 @@ def _several(placement: Any) -> bool:
     return isinstance(placement, jax.sharding.Sharding) and not abstract and placement.num_devices > 1
 
 
-def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All of a function's, also those inside other equations' functions."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=_is_jaxpr):
-                if isinstance(inner, core.ClosedJaxpr):
-                    yield from _equations(inner.jaxpr)
-                elif isinstance(inner, core.Jaxpr):
-                    yield from _equations(inner)
+        for body in inner(eqn):
+            yield from equations(body)
+
+
+def inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """The functions that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -54,11 +54,11 @@ def tune(
       ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
     wanted = {}
-    for found in trace.operations(fn, args, kwargs, local_platform()):
+    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
         options = found.options
-        if found.undivided is None and options.config is None and options.implementation != "xla":
-            if lowering.only_xla(found.problem) is None:
-                wanted[(found.problem, options.workspace_limit)] = None
+        ours = found.undivided is None and options.config is None and options.implementation != "xla"
+        if ours and lowering.only_xla(found.problem) is None:
+            wanted[(found.problem, options.workspace_limit)] = None
     return _tune_all(list(wanted), seconds, again)
 
 

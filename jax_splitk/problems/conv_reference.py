@@ -11,6 +11,9 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
+# As it is now: `jax_splitk.intercept`, and users, put ours in its place.
+lax_conv = lax.conv_general_dilated
+
 NHWC_SPECS = {
     rank: lax.ConvDimensionNumbers(
         lhs_spec=(0, rank + 1, *range(1, rank + 1)),
@@ -71,7 +74,7 @@ def conv_wgrad(
         return _compat.vary_like(zeros, lhs, g)
     feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    out = lax.conv_general_dilated(
+    out = lax_conv(
         cropped,
         g,
         window_strides=problem.rhs_dilation,

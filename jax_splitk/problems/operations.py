@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from jax_splitk.problems import conv_reference
+from jax_splitk.problems import conv_reference, dot_reference
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
 from jax_splitk.quantized.formats import FORMATS
@@ -66,5 +67,6 @@ OPERATIONS: dict[str, Operation] = {
     "conv_wgrad": Operation(
         ConvWgradProblem, _conv_wgrad_operands, lambda problem, lhs, g: conv_reference.conv_wgrad(lhs, g, problem)
     ),
+    "dot_general": Operation(DotProblem, dot_reference.random_operands, dot_reference.dot_general),
     "quantized_matmul": Operation(QuantizedMatmulProblem, _quantized_matmul_operands, problem_product),
 }

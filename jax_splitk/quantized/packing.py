@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.core import Tracer
 
 from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, as_quantized
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
@@ -162,7 +163,7 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
       True
     """
     checked(packed)
-    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, jax.core.Tracer):
+    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, Tracer):
         info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(packed.zero_point, np.float32)
         exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
         accepted = f"integers from {info.min} to {info.max}"

@@ -38,7 +38,9 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
 def over_auto_axes(function: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
     """The function of plain lax operations, whose shardings are XLA's to find; `sharding` is the result's, by explicit
     axes, or None where there are none."""
-    return function if sharding is None else jax.sharding.auto_axes(function, out_sharding=sharding)
+    if sharding is None:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=sharding)  # pyright: ignore[reportReturnType]
 
 
 def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
@@ -46,8 +48,8 @@ def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
 
     `axis` is what JAX says of the axis to a batching rule: it may be sharded over explicit mesh axes.
     """
-    names = None if sharding is None else getattr(axis, "explicit_mesh_axis", None)
-    if not names:
+    names = getattr(axis, "explicit_mesh_axis", None)
+    if sharding is None or not names:
         return sharding
     spec = sharding.spec
     if spec[dim] is not None:
@@ -126,7 +128,7 @@ def _mesh_of_module(ctx: Any) -> Any:
 def _shardings(operation: Any) -> Iterator[Any]:
     """Of a function's arguments and of constraints, inside an operation."""
     attributes = operation.attributes
-    for of_argument in attributes["arg_attrs"] if "arg_attrs" in attributes else ():
+    for of_argument in attributes["arg_attrs"] if "arg_attrs" in attributes else ():  # noqa: SIM401 (it has no get)
         if "sdy.sharding" in of_argument:
             yield of_argument["sdy.sharding"]
     if operation.name == "sdy.sharding_constraint":

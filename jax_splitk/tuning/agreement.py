@@ -28,12 +28,8 @@ _DECISION_MS = 3_600_000
 
 
 def timeout_seconds() -> float:
-    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at a barrier for all others to come.
-
-    There are two for each problem: before process 0 decides, where a process that waited in vain takes what all have
-    alike, and when the kernel is compiled, where it goes by its own obstacles alone. In between all wait for process
-    0's entry, which may be a measurement: an hour, or as long as this where that is more. Then the lowering fails.
-    """
+    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at each of two barriers. It waits an
+    hour for process 0's entry, or as long as this where that is more; then the lowering fails."""
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S")
 
 

@@ -61,18 +61,31 @@ XLA = Candidate()
 
 
 @dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds of our best candidate, which is the choice unless that is XLA, and of XLA; None where not known.
+
+    Attributes:
+      predicted: whether ours is the cost model's.
+    """
+
+    us: float | None = None
+    xla_us: float | None = None
+    predicted: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """The candidate that computes a problem.
 
     Attributes:
       because: what decided.
-      times: what was measured, in words; nobody may want to read them.
+      read_times: what was measured or predicted; nobody may want to know it.
     """
 
     problem: Problem
     candidate: Candidate
     because: str
-    times: Callable[[], str] = dataclasses.field(default=str, compare=False, repr=False)
+    read_times: Callable[[], Times] = dataclasses.field(default=Times, compare=False, repr=False)
 
     @property
     def implementation(self) -> str:
@@ -91,6 +104,16 @@ class Choice:
         return self.candidate.workspace_bytes(self.problem)
 
     @functools.cached_property
+    def times(self) -> Times:
+        return self.read_times()
+
+    @functools.cached_property
     def why(self) -> str:
         """One sentence, for logs and `jax_splitk.explain`."""
-        return self.because + self.times()
+        ours, xla = (None if us is None else f"{us:.1f} us" for us in (self.times.us, self.times.xla_us))
+        if ours is not None and self.times.predicted:
+            return f"{self.because} ({ours} predicted)"
+        if ours is None or xla is None:
+            return self.because
+        both = f"XLA {xla}, ours {ours}" if self.candidate == XLA else f"{ours}, XLA {xla}"
+        return f"{self.because}: {both}"

@@ -32,6 +32,10 @@ class Options:
         """Whether nothing else may serve than what was asked for."""
         return self.implementation is not None or self.config is not None
 
+    def without_config(self) -> "Options":
+        """For another problem, which the config was not made for."""
+        return dataclasses.replace(self, config=None)
+
     @property
     def workspace_limit(self) -> int:
         limit = self.workspace_limit_bytes
@@ -40,27 +44,31 @@ class Options:
 
 def settled(op: str, call: Options) -> Options:
     """A call's options on top of the enclosing blocks', as `check_options` accepts them."""
-    options = merged(call)
+    options = _merged(call)
     check_options(op, options)
     return options
 
 
 def check_options(op: str, options: Options) -> None:
     """Raises ValueError or TypeError for options that no problem of the operation could make right."""
-    _check_values(options)
-    if options.config is None:
+    if options.implementation not in (None, *IMPLEMENTATIONS):
+        accepted = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
+    limit = options.workspace_limit_bytes
+    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
+    config = options.config
+    if config is None:
         return
-    known = [family for family in kernels.families(op) if isinstance(options.config, family.Config)]
+    known = [family for family in kernels.families(op) if isinstance(config, family.Config)]
     if not known:
         accepted = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families(op))
-        raise TypeError(f"config={options.config!r} of type {type(options.config).__name__}; accepted: {accepted}")
-    if (wrong := wrong_field(options.config)) is not None:
-        raise TypeError(f"config={options.config!r} has {wrong}")
-    if options.implementation not in (None, known[0].implementation):
-        raise ValueError(
-            f"config={options.config!r} belongs to implementation={known[0].implementation!r}, "
-            f"not {options.implementation!r}"
-        )
+        raise TypeError(f"config={config!r} of type {type(config).__name__}; accepted: {accepted}")
+    if (wrong := wrong_field(config)) is not None:
+        raise TypeError(f"config={config!r} has {wrong}")
+    belongs = known[0].implementation
+    if options.implementation not in (None, belongs):
+        raise ValueError(f"config={config!r} belongs to implementation={belongs!r}, not {options.implementation!r}")
 
 
 def wrong_field(config: Any) -> str | None:
@@ -76,16 +84,6 @@ def wrong_field(config: Any) -> str | None:
 def _name(kind: Any) -> str:
     """With the module where it is not Python's own: NumPy, too, has types called bool and str."""
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def _check_values(options: Options) -> None:
-    """The part of `check_options` that is the same for every operation."""
-    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
-        accepted = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
-    limit = options.workspace_limit_bytes
-    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
-        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
 
 
 # Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
@@ -109,8 +107,8 @@ def options(*, implementation: str | None = None, workspace_limit_bytes: int | N
       >>> dw.shape
       (3, 4, 4)
     """
-    inner = merged(Options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes))
-    _check_values(inner)
+    inner = _merged(Options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes))
+    check_options("", inner)
     with _context(inner):
         yield
 
@@ -125,7 +123,7 @@ def current() -> Options:
     return _context.value or Options()
 
 
-def merged(call: Options) -> Options:
+def _merged(call: Options) -> Options:
     """A call's options on top of the enclosing blocks'."""
     outer = current()
     implementation = outer.implementation if call.implementation is None else call.implementation

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from jax_splitk.tuning import entry as entries
@@ -13,7 +13,6 @@ from jax_splitk.tuning import options
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.session import session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +29,11 @@ class TuningResult:
     """
 
     entries: tuple[tuple[Key, Entry], ...] = ()
+    # The `with` blocks that are open, for each thread.
+    _blocks: threading.local = dataclasses.field(default_factory=threading.local, init=False, repr=False)
 
     @functools.cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
         """Stands for all entries: inside a block jit compares results at every call of every function."""
         found = hashlib.sha256()
         for key, entry in self.entries:
@@ -40,10 +41,10 @@ class TuningResult:
         return found.hexdigest()
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, TuningResult) and self._digest == other._digest)
+        return self is other or (isinstance(other, TuningResult) and self.digest == other.digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As text: a kernel family is this process's own."""
@@ -68,20 +69,13 @@ class TuningResult:
     def __enter__(self) -> "TuningResult":
         context = options.using(self)
         context.__enter__()
-        session().blocks.open.setdefault(id(self), []).append(context)
+        self._blocks.open = [*getattr(self._blocks, "open", ()), context]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        blocks = session().blocks.open
-        contexts = blocks.get(id(self))
-        if contexts is None:
+    def __exit__(self, *error: Any) -> None:
+        if not getattr(self._blocks, "open", ()):
             raise RuntimeError("the end of a TuningResult's block in a thread that has not entered it")
-        context = contexts.pop()
-        if not contexts:
-            del blocks[id(self)]
-        context.__exit__(kind, error, trace)
+        self._blocks.open.pop().__exit__(*error)
 
     def __str__(self) -> str:
         lines = []
@@ -108,11 +102,10 @@ class TuningResult:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(items, list):
             raise ValueError(f"a {type(items).__name__}; accepted: a list of entries")
-        pairs = []
+        found = []
         for i, item in enumerate(items):
             try:
-                entry = entries.whole(item)
+                found.append(entries.whole(item))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"entry {i}: {error}") from None
-            pairs.append((entry.key, entry))
-        return TuningResult(tuple(pairs))
+        return TuningResult(tuple((entry.key, entry) for entry in found))

@@ -17,7 +17,7 @@ from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement, decide
-from jax_splitk.tuning.choice import XLA, Candidate, Choice
+from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
@@ -116,13 +116,9 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
     if candidate is None:
         return None
 
-    def times() -> str:
-        xla = entry.us(XLA)
+    def times() -> Times:
         measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
-        ours = min(measured, default=None) if candidate == XLA else entry.us(candidate)
-        if ours is None or xla is None:
-            return ""
-        return f": XLA {xla:.1f} us, ours {ours:.1f} us" if candidate == XLA else f": {ours:.1f} us, XLA {xla:.1f} us"
+        return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
     return Choice(entry.key.problem, candidate, where, times)
 
@@ -148,7 +144,8 @@ def _predicted(
     if not found:
         return None
     seconds, _, candidate = min(found)
-    return Choice(problem, candidate, f"the cost model's best of {total} configs ({seconds * 1e6:.1f} us predicted)")
+    times = Times(seconds * 1e6, predicted=True)
+    return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,9 +157,9 @@ def _best_by_model(family: Family, problem: Problem, target: Target, workspace_l
     return seconds, best, len(fitting)
 
 
-def announce(choice: Choice) -> None:
+def announce(choice: Choice, options: Options) -> None:
     """One log line for each problem and outcome: falling back is never silent."""
-    session().lowered(choice)
+    session().lowered(choice, options)
     if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.choice import Choice
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.options import Options
 
 _T = TypeVar("_T")
 
@@ -21,21 +23,16 @@ class Watched:
     Attributes:
       again: whether what a cache already has is measured too, each key once.
       choices: of every operation that was lowered, with how often.
+      asked: the same, by problem and the caller's options.
       entries: by key, where a cache or a measurement was asked; None where neither had an answer.
       measured: the keys that were measured.
     """
 
     again: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
+    asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
     entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
     measured: set[Key] = dataclasses.field(default_factory=set)
-
-
-class _Blocks(threading.local):
-    """The `with` blocks of TuningResults that are open in a thread, by their result's id."""
-
-    def __init__(self) -> None:
-        self.open: dict[int, list[contextlib.AbstractContextManager[None]]] = {}
 
 
 class Session:
@@ -48,7 +45,6 @@ class Session:
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
       alone: names on which this process went its own way: it need not wait for the others a second time.
-      blocks: see `_Blocks`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +53,6 @@ class Session:
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
         self.alone: set[str] = set()
-        self.blocks = _Blocks()
         self._lock = threading.Lock()
         self._once: dict[Hashable, Any] = {}
         self._in_flight: dict[Hashable, threading.Lock] = {}
@@ -88,9 +83,11 @@ class Session:
         finally:
             self._watchers.remove(watched)
 
-    def lowered(self, choice: Choice) -> None:
+    def lowered(self, choice: Choice, options: Options) -> None:
+        asked = (choice.problem, options)
         for watched in self._watchers:
             watched.choices[choice] = watched.choices.get(choice, 0) + 1
+            watched.asked[asked] = watched.asked.get(asked, 0) + 1
 
     def decided(self, key: Key, entry: Entry | None) -> None:
         for watched in self._watchers:

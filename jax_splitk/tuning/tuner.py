@@ -82,7 +82,7 @@ def tune(
                 return _without(search, stuck)
         session().search = None
         return result.result()
-    except BaseException:  # of this thread: KeyboardInterrupt
+    except KeyboardInterrupt:
         search.given_up.set()
         if not result.done() and (entry := search.unfinished()) is not None:
             store.save(entry)

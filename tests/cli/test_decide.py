@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shlex
 import sys
 import textwrap
@@ -17,8 +18,10 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.__main__ import main
+from jax_splitk.cli.schema import FIELDS
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -41,6 +44,8 @@ from tests.command_line import (
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the host family")
 
+SHORT = {"op": "conv_wgrad", "batch": 4, "input_spatial": [8, 8], "kernel_spatial": [3, 3]}
+SHORT |= {"in_channels": 8, "out_channels": 8}
 SCRIPT = """
     import sys
     import jax
@@ -208,7 +213,14 @@ def test_the_callers_limit_bounds_what_is_tuned(cache: pathlib.Path, capsys: Any
     ('{"batch": 1}', "is not an object with 'op'"),
     ('{"op": "gemm"}', "op='gemm'; accepted: 'conv_wgrad', 'quantized_matmul'"),
     ('{"op": []}', "op=[]; accepted: 'conv_wgrad', 'quantized_matmul'"),
-    ('{"op": "conv_wgrad", "batch": 1, "size": 2}', "unknown fields ['size']"),
+    ('{"op": "conv_wgrad", "batch": 1, "size": 2}', "unknown fields ['size'], missing fields ['input_spatial', "),
+    (json.dumps({**SHORT, "padding": "SOME"}), "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID', or pairs"),
+    (json.dumps({**SHORT, "lhs_dilation": [2, 2]}), "padding='SAME' with lhs_dilation=[2, 2]; accepted: explicit"),
+    (json.dumps({**SHORT, "window_strides": [0, 1]}), "window_strides=(0, 1); accepted: 2 integers of at least 1"),
+    (json.dumps({**SHORT, "kernel_spatial": [3]}), "kernel_spatial=(3,); accepted: 2 integers of at least 1"),
+    (json.dumps({**SHORT, "kernel_spatial": "33"}), "kernel_spatial='33'; accepted: 2 integers of at least 1"),
+    (json.dumps({**SHORT, "input_spatial": 56}), "input_spatial=56; accepted: one to three integers"),
+    (json.dumps({**SHORT, "output_spatial": [8, 9]}), "output_spatial=(8, 9); the convolution gives (8, 8)"),
     (json.dumps({**as_dict(PROBLEM), "dtype": "int8"}), "dtype='int8'; accepted:"),
     (json.dumps({**as_dict(PROBLEM), "padding": 1}), "padding=1; accepted:"),
 ])  # fmt: skip
@@ -226,7 +238,10 @@ def test_wrong_arguments_are_refused(script: pathlib.Path, capsys: Any, monkeypa
         assert f"--seconds={seconds!r}; accepted: a number of seconds above 0" in message
     assert "accepted only with a script" in refused(capsys, "tune", problem, "--", "x")
     assert "accepted only with a script" in refused(capsys, "explain", problem, "--", "x")
-    assert "accepted only with problems" in refused(capsys, "explain", script, "--platform", "cuda")
+    message = "unrecognized arguments: --lr 3"
+    for name in ("tune", "explain"):
+        assert f"{message}; those of the script come after --" in refused(capsys, name, script, "--lr", 3)
+    assert f"{message}\n" in refused(capsys, "doctor", "--lr", 3)
     assert "accepted only by tune and explain" in refused(capsys, "doctor", "--", "x")
     for mode in ("read", "off", "frozen"):
         monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
@@ -268,6 +283,10 @@ def test_explain_script_shows_what_was_lowered(cache: pathlib.Path, script: path
     shown = text(capsys, "explain", script)
     assert shown.startswith("arguments []\nplatform cpu\n")
     assert str(PROBLEM) in shown
+    assert "\nsum: " in shown
+    for_cuda, *others = run(capsys, "explain", script, "--platform", "cuda")["decisions"]
+    assert (for_cuda["problem"], for_cuda["implementation"]) == (as_dict(PROBLEM), "cutlass")
+    assert {other["why"] for other in others} <= {"implementation='xla' was asked for"}
     script.write_text("")
     assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
 
@@ -294,3 +313,46 @@ def test_a_reader_that_has_enough_is_no_error(words: tuple[str, ...]) -> None:
     finally:
         os.close(write)
     assert (done.returncode, "Error" in done.stderr) == (1, False), done.stderr
+
+
+# ---- problem files -------------------------------------------------------------------------------------------------
+
+DOCS = pathlib.Path(__file__).parent.parent.parent / "docs" / "problem_files.md"
+EXAMPLES = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+def explained(capsys: Any, *problems: dict[str, Any]) -> list[dict[str, Any]]:
+    return [d["problem"] for d in run(capsys, "explain", json.dumps(problems), "--platform", "cuda")["decisions"]]
+
+
+def test_what_is_obvious_may_be_left_out(capsys: Any) -> None:
+    (found,) = explained(capsys, SHORT)
+    assert found == {**as_dict(PROBLEM), "dtype": "bfloat16", "out_dtype": "bfloat16"}
+    assert explained(capsys, as_dict(PROBLEM)) == [as_dict(PROBLEM)]
+    strided = {"window_strides": [2, 2], "dtype": "float32", "out_dtype": "float32", "rhs_dilation": [1, 2]}
+    for padding, pads, out in (("VALID", [[0, 0], [0, 0]], [3, 2]), ("SAME", [[0, 1], [1, 2]], [4, 4])):
+        (found,) = explained(capsys, {**SHORT, **strided, "padding": padding})
+        assert (found["padding"], found["output_spatial"], found["out_dtype"]) == (pads, out, "float32")
+    product = {"op": "quantized_matmul", "rows": 4, "k": 128, "features": 64, "qtype": "int8", "group_size": 32}
+    for x_dtype, out_dtype in (("bfloat16", "bfloat16"), ("float16", "float16"), ("float8_e4m3fn", "bfloat16")):
+        (found,) = explained(capsys, {**product, "x_dtype": x_dtype})
+        assert (found["out_dtype"], found["scale_dtype"], found["zero_dtype"]) == (out_dtype, "bfloat16", "none")
+
+
+def test_the_documented_schema_is_the_schema(capsys: Any) -> None:
+    for op, fields in FIELDS.items():
+        assert set(fields) == {field.name for field in dataclasses.fields(OPERATIONS[op].problem)}
+        for name, (default, meaning) in fields.items():
+            assert f"| `{name}` | {default or 'required'} | {meaning} |" in DOCS.read_text()
+    for name in ("tune", "explain"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert all(name in shown for fields in FIELDS.values() for name in fields)
+        assert "docs/problem_files.md" in shown
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_documented_problems_are_taken(example: str, capsys: Any) -> None:
+    for decision in run(capsys, "explain", example, "--platform", "cuda")["decisions"]:
+        assert decision["implementation"] == "cutlass"

@@ -17,6 +17,7 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized.formats import FORMATS
@@ -24,12 +25,14 @@ from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, every_kernel, formats, products, random_problems
 from tests.every_kernel import Run
+from tests.kernels.dot.test_dot_tma import random_problem as random_dot
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 130
+MOST_SOURCES = 150
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
-FAMILIES = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
+EVERY = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
+FAMILIES = [family for family in EVERY if isinstance(family, CudaFamily)]  # others have no code of their own
 HELPERS = ("reduce_", "prepare_")  # kernels that multiply nothing
 
 
@@ -118,6 +121,15 @@ def _depthwise(m: Main) -> None:
     assert m.shared_out or passes == 1
 
 
+def _dot(m: Main) -> None:
+    consumers = m.threads // 128 - 1
+    blocks = m["TILE_M"] // 64 // consumers
+    # A stage of 128 bytes along k is four products.
+    m.multiple(cubin.HGMMA, 4 * blocks)
+    assert m.shared_out == (consumers > 1)
+    assert m.registers > m["TILE_N"] // 2 * blocks
+
+
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -158,6 +170,7 @@ CODE = {
         _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
     ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
+    "dot_tma": Code(_dot, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
@@ -186,6 +199,12 @@ def gradients() -> list[Problem]:
     return suite + random_problems.problems(np.random.default_rng(1), mixtures=4)
 
 
+def matrix_products() -> list[Problem]:
+    """Of every major and dtype, with long and short reductions."""
+    rng = np.random.default_rng(1)
+    return [random_dot(rng) for _ in range(80)]
+
+
 def quantized_products() -> list[Problem]:
     """Of every format and dtype, in large and small sizes."""
     sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
@@ -203,7 +222,7 @@ def quantized_products() -> list[Problem]:
 def pool(family: Family) -> dict[compiler.Source, Run]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
     samples = [run for run in every_kernel.RUNS if run.family is family]
-    served = [p for p in (*gradients(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
+    served = [p for p in (*gradients(), *matrix_products(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
     served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:
         first, *others = family.candidates(p, DEFAULT_CUDA)

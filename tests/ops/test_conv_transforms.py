@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +48,15 @@ def squared(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def assert_same(ours: Any, theirs: Any) -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_every_transformation_in_the_docs_has_its_test() -> None:
+    tests = Path(__file__).parent
+    table = (tests.parents[1] / "docs" / "transformations.md").read_text(encoding="utf-8")
+    source = "".join(file.read_text(encoding="utf-8") for file in tests.glob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", table))
+    assert len(named) > 30
+    assert [name for name in named if f"def {name}(" not in source] == []
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
@@ -147,6 +158,15 @@ def test_the_transpose_in_the_weight_is_ours() -> None:
     lhs, rhs, g = PLAIN.integers(generator(2))
     (decision,) = jax_splitk.explain(jax.linear_transpose(lambda w: PLAIN.ours(lhs, w), rhs), g).decisions
     assert decision.problem.out_shape == PLAIN.rhs_shape
+
+
+def test_the_weight_gradient_is_linear_in_each_operand() -> None:
+    lhs, ct, g = PLAIN.integers(generator(10))
+    for ours, theirs, operand in (
+        (lambda g: PLAIN.wgrad(lhs, g), lambda g: PLAIN.lax_wgrad(lhs, g), g),
+        (lambda x: PLAIN.wgrad(x, g), lambda x: PLAIN.lax_wgrad(x, g), lhs),
+    ):
+        assert_same(*(jax.linear_transpose(f, operand)(ct) for f in (ours, theirs)))
 
 
 def test_weight_gradients_of_higher_orders_are_ours() -> None:

@@ -1,6 +1,7 @@
 """`jax_splitk.explain` says what is lowered."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -46,8 +47,15 @@ ONE = [(PROBLEM_TEXT, 1)]
 def test_the_forward_pass_has_none() -> None:
     found = explain(loss, RHS, LHS, platform="cuda")
     assert found.decisions == ()
-    assert str(found) == "no jax_splitk operations (platform cuda)"
-    assert explain(jax.grad(loss, 1), RHS, LHS, platform="cuda").decisions == ()
+    title, note = str(found).splitlines()
+    assert title == "no jax_splitk operations (platform cuda)"
+    assert note.startswith(
+        "This function has 1 convolution and no gradient of a weight: gradients are where jax_splitk"
+    )
+    of_input = explain(jax.grad(loss, 1), RHS, LHS, platform="cuda")
+    assert (of_input.decisions, of_input.unrouted, len(of_input.notes)) == ((), (), 1)
+    assert explain(jax.grad(loss), RHS, LHS, platform="cuda").notes == ()
+    assert str(explain(jnp.sin, LHS, platform="cpu")) == "no jax_splitk operations (platform cpu)"
 
 
 def test_found_in_all_that_holds_a_jaxpr() -> None:
@@ -187,12 +195,14 @@ def test_an_impossible_choice_is_shown_not_raised() -> None:
 def test_the_table_shows_every_field() -> None:
     found = explain(lambda *xs: (jax.grad(loss)(*xs), jax.grad(loss)(*xs)), RHS, LHS, platform="cuda")
     (d,) = found.decisions
-    title, header, row = str(found).splitlines()
+    title, header, row, total = str(found).splitlines()
     assert title == "platform cuda"
     assert header.split() == ["operation", "x", "implementation", "family", "config", "splits", "workspace", "why"]
     size = f"{d.workspace_bytes / 2**20:.2f} MiB"
     for field in (d.problem, "2", d.implementation, d.family, d.config, d.splits, size, d.why):
         assert f" {field} " in f" {row} "
+    assert d.us is not None
+    assert total == f"sum: 2 operations; {2 * d.us:.1f} us predicted; workspace of at most {size}"
 
 
 def test_nothing_runs_and_keyword_arguments_pass() -> None:
@@ -204,3 +214,144 @@ def test_nothing_runs_and_keyword_arguments_pass() -> None:
 
     assert len(explain(fn, RHS, x=LHS, platform="cuda").decisions) == 1
     assert ran == []
+
+
+# ---- what is left to lax -------------------------------------------------------------------------------------------
+
+
+def plain(w: jax.Array, x: jax.Array, **geometry: Any) -> jax.Array:
+    arguments = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC, **geometry}
+    return jnp.square(lax.conv_general_dilated(x, w, **arguments).astype(jnp.float32)).sum()
+
+
+@on_cpu
+def test_a_plain_convolution_is_listed_with_its_gain() -> None:
+    x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)  # which the shipped table has
+    routed = jax_splitk.intercept()(plain)
+    found = explain(jax.grad(plain), RHS, x, platform="cuda")
+    (expected,) = explain(jax.grad(routed), RHS, x, platform="cuda").decisions
+    assert (found.decisions, found.unrouted) == ((), (expected,))
+    us, xla_us = expected.us, expected.xla_us
+    assert us is not None
+    assert xla_us is not None
+    assert us < xla_us
+    assert found.gains == (f"{xla_us - us:.1f} of {xla_us:.1f} us",)
+    assert found.gains[0] in str(found)
+    assert "jax_splitk.intercept()" in str(found)
+    # Both ways in one function; what was not measured has the range of what was.
+    both = explain(jax.grad(lambda w, x: plain(w, x) + loss(w, x)), RHS, LHS, platform="cuda")
+    (decision,) = both.decisions
+    assert both.unrouted == (decision,)
+    assert decision.xla_us is None
+    assert re.fullmatch(
+        r"not measured; XLA takes 1\.\d\d to [\d.]+ times as long at the \d+ shapes known", both.gains[0]
+    )
+    assert explain(jax.grad(plain), RHS, x, platform="cpu").gains[0] in ("none", "not known: XLA was not measured")
+
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "same": {},
+    "strided, and the padding leaves pixels over": {"window_strides": (2, 3), "padding": ((1, 1), (0, 2))},
+    "dilated": {"rhs_dilation": (2, 1), "padding": "VALID", "precision": "highest"},
+    "transposed": {"lhs_dilation": (2, 2), "padding": ((1, 2), (2, 2))},
+    "groups": {"feature_group_count": 4},
+    "batch groups": {"batch_group_count": 2},
+    "channels first": {"dimension_numbers": ("NCHW", "OIHW", "NCHW")},
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint, None])
+def test_the_problem_of_a_plain_convolution_is_the_routed_ones(name: str, inside: Any) -> None:
+    geometry = GEOMETRIES[name]
+    x, w = jnp.ones((4, 12, 13, 8)), jnp.ones((3, 2, 8 // geometry.get("feature_group_count", 1), 8))
+    if name == "channels first":
+        x, w = x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)
+    fn = functools.partial(plain, **geometry)
+    fn = fn if inside is None else inside(fn)
+    (decision,) = explain(jax.grad(fn, (0, 1)), w, x, platform="cpu").unrouted
+    with jax_splitk.intercept():
+        (expected,) = explain(jax.grad(fn, (0, 1)), w, x, platform="cpu").decisions
+    assert decision.problem == expected.problem
+
+
+def test_other_convolutions_are_not_listed() -> None:
+    integers, weights = jnp.ones((1, 4, 4, 2), jnp.int8), jnp.ones((3, 3, 2, 2), jnp.int8)
+    for fn, args in ((plain, (weights, integers)), (plain, (RHS, LHS)), (jax.grad(plain, 1), (RHS, LHS))):
+        found = explain(fn, *args, platform="cuda")
+        assert (found.decisions, found.unrouted) == ((), ())
+
+
+def dequantized(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
+    """[k, features] of bfloat16 from [k, features] and [groups, features]."""
+    groups, features = scale.shape
+    values = q.astype(jnp.float32).reshape(groups, -1, features)
+    values = values if zero is None else values - zero[:, None].astype(jnp.float32)
+    return (values * scale[:, None]).reshape(q.shape).astype(jnp.bfloat16)
+
+
+@on_cpu
+def test_plain_products_with_quantized_arguments_are_listed() -> None:
+    x = jnp.ones((2, 8, 256), jnp.bfloat16)
+    q, scale, zero = jnp.ones((256, 128), jnp.int4), jnp.ones((4, 128)), jnp.ones((4, 128), jnp.int4)
+    a_group, a_channel = {"rows": 16, "qtype": "int4", "group_size": 64}, {"group_size": 256, "scale_dtype": "bfloat16"}
+    by_output = lambda x, q, s: (x @ q.astype(x.dtype)) * s[0].astype(x.dtype)  # noqa: E731
+    layers = lambda x, q, s: lax.scan(lambda x, w: (jnp.tile(x @ dequantized(*w), 2), None), x, (q, s))[0]  # noqa: E731
+    cases: tuple[tuple[Any, tuple[jax.Array, ...], dict[str, Any]], ...] = (
+        (lambda x, q, s: x @ dequantized(q, s), (q, scale), a_group),
+        (
+            lambda x, q, s: x @ jax.jit(dequantized)(q, s),
+            (q.astype(jnp.float8_e4m3fn), scale),
+            {"qtype": "float8_e4m3fn"},
+        ),
+        (lambda x, q, s, z: x @ dequantized(q, s, z), (q, scale, zero), {**a_group, "zero_dtype": "float32"}),
+        (by_output, (q.astype(jnp.int8), scale), a_channel),
+        (layers, (jnp.stack([q, q]), jnp.stack([scale, scale])), a_group),
+    )
+    for fn, arguments, fields in cases:
+        found = explain(jax.jit(fn), x, *arguments, platform="cuda")
+        (decision,) = found.unrouted
+        assert {name: getattr(decision.problem, name) for name in fields} == fields
+        assert decision.implementation == "cutlass"
+        assert "jax_splitk.quantized_matmul" in str(found)
+    (decision,) = explain(lambda x: x.astype(jnp.float32) @ q.astype(jnp.float32), x, platform="cuda").unrouted
+    assert (decision.implementation, decision.why[:19]) == ("none", "x_dtype='float32'; ")
+
+
+def test_other_products_are_not_listed() -> None:
+    x, q = jnp.ones((8, 256), jnp.bfloat16), jnp.ones((256, 128), jnp.int8)
+    packed = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((256, 128)), "int4", group_size=64))
+    cases = (
+        lambda: x.astype(jnp.int8) @ q,  # the tensor cores' own product
+        lambda: x @ jnp.ones((256, 128), jnp.bfloat16).astype(jnp.float8_e4m3fn).astype(x.dtype),  # made each time
+        lambda: x @ jnp.sin(q.astype(x.dtype)),
+    )
+    for fn in cases:
+        assert explain(fn, platform="cuda").unrouted == ()
+    found = explain(lambda: jax_splitk.quantized_matmul(x, packed), platform="cuda")
+    assert (len(found.decisions), found.unrouted) == (1, ())
+
+
+@on_cpu
+def test_the_sum_of_a_step() -> None:
+    x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
+    measured, predicted = jax.grad(loss), lambda w: jax.grad(loss)(w, jnp.zeros(LHS.shape, LHS.dtype))
+    double = lambda w: jax.grad(loss)(w.astype(jnp.float64), jnp.zeros(LHS.shape, jnp.float64))  # noqa: E731
+
+    def total(fn: Any, *args: Any) -> tuple[str, ...]:
+        title, *_, line = str(explain(fn, *args, platform="cuda")).splitlines()
+        assert title == "platform cuda"
+        return tuple(line.split("; ")[:-1])
+
+    (one,) = explain(measured, RHS, x, platform="cuda").decisions
+    (two,) = explain(predicted, RHS, platform="cuda").decisions
+    assert one.us is not None
+    assert two.us is not None
+    us, xla, both = f"{one.us:.1f} us", f"{one.xla_us:.1f} us", f"{one.us + two.us:.1f} us"
+    assert total(measured, RHS, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
+    together = lambda w, x: (measured(w, x), predicted(w))  # noqa: E731
+    said = ("sum: 2 operations", f"{both} measured or predicted", f"1 measured: {us}, XLA {xla}")
+    assert total(together, RHS, x) == said
+    with jax.enable_x64(True):
+        found = total(lambda w, x: (measured(w, x), double(w)), RHS, x)
+    assert found == ("sum: 2 operations", f"{us} measured for 1 of them, XLA {xla}")

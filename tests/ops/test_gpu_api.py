@@ -45,6 +45,8 @@ CONVOLUTIONS = {
     "three_dimensions": Conv((5, 6, 4), (2, 3, 3), 2, (16, 24), ("NDHWC", "DHWIO", "NDHWC")),
     "default_numbers": Conv((9, 8), (3, 2), 4, (16, 24), None),
     "lhs_dilation": Conv((9, 8), (3, 2), 4, (6, 10), NHWC, padding=((1, 2), (0, 1)), lhs_dilation=(2, 3)),
+    "batch_groups": Conv((12, 10), (3, 3), 4, (16, 32), batch_groups=2),
+    "no_spatial_dimensions": Conv((), (), 64, (16, 24), ("NC", "IO", "NC")),
 }
 PRODUCTS = [products.Case(rows, 512, 320) for rows in (1, 16, 64, 300)]
 PRODUCTS += [products.Case(rows, 512, 320, x_dtype="float8_e4m3fn") for rows in (16, 300)]
@@ -174,22 +176,37 @@ def test_our_kernels_on_request(dtype: str) -> None:
 
 
 def test_a_request_that_no_kernel_serves_is_refused() -> None:
-    conv = dataclasses.replace(DENSE, batch_groups=2)
+    conv = dataclasses.replace(DENSE, channels=(6, 24), groups=2)
     lhs, g = abstract(conv.lhs_shape, conv.g_shape)
-    with jax_splitk.options(implementation=KERNELS), pytest.raises(NotImplementedError, match="batch_group_count 2"):
+    with jax_splitk.options(implementation=KERNELS), pytest.raises(NotImplementedError, match="feature_group_count 2"):
         jax.jit(functools.partial(wgrad, conv)).lower(lhs, g)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
 def test_vmap(axes: tuple[int | None, int | None]) -> None:
+    conv = dataclasses.replace(DENSE, channels=(16, 32))
     with seeded(62) as rng:
-        draws = [DENSE.integers(rng, "bfloat16") for _ in range(3)]
+        draws = [conv.integers(rng, "bfloat16") for _ in range(3)]
         lhs, g = (
             [draw[i] if axis == 0 else draws[0][i] for draw in draws] for i, axis in zip((0, 2), axes, strict=True)
         )
         stacked = [jnp.stack(x) if axis == 0 else x[0] for x, axis in zip((lhs, g), axes, strict=True)]
-        out = run(jax.vmap(functools.partial(wgrad, DENSE), axes), *stacked)
-        np.testing.assert_array_equal(out, [on_the_host(DENSE, x, y) for x, y in zip(lhs, g, strict=True)])
+        out = run(jax.vmap(functools.partial(wgrad, conv), axes), *stacked)
+        np.testing.assert_array_equal(out, [on_the_host(conv, x, y) for x, y in zip(lhs, g, strict=True)])
+
+
+def test_a_model_of_one_example_runs_the_batchs_kernel() -> None:
+    conv = Conv((28, 28), (3, 3), 32, (64, 64))
+    with seeded(65) as rng:
+        lhs, rhs, g = conv.integers(rng, "bfloat16")
+        layer = lambda lhs, rhs: jax.vmap(lambda image: conv.ours(image[None], rhs)[0])(lhs)  # noqa: E731
+        problems = []
+        for function in (layer, conv.ours):
+            pullback = lambda rhs, f=function: jax.vjp(lambda w: f(lhs, w), rhs)[1](g)[0]  # noqa: E731
+            problems += [decision.problem for decision, _ in chosen(pullback, rhs)]
+            out = run(pullback, rhs)
+            np.testing.assert_array_equal(out, jnp.asarray(on_the_host(conv, lhs, g), jnp.bfloat16))
+        assert problems[0] == problems[1]
 
 
 def test_scan_over_parts_of_a_batch() -> None:
@@ -229,6 +246,30 @@ def test_a_data_parallel_step_in_shard_map() -> None:
             return jax.grad(loss)(rhs)
 
         np.testing.assert_array_equal(run(step, rhs, lhs, g), on_the_host(DENSE, lhs, g))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_a_data_parallel_step_under_plain_jit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Each device's part is measured while XLA compiles the program."""
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2")
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    conv = dataclasses.replace(DENSE, batch=2 * DENSE.batch)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    with seeded(66) as rng, session().watching() as watched:
+        lhs, rhs, g = conv.integers(rng, "bfloat16")
+        loss = lambda w, x, y: (conv.ours(x, w, compute_dtype=jnp.bfloat16) * y).sum()  # noqa: E731
+        args = (put(rhs.astype(jnp.float32)), put(lhs, "data"), put(g, "data"))
+        step: Any = jax.jit(jax.grad(loss)).lower(*args).compile()
+        np.testing.assert_array_equal(step(*args), on_the_host(conv, lhs, g))
+    (choice,) = watched.choices
+    assert {key.problem for key in watched.measured} == {choice.problem}
+    assert str(choice.problem).split()[3] == "x".join(map(str, DENSE.lhs_shape))
+    text = step.as_text()
+    assert (LAUNCH_TARGET in text) == (choice.candidate != XLA)
+    assert "all-reduce" in text
+    assert "all-gather" not in text
 
 
 # ---- products with quantized weights -------------------------------------------------------------------------------

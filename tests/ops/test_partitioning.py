@@ -56,7 +56,7 @@ def partitioned(kind: str = "shardy") -> Iterator[Callable[..., Any]]:
 def compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, dict[str, int], list[str]]:
     """(result, collectives by kind, problems of our custom calls as they were lowered)."""
     with session().watching() as watched:
-        function = jax.jit(fn, **options)
+        function: Any = jax.jit(fn, **options)
         text = function.lower(*args).compile().as_text()
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
     ours = [str(choice.problem) for choice in watched.choices if choice.implementation == "host"]
@@ -209,7 +209,7 @@ def weights() -> list[jax.Array]:
 ], ids=["data", "data over all", "tensor"])  # fmt: skip
 def test_training_steps_equal_those_of_one_device(kind: str, x_spec: Any, w_specs: Any, local: set[str]) -> None:
     if kind == "explicit" and any(w_specs):
-        pytest.skip("with explicit axes lax's own convolution takes no contraction of sharded channels")
+        pytest.skip("explicit axes want an out_sharding of each convolution: the next test")
     conv = Conv((6, 5), (3, 2), 8, (8, 8))
     ws, x = weights(), jnp.asarray(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
     expected, value = jax.jit(functools.partial(step, conv.lax))(ws, x)
@@ -226,6 +226,49 @@ def test_training_steps_equal_those_of_one_device(kind: str, x_spec: Any, w_spec
         assert found["all-reduce"] >= 1
         if kind != "gspmd":
             assert sorted(set(explained(run, *args))) == sorted(problems)
+
+
+def test_tensor_parallel_layers_with_explicit_axes() -> None:
+    """Column parallel, then row parallel."""
+    conv = Conv((6, 5), (3, 2), 8, (8, 8))
+    (first, second, _), x = weights(), jnp.asarray(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
+    wide, narrow = P("data", None, None, "model"), P("data")
+
+    def loss(layer: Callable[..., jax.Array], specs: Any, ws: Any, x: jax.Array) -> jax.Array:
+        for w, spec in zip(ws, specs, strict=True):
+            x = jax.nn.relu(layer(x, w, out_sharding=spec))
+        return jnp.square(x).mean()
+
+    expected = jax.grad(functools.partial(loss, conv.lax, (None, None)))((first, second), x)
+    with partitioned("explicit") as put:
+        args = ((put(first, *CHANNELS_LAST), put(second, None, None, "model")), put(x, "data"))
+        gradient = jax.grad(functools.partial(loss, conv.ours, (wide, narrow)))
+        found, exchanged, problems = compiled(gradient, *args)
+        assert explained(gradient, *args) == problems
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert {problem.split(" kernel")[0][-21:] for problem in problems} == {
+        "lhs 4x6x5x2 g 4x6x5x8",
+        "lhs 4x6x5x8 g 4x6x5x2",
+    }
+    assert set(exchanged) == {"all-reduce"}
+
+
+def test_the_code_of_each_equation_is_told_apart_by_jaxs_compilation_cache() -> None:
+    """Which may be told to leave out the callbacks' addresses."""
+    x, _, y = CONV.integers(generator(87))
+
+    def label(**changes: Any) -> str:
+        conv = dataclasses.replace(CONV, **changes)
+        with partitioned() as put:
+            text = jax.jit(functools.partial(conv.wgrad)).lower(put(x, "data"), put(y, "data")).as_text()
+        return re.findall(r'frontend_attributes = {jax_splitk = "(\w+)"}', text)[0]
+
+    pads = {"padding": ((0, 2), (0, 1))}
+    assert label() == label() != label(**pads)
+    with jax_splitk.options(workspace_limit_bytes=2**20):
+        limited = label()
+    assert limited != label()
 
 
 def test_a_vmapped_model_is_divided_like_a_batch() -> None:
@@ -484,6 +527,8 @@ def test_a_part_of_a_weight_outside_of_shard_map_is_refused() -> None:
     (((("data",), ("model",)), (("data",), ("data",))), ((), ()), {"k": ("data",), "m": ("model",)}, ()),
     ((((), ("model",)), ((), ("model",))), ((), ("model",)), {"n": ("model",)}, ("m",)),
     ((((), ("model",)), ((), ("model",))), None, {"m": ("model",)}, ("n",)),
+    # What the operands agree on is extended by one of them.
+    (((("data",), ()), (("data", "model"), ())), None, {"k": ("data",)}, ("k",)),
     # 6 parts at most: 2 of the 2 x 4.
     (((("data", "model"), ()), ((), ())), None, {"k": ("data",)}, ("k",)),
     ((((), ()), ((), ())), (("model",), ("data",)), {"m": ("model",), "n": ("data",)}, ()),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]],
     command = ["g++", "-x", "c", "-shared", "-fPIC", *flags, "-o", str(library), "-"]
     subprocess.run(command, input=DRIVER, text=True, check=True)
     command = [sys.executable, "-c", CALLS, str(_ffi.__file__)]
-    given = {"input": json.dumps(calls), "env": {"LD_LIBRARY_PATH": str(folder)}}
+    given = {"input": json.dumps(calls), "env": {**os.environ, "LD_LIBRARY_PATH": str(folder)}}
     ran = subprocess.run(command, **given, text=True, check=True, stdout=subprocess.PIPE)
     return ran.stdout.split("\n")[: len(calls)]
 

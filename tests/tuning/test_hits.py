@@ -51,8 +51,8 @@ def traced() -> list[Any]:
 def device_code() -> list[Source]:
     sources = []
     for each in traced():
-        (eqn,) = trace.operations(each.jaxpr.jaxpr)
-        choice = select.select(trace.problem_of(eqn), DEFAULT_CUDA, Options())
+        ((_, problem),) = trace.ours(each.jaxpr.jaxpr)
+        choice = select.select(problem, DEFAULT_CUDA, Options())
         assert choice.why.startswith("shipped table: "), choice
         plan = choice.candidate.plan(choice.problem)
         assert isinstance(plan, DevicePlan)

@@ -273,7 +273,7 @@ def test_each_outcome_is_announced_once_per_problem(
     other = choose(dataclasses.replace(PROBLEM, batch=16), DEFAULT_CUDA)
     with caplog.at_level(logging.INFO, "jax_splitk"):
         for choice in (ours, fallback, ours, other, fallback, other, ours):
-            announce(choice)
+            announce(choice, Options())
     assert [record.getMessage() for record in caplog.records] == [
         f"{PROBLEM}: cutlass {ours.family.name} {ours.config} ({ours.why})",
         f"{PROBLEM}: XLA ({fallback.why})",

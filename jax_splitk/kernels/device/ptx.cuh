@@ -66,6 +66,18 @@ __device__ inline void store_async(uint32_t address, const float4& v, uint32_t b
       : "memory");
 }
 
+// From the shared memory of a block of the cluster, where this block has the same address.
+__device__ inline float4 load_cluster(uint32_t address, int block) {
+  float4 v;
+  asm volatile(
+      "{ .reg .u32 there; mapa.shared::cluster.u32 there, %4, %5;"
+      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(block)
+      : "memory");
+  return v;
+}
+
 // ---- matrices of 8x8 16-bit elements ---------------------------------------------------------------------
 
 // Lanes 8*i to 8*i + 7 give the addresses of the rows of matrix i. Transposed, a lane has of each matrix the

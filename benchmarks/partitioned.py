@@ -1,0 +1,279 @@
+"""Data-parallel training steps of a ResNet-50 on several devices: plain `jit`, shard_map, and stock lax.
+
+The network is plain JAX (He et al., arXiv:1512.03385, with the stride in the 3x3 convolutions): float32 master weights,
+bfloat16 arithmetic, batch normalization over the whole batch, and SGD with momentum, on synthetic images. Its variants
+differ in their convolutions and in who partitions the batch:
+
+  jit        jax_splitk's convolutions, batch-sharded arrays, automatic partitioning
+  shard_map  jax_splitk's convolutions, partitioned by hand
+  lax        lax's convolutions, batch-sharded arrays, automatic partitioning
+
+All start from the same weights, and their losses belong together. They are timed in turns.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_splitk
+from benchmarks import report
+from jax_splitk.runtime.plan import TARGETS
+from jax_splitk.tuning.session import session
+
+AXIS = "data"
+SPECS = ("NHWC", "HWIO", "NHWC")
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A ResNet of bottleneck blocks: blocks in each stage, width of the stem, side of the images, classes."""
+
+    stages: tuple[int, ...] = (3, 4, 6, 3)
+    width: int = 64
+    image: int = 224
+    classes: int = 1000
+
+
+TINY = Net((1, 1), 8, 32, 10)
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+
+
+def initial(net: Net) -> Params:
+    """Random float32 weights, the last scale of each block 0."""
+    rng = np.random.default_rng(0)
+
+    def conv(size: int, channels: int, features: int, gain: float = 1.0) -> Params:
+        deviation = (2 / (size * size * features)) ** 0.5
+        weight = rng.normal(0, deviation, (size, size, channels, features)).astype(np.float32)
+        return {"w": weight, "scale": np.full(features, gain, np.float32), "bias": np.zeros(features, np.float32)}
+
+    params: Params = {"stem": conv(7, 3, net.width)}
+    channels = net.width
+    for stage, blocks in enumerate(net.stages):
+        inner = net.width * 2**stage
+        for block in range(blocks):
+            parts = {
+                "first": conv(1, channels, inner),
+                "second": conv(3, inner, inner),
+                "third": conv(1, inner, 4 * inner, 0.0),
+            }
+            if block == 0:
+                parts["shortcut"] = conv(1, channels, 4 * inner)
+            params[f"stage{stage}.{block}"] = parts
+            channels = 4 * inner
+    deviation = channels**-0.5
+    weight = rng.uniform(-deviation, deviation, (channels, net.classes)).astype(np.float32)
+    return params | {"head": {"w": weight, "bias": np.zeros(net.classes, np.float32)}}
+
+
+def ours(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
+    return jax_splitk.conv_general_dilated(
+        x, w, (stride, stride), "SAME", dimension_numbers=SPECS, compute_dtype=jnp.bfloat16
+    )
+
+
+def stock(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
+    return lax.conv_general_dilated(x, w.astype(jnp.bfloat16), (stride, stride), "SAME", dimension_numbers=SPECS)
+
+
+def logits(
+    conv: Callable[..., jax.Array], mean: Callable[[jax.Array], jax.Array], net: Net, params: Params, x: jax.Array
+) -> jax.Array:
+    """`mean` is over all but the last axis, of the whole batch."""
+
+    def layer(x: jax.Array, p: Params, stride: int = 1) -> jax.Array:
+        y = conv(x, p["w"], stride).astype(jnp.float32)
+        center = mean(y)
+        factor = p["scale"] * lax.rsqrt(mean(jnp.square(y)) - jnp.square(center) + 1e-5)
+        return (y * factor + (p["bias"] - center * factor)).astype(jnp.bfloat16)
+
+    x = jax.nn.relu(layer(x, params["stem"], 2))
+    x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    for stage, blocks in enumerate(net.stages):
+        for block in range(blocks):
+            p, stride = params[f"stage{stage}.{block}"], 2 if stage > 0 and block == 0 else 1
+            y = jax.nn.relu(layer(x, p["first"]))
+            y = jax.nn.relu(layer(y, p["second"], stride))
+            y = layer(y, p["third"])
+            x = jax.nn.relu(y + (layer(x, p["shortcut"], stride) if "shortcut" in p else x))
+    pooled = x.astype(jnp.float32).mean((1, 2))
+    return pooled @ params["head"]["w"] + params["head"]["bias"]
+
+
+# ---- a training step -------------------------------------------------------------------------------------------------
+
+
+def train_step(conv: Callable[..., jax.Array], net: Net, over: str | None, state: Any, x: Any, labels: Any) -> Any:
+    """(state, loss) after one step; `over` is the mesh axis of a shard_map, None where the batch is whole."""
+    whole = (lambda value: value) if over is None else functools.partial(lax.pmean, axis_name=over)
+
+    def loss(params: Params) -> jax.Array:
+        found = logits(conv, lambda y: whole(y.mean((0, 1, 2))), net, params, x)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(found), labels[:, None], 1)
+        return whole(-picked.mean())
+
+    params, momentum = state
+    value, gradients = jax.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, gradients)
+    params = jax.tree.map(lambda w, m: w - 0.1 * m, params, momentum)
+    return (params, momentum), value
+
+
+def variants(net: Net, mesh: jax.sharding.Mesh) -> dict[str, Callable[..., Any]]:
+    by_hand = jax.shard_map(
+        functools.partial(train_step, ours, net, AXIS),
+        mesh=mesh,
+        in_specs=(P(), P(AXIS), P(AXIS)),
+        out_specs=(P(), P()),
+    )
+    return {
+        "jit": functools.partial(train_step, ours, net, None),
+        "shard_map": by_hand,
+        "lax": functools.partial(train_step, stock, net, None),
+    }
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Variant:
+    """A compiled step, its state, and what was found of it."""
+
+    step: Any
+    state: Any
+    figures: dict[str, Any]
+    losses: list[float] = dataclasses.field(default_factory=list)
+    rounds: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, batch: Any, steps: int) -> float:
+        """Seconds for a step."""
+        start, values = time.perf_counter(), []
+        for _ in range(steps):
+            self.state, value = self.step(self.state, *batch)
+            values.append(value)
+        jax.block_until_ready((self.state, values))
+        seconds = (time.perf_counter() - start) / steps
+        self.losses += [float(value) for value in values]
+        return seconds
+
+
+def compiled(fn: Callable[..., Any], state: Any, batch: Any) -> Variant:
+    """The step, compiled; what runs in it, by the log of what was lowered, by its code, and by explain."""
+    explained = jax_splitk.explain(fn, state, *batch)
+    start = time.perf_counter()
+    with session().watching() as watched:
+        step: Any = jax.jit(fn, donate_argnums=0).lower(state, *batch).compile()
+    seconds = time.perf_counter() - start
+    text: str = step.as_text()
+    lowered = [(choice.implementation, str(choice.problem), str(choice.candidate)) for choice in watched.choices]
+    shown = {(d.implementation, str(d.problem)) for d in explained.decisions}
+    figures = {
+        "compile_seconds": seconds,
+        "our_custom_calls": sum(text.count(f'"{target}"') for target in TARGETS),
+        "operations": sum(d.count for d in explained.decisions),
+        "explained_as_lowered": shown == {(implementation, problem) for implementation, problem, _ in lowered},
+        "collectives": {name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES},
+        "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
+        "implementations": dict(collections.Counter(implementation for implementation, _, _ in lowered)),
+        "kernels": [{"problem": problem, "choice": choice} for _, problem, choice in lowered],
+    }
+    return Variant(step, jax.tree.map(jnp.copy, state), figures)
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def measure(net: Net, options: argparse.Namespace) -> dict[str, Any]:
+    mesh = jax.make_mesh(
+        (options.devices,), (AXIS,), devices=jax.devices()[: options.devices], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    count, rng = options.batch * options.devices, np.random.default_rng(1)
+    images = rng.standard_normal((count, net.image, net.image, 3), np.float32).astype(jnp.bfloat16)
+    batch = jax.device_put((images, rng.integers(0, net.classes, count, np.int32)), split)
+    params = jax.device_put(initial(net), whole)
+    state = (params, jax.tree.map(jnp.zeros_like, params))
+    chosen = {name: fn for name, fn in variants(net, mesh).items() if name in options.variants}
+    found: dict[str, Variant] = {}
+    for name, fn in chosen.items():
+        found[name] = compiled(fn, state, batch)
+        found[name].run(batch, options.warmup)
+        report.say(f" > {name}: compiled in {found[name].figures['compile_seconds']:.1f} s")
+    for _ in range(options.rounds):
+        for variant in found.values():
+            variant.rounds.append(variant.run(batch, options.steps))
+    return {name: summary(variant, count) for name, variant in found.items()}
+
+
+def summary(variant: Variant, images: int) -> dict[str, Any]:
+    seconds = statistics.median(variant.rounds)
+    return {
+        "ms_per_step": 1e3 * seconds,
+        "low_ms": 1e3 * min(variant.rounds),
+        "high_ms": 1e3 * max(variant.rounds),
+        "images_per_second": images / seconds,
+        "losses": variant.losses,
+        **variant.figures,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    rows = [["variant", "ms/step", "images/s", "first loss", "last loss", "our calls", "all-reduce", "all-gather"]]
+    for name, r in results.items():
+        times = [f"{r['ms_per_step']:.2f}", f"{r['images_per_second']:.0f}"]
+        losses = [f"{r['losses'][0]:.5f}", f"{r['losses'][-1]:.5f}"]
+        counts = [str(r["our_custom_calls"]), *(str(r["collectives"][c]) for c in ("all-reduce", "all-gather"))]
+        rows.append([name, *times, *losses, *counts])
+    return report.markdown(rows)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.partitioned", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = ("jit", "shard_map", "lax")
+    parser.add_argument("--variants", nargs="*", choices=names, default=names, help="of the three above; all")
+    parser.add_argument("--devices", type=int, default=jax.device_count(), help="how many; all")
+    parser.add_argument("--batch", type=int, help="images on each device; 256, with --tiny 4")
+    parser.add_argument("--steps", type=int, help="in a round; 10, with --tiny 2")
+    parser.add_argument("--rounds", type=int, help="turns of each variant; 5, with --tiny 2")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first round; 2")
+    parser.add_argument("--tiny", action="store_true", help="a small net and small images, to try it on a CPU")
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    options = parser.parse_args(argv)
+    for name, (usual, tiny) in {"batch": (256, 4), "steps": (10, 2), "rounds": (5, 2)}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, tiny if options.tiny else usual)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
+    net = TINY if options.tiny else Net()
+    results = measure(net, options)
+    print(table(results))
+    if options.json is not None:
+        settings = {name: getattr(options, name) for name in ("devices", "batch", "steps", "rounds", "warmup")}
+        whole = {"environment": report.environment(), "net": dataclasses.asdict(net), "settings": settings}
+        report.write(options.json, whole | {"variants": results})
+
+
+if __name__ == "__main__":
+    main()

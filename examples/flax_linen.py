@@ -1,0 +1,35 @@
+"""Flax linen: float32 weight gradients from bfloat16 convolutions, by the argument that `nn.Conv` has for it.
+
+`nn.ConvTranspose` has none: for a model that has some, decorate the loss with `jax_splitk.intercept`, as haiku_net.py.
+
+    python examples/flax_linen.py
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import two_steps
+from flax import linen as nn
+from jax import numpy as jnp
+
+import jax_splitk
+
+# The parameters stay float32, as does the layer's dtype: a layer of dtype bfloat16 would round them, and their
+# gradients, before we see them.
+conv = functools.partial(jax_splitk.conv_general_dilated, compute_dtype=jnp.bfloat16)
+
+
+class Net(nn.Module):
+    conv: Callable[..., Any] | None = None  # None: lax.conv_general_dilated
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.relu(nn.Conv(16, (3, 3), conv_general_dilated=self.conv)(images))
+        x = nn.relu(nn.Conv(32, (3, 3), strides=2, conv_general_dilated=self.conv)(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+if __name__ == "__main__":
+    two_steps.compare(Net(conv).apply, Net().apply, Net().init(jax.random.key(0), two_steps.IMAGES))

@@ -1,0 +1,69 @@
+"""Problems as people write them, in files and on command lines: what is obvious may be left out."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jax_splitk.cli.schema import FIELDS
+from jax_splitk.problems.conv_wgrad import conv_output_spatial, dilated
+from jax_splitk.runtime.arguments import quoted, require
+
+_WORDS = ("SAME", "SAME_LOWER", "VALID")
+
+
+def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a problem of a known operation, with those that were left out.
+
+    Values are checked no further than that takes; `validate` of the problem does that.
+
+    Raises:
+      ValueError: fields that are missing or unknown, or a padding that means nothing.
+    """
+    known = FIELDS[op]
+    unknown = sorted(set(fields) - set(known))
+    missing = [name for name, (default, _) in known.items() if not default and name not in fields]
+    if unknown or missing:
+        accepted = f"{', '.join(known)}, of which those that are missing must be there" if missing else ", ".join(known)
+        raise ValueError(f"{op} problem: unknown fields {unknown}, missing fields {missing}; accepted: {accepted}")
+    return _COMPLETE[op](fields)
+
+
+def _conv_wgrad(fields: Mapping[str, Any]) -> dict[str, Any]:
+    spatial, dtype = fields["input_spatial"], fields.get("dtype", "bfloat16")
+    ones = [1] * _length(spatial)
+    counts = {"feature_group_count": 1, "batch_group_count": 1}
+    moves = {"window_strides": ones, "lhs_dilation": ones, "rhs_dilation": ones, "padding": "SAME"}
+    full = {**counts, **moves, "dtype": dtype, "out_dtype": dtype, "precision": "default", **fields}
+    word = full["padding"]
+    if isinstance(word, str):
+        require(word in _WORDS, f"padding={word!r}", f"{quoted(_WORDS)}, or pairs of integers")
+        dilation = full["lhs_dilation"]
+        require(dilation == ones, f"padding={word!r} with lhs_dilation={dilation!r}", "explicit pairs")
+    # Where a value is of no use, the validation of the problem says which.
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError), np.errstate(all="raise"):
+        window = dilated(full["kernel_spatial"], full["rhs_dilation"])
+        if isinstance(word, str):
+            full["padding"] = lax.padtype_to_pads(spatial, window, full["window_strides"], word)
+        names = ("kernel_spatial", "window_strides", "padding", "lhs_dilation", "rhs_dilation")
+        full.setdefault("output_spatial", conv_output_spatial(spatial, *(full[name] for name in names)))
+    full.setdefault("output_spatial", spatial)
+    return full
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 1
+
+
+def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
+    x_dtype = fields.get("x_dtype", "bfloat16")
+    out_dtype = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
+    return {"x_dtype": x_dtype, "out_dtype": out_dtype, "scale_dtype": "bfloat16", **fields}
+
+
+_COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "conv_wgrad": _conv_wgrad,
+    "quantized_matmul": _quantized_matmul,
+}

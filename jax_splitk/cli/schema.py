@@ -1,0 +1,44 @@
+"""The fields of problems as people write them. Nothing is imported, so that `--help` takes no time."""
+
+# By operation and field: what it is where it is left out, in words ("" where it must be there), and what it means.
+FIELDS: dict[str, dict[str, tuple[str, str]]] = {
+    "conv_wgrad": {
+        "batch": ("", "images"),
+        "input_spatial": ("", "one to three sizes, e.g. [56, 56]"),
+        "in_channels": ("", "C"),
+        "out_channels": ("", "K"),
+        "kernel_spatial": ("", "the filter's sizes, e.g. [3, 3]"),
+        "window_strides": ("1 each", "strides"),
+        "padding": ('"SAME"', '"SAME", "SAME_LOWER", "VALID" or [low, high] for each dimension'),
+        "lhs_dilation": ("1 each", "of the input, as in a transposed convolution; padding is in numbers then"),
+        "rhs_dilation": ("1 each", "of the filter"),
+        "output_spatial": ("computed", "checked where it is given"),
+        "feature_group_count": ("1", "feature groups"),
+        "batch_group_count": ("1", "batch groups"),
+        "dtype": ('"bfloat16"', "of input and cotangent: bfloat16, float16, float32 or float64"),
+        "out_dtype": ("dtype", "of the weight gradient"),
+        "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
+    },
+    "quantized_matmul": {
+        "rows": ("", "rows of x, all leading dimensions together"),
+        "k": ("", "length of the reduction"),
+        "features": ("", "columns of the weight"),
+        "qtype": ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4"),
+        "group_size": ("", "k that share a scale: 32, 64, 128, or k for one for each channel"),
+        "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
+        "out_dtype": ("x_dtype", "bfloat16, float16 or float32; bfloat16 for x of float8_e4m3fn"),
+        "scale_dtype": ('"bfloat16"', "bfloat16, float16 or float32"),
+        "zero_dtype": ('"none"', "of packed zero points: as the scales, or none"),
+        "layout": ("the newest", "version of the packed order"),
+    },
+}
+
+
+def schema() -> str:
+    """`FIELDS` as text, a line for each."""
+    lines = []
+    for op, fields in FIELDS.items():
+        lines.append(f'"op": "{op}"')
+        for name, (default, meaning) in fields.items():
+            lines.append(f"  {name:20}{f'({default})' if default else 'required':15}{meaning}")
+    return "\n".join(lines)

@@ -1,0 +1,308 @@
+// Matrix products for Hopper, with splits of the reduction: TMA feeds WGMMA, on CuTe and CUTLASS atoms.
+//
+//   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n]
+//
+// An operand is K-major (k is contiguous) or MN-major (16 bits only: what WGMMA takes). In shared memory every
+// row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64 elements
+// along MN of one k.
+//
+// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
+// epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
+// `empty`. Splits take turns at the blocks of k, so that all thread blocks read neighbouring
+// memory.
+//
+// Where the splits meet (macro REDUCTION):
+//   0  there is one split; the epilogue stores the result
+//   1  in the workspace: fp32 partial sums, added by a second kernel, which is resident by then
+//   2  in a cluster, whose blocks are the splits of one tile: each keeps its sums in its shared memory, and
+//      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
+//
+// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
+// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's size; 1 elsewhere).
+
+#include "device/pipeline.cuh"
+#include "device/split_k.cuh"
+#include "device/wgmma.cuh"
+
+#if ELEMENT == 1
+using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K,
+                                                B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+#elif ELEMENT == 2
+using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K,
+                                              B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+#else
+using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
+static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
+#endif
+
+constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : 2;
+constexpr int BLOCK_K = 128 / ELEMENT_BYTES;
+constexpr int BLOCK_BYTES = 64 * 128;  // 64 rows, or 64 elements along MN of BLOCK_K k
+constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
+constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
+// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
+constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
+constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
+constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int THREADS = 128 + CONSUMER_THREADS;
+constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
+
+// Where a tile starts, and which split of it the block has.
+struct Work {
+  int m, n, batch, split;
+};
+
+// Grid: x over rows of tiles, y over columns, z over the splits (a cluster's, where they meet there), and the
+// batch.
+__device__ inline Work work_of_block(const Args& g) {
+  const int z = blockIdx.z, batch = g.splits == int(gridDim.z) ? 0 : z / g.splits;
+  return {int(blockIdx.x) * TILE_M, int(blockIdx.y) * TILE_N, batch, z - batch * g.splits.value};
+}
+
+// Blocks of k of a split: `split`, `split + splits`, ...
+__device__ inline int blocks_of(const Args& g, int split) {
+  return g.k_blocks + (split < g.longer);
+}
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN (WHOLE),
+// or a box for each, where these do not come out even.
+template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
+__device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k, int batch,
+                            uint64_t hint) {
+  if constexpr (!MN_MAJOR) {
+    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
+  } else if constexpr (WHOLE) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k, batch);
+    }
+  }
+}
+
+__device__ inline uint64_t hint_for(int once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
+}
+
+// Loads `blocks` blocks of k from k on. The first ones, into stages that are EMPTY yet, are a loop of their own
+// right at the kernel's start: all that follows waits for them, and code that lies far off is slow to come.
+template <bool FIRST>
+__device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
+                               Pipeline<STAGES>& pipeline, const Work& work, int k, int blocks) {
+  const int step = g.splits.value * BLOCK_K;
+  const uint64_t a_hint = hint_for(g.a_once), b_hint = hint_for(g.b_once);
+  Position at;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i, k += step) {
+    if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
+    uint64_t* full = pipeline.expect(at, STAGE_BYTES);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    load<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
+    load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
+    at.advance(STAGES);
+  }
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------
+
+using Accumulator = float[M_PER_WG][ACCUMULATORS];
+
+__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
+                               Accumulator& acc) {
+  // Of a descriptor, from one instruction's k to the next's.
+  constexpr int STEPS = 4, A_STEP = (A_MN ? 16 * 128 : 32) >> 4, B_STEP = (B_MN ? 16 * 128 : 32) >> 4;
+  Position at;
+  int previous = -1;
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    pipeline.wait_full(at);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
+    fence(acc);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+#pragma unroll
+      for (int m = 0; m < M_PER_WG; ++m) {
+        const uint64_t a = operand(stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES, BLOCK_BYTES);
+        wgmma<Wgmma>(a + k * A_STEP, b + k * B_STEP, acc[m], scale);
+      }
+      scale = GMMA::ScaleOut::One;
+    }
+    cute::warpgroup_commit_batch();
+    // The batch before this one has retired, so the stage it read may be filled again.
+    cute::warpgroup_wait<1>();
+    fence(acc);
+    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
+    previous = at.stage;
+    at.advance(STAGES);
+  }
+  cute::warpgroup_wait<0>();
+  fence(acc);
+}
+
+// ---- epilogue --------------------------------------------------------------------------------------------
+
+// A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next of
+// each 8.
+#if REDUCTION == 1
+constexpr int TILE_CHUNKS = TILE_M * TILE_N / 4;  // float4 of a tile
+
+// Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of a
+// thread's accumulators][thread]. (In rows of the output, which are 32 bytes of each warp's store, they take four
+// times as long.)
+__device__ inline void store_partials(const Args& g, const Work& work, const Accumulator& acc, float* partials) {
+  const int tiles = gridDim.x * gridDim.y, batches = gridDim.z / g.splits.value;
+  const int tile = work.batch * tiles + blockIdx.y * gridDim.x + blockIdx.x;
+  float4* to = reinterpret_cast<float4*>(partials) +
+               (size_t(work.split) * batches * tiles + tile) * TILE_CHUNKS + threadIdx.x - 128;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; j += 4) {
+      *to = make_float4(acc[m][j], acc[m][j + 1], acc[m][j + 2], acc[m][j + 3]);
+      to += CONSUMER_THREADS;
+    }
+  }
+}
+
+// Adds the splits' partial sums in their order; see `reduce_splits`.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
+    reduce_dot(const float* partials, Output* out, const __grid_constant__ Args g,
+               const __grid_constant__ ReduceArgs r) {
+  const int lanes = r.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
+  const int column = threadIdx.x & (columns - 1), lane = threadIdx.x >> (31 - __clz(columns));
+  const int i = blockIdx.x * columns + column;
+  // Of a lane of the accumulators: rows l/4 and l/4 + 8 of each warp's 16, columns 2 * (l%4) and the next of each 8.
+  const int tile = i / TILE_CHUNKS, chunk = i % TILE_CHUNKS;
+  const int four = chunk / CONSUMER_THREADS, thread = chunk % CONSUMER_THREADS;
+  const int block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;
+  const int tile_column = tile / g.rows, batch = tile_column / g.columns;
+  const int row = (tile - tile_column * g.rows.value) * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  const int col = (tile_column - batch * g.columns.value) * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
+  const bool inside = i * 4 < r.size && row < g.m && col < g.n;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  wait_on_dependent_grids();
+  if (inside) {
+    const size_t step = size_t(r.stride) << log_lanes;
+    sum = add_splits(partials + size_t(lane) * r.stride + size_t(i) * 4, step, lane, r.splits, lanes);
+  }
+  if (!add_lanes(sum, lanes, columns, column) || !inside) return;
+  Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
+  store_values(to, {sum.x, sum.y});
+  if (row + 8 < g.m) store_values(to + 8 * g.n, {sum.z, sum.w});
+}
+#else
+constexpr int PITCH = TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
+constexpr int CHUNKS = TILE_N / 4;  // float4 of a row
+static_assert(TILE_M * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages hold the sums of the tile");
+
+__device__ inline void stage_sums(uint32_t sums, int warpgroup, const Accumulator& acc) {
+  const int lane = threadIdx.x % 32, row0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int row = (m * CONSUMERS + warpgroup) * 64 + row0;
+    const uint32_t to = sums + (row * PITCH + 2 * (lane % 4)) * 4;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; ++j) {
+      const float* v = &acc[m][j * 4];
+      store_shared(to + 32 * j, make_float2(v[0], v[1]));
+      store_shared(to + 32 * j + 8 * PITCH * 4, make_float2(v[2], v[3]));
+    }
+  }
+}
+
+// Four neighbouring sums: of this block, or those of all blocks of the cluster in their order.
+__device__ inline float4 sums_at(uint32_t address) {
+#if REDUCTION == 2
+  float4 v[SPLITS];
+#pragma unroll
+  for (int split = 0; split < SPLITS; ++split) v[split] = load_cluster(address, split);
+#pragma unroll
+  for (int split = 1; split < SPLITS; ++split) add_partial(v[0], v[split]);
+  return v[0];
+#else
+  return load_shared<float4>(address);
+#endif
+}
+
+__device__ inline void store_rows(const Args& g, const Work& work, uint32_t sums, int first, int rows,
+                                  Output* out) {
+  const int thread = threadIdx.x - 128;
+#pragma unroll 2
+  for (int i = thread; i < rows * CHUNKS; i += CONSUMER_THREADS) {
+    const int row = first + i / CHUNKS, column = i % CHUNKS * 4;
+    if (work.m + row >= g.m || work.n + column >= g.n) continue;
+    const float4 v = sums_at(sums + (row * PITCH + column) * 4);
+    store_values(out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column,
+                 {v.x, v.y, v.z, v.w});
+  }
+}
+#endif
+
+// ---- the kernel ------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+        const __grid_constant__ Args g, void* result) {
+  extern __shared__ uint8_t raw[];
+  __shared__ Pipeline<STAGES> pipeline;
+  const uint32_t stages = aligned_address(raw);
+  const Work work = work_of_block(g);
+  const int blocks = blocks_of(g, work.split);
+  const int warp = warp_index();
+  // The producer does not wait for the others: what it needs, it starts itself.
+  if (warp == 0 && cute::elect_one_sync()) {
+    pipeline.init(1, CONSUMERS);
+    cutlass::arch::fence_barrier_init();
+    produce<true>(a_map, b_map, g, stages, pipeline, work, work.split * BLOCK_K, min(blocks, STAGES));
+  }
+  __syncthreads();
+  if (warp < 4) {
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    if (warp == 0 && cute::elect_one_sync()) {
+      const int k = (work.split + STAGES * g.splits.value) * BLOCK_K;
+      produce<false>(a_map, b_map, g, stages, pipeline, work, k, blocks - STAGES);
+    }
+#if REDUCTION == 2
+    __syncwarp();
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+#endif
+  } else {
+    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    const int warpgroup = threadIdx.x / 128 - 1;
+    Accumulator acc;
+    consume(stages, pipeline, warpgroup, blocks, acc);
+#if REDUCTION == 1
+    launch_dependent_grids();
+    store_partials(g, work, acc, static_cast<float*>(result));
+#else
+    Output* out = static_cast<Output*>(result);
+    sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
+    stage_sums(stages, warpgroup, acc);
+#if REDUCTION == 2
+    cute::cluster_arrive();
+    cute::cluster_wait();
+    constexpr int ROWS = (TILE_M + SPLITS - 1) / SPLITS;
+    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out);
+    // Shared memory stays until all have read it.
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+#else
+    sync_threads<CONSUMER_THREADS, 1>();
+    store_rows(g, work, stages, 0, TILE_M, out);
+#endif
+#endif
+  }
+}

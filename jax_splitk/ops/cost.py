@@ -1,0 +1,106 @@
+"""Operations and bytes of a function, which XLA cannot count inside of custom calls."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.interpreters import mlir
+
+from jax_splitk.ops import trace
+from jax_splitk.ops.lowering import PROBLEMS
+from jax_splitk.problems.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationCost:
+    """One operation of ours, by itself; the function has `count` of them."""
+
+    problem: Problem
+    count: int
+    flops: int
+    bytes_accessed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a function takes; `str()` of it is a table.
+
+    Attributes:
+      operations: jax_splitk's, in the order of the trace.
+      flops, bytes_accessed: of all of them.
+      rest_flops, rest_bytes_accessed: of everything else, as XLA counts them before it fuses anything.
+      total_flops, total_bytes_accessed: both.
+    """
+
+    operations: tuple[OperationCost, ...]
+    rest_flops: float
+    rest_bytes_accessed: float
+
+    @property
+    def flops(self) -> int:
+        return sum(each.count * each.flops for each in self.operations)
+
+    @property
+    def bytes_accessed(self) -> int:
+        return sum(each.count * each.bytes_accessed for each in self.operations)
+
+    @property
+    def total_flops(self) -> float:
+        return self.flops + self.rest_flops
+
+    @property
+    def total_bytes_accessed(self) -> float:
+        return self.bytes_accessed + self.rest_bytes_accessed
+
+    def __str__(self) -> str:
+        rows = [(str(each.problem), each.count, each.flops, each.bytes_accessed) for each in self.operations]
+        rows += [("jax_splitk", sum(each.count for each in self.operations), self.flops, self.bytes_accessed)]
+        rows += [("the rest", "", self.rest_flops, self.rest_bytes_accessed)]
+        rows += [("total", "", self.total_flops, self.total_bytes_accessed)]
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{'operation':{width}}  {'x':>4}  {'GFLOP':>12}  {'MB':>12}"]
+        for name, count, flops, moved in rows:
+            lines.append(f"{name:{width}}  {count:>4}  {flops / 1e9:>12.4f}  {moved / 1e6:>12.4f}")
+        return "\n".join(lines)
+
+
+def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
+    """Floating-point operations and bytes of `fn(*args, **kwargs)`, with those of our custom calls.
+
+    `jax.stages.Compiled.cost_analysis` and profilers take a custom call for nothing. Here each jax_splitk operation
+    counts as what it computes, whatever computes it: two for each multiplication and addition of the matrix product
+    that it is (those with padding, which XLA leaves out, too), and each operand read and the result written once. To
+    these comes XLA's `cost_analysis` of everything else. So the share of a GPU's peak that a step reaches is
+    `cost(step, *args).total_flops / seconds / peak`.
+
+    As in XLA's analysis the body of a loop counts once. What shard_map divides counts as one device's part, what XLA
+    will partition counts whole.
+
+    Nothing is compiled, run or tuned.
+
+    Args:
+      fn: a function that `jax.jit` accepts, e.g. a train step.
+      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+    """
+    found: dict[Problem, int] = {}
+    for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):
+        out: Any = eqn.outvars[0].aval
+        # A batch of weights is one equation.
+        times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
+        found[problem] = found.get(problem, 0) + times
+    operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
+    rules: Any = tuple((primitive, _nothing) for primitive in PROBLEMS)
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
+    rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
+    # What XLA does not know, as other custom calls, counts as -1.
+    return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
+
+
+def _nothing(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lowers an operation of ours to a result that takes no computing."""
+    del params
+    (out,) = ctx.avals_out
+    return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)

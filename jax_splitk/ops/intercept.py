@@ -1,0 +1,157 @@
+"""Routing the convolutions of code that cannot be changed: `intercept`."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_splitk.ops.conv import conv_general_dilated
+from jax_splitk.problems.conv_reference import lax_conv
+from jax_splitk.problems.conv_wgrad import DTYPES
+from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.tuning.options import options
+
+_logger = logging.getLogger("jax_splitk")
+
+# lax's functions that call lax.conv_general_dilated by its name in their own module.
+_CALLERS = ("conv", "conv_with_general_padding", "conv_transpose")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """How the convolutions of a block are computed."""
+
+    compute_dtype: np.dtype | None = None
+
+
+# Of this thread, and part of jit's cache key. None outside of all blocks.
+_context = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def intercept(
+    *,
+    compute_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> Iterator[None]:
+    """Routes `lax.conv_general_dilated` to `jax_splitk.conv_general_dilated` in code that cannot be changed.
+
+    A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like:
+
+        @jax_splitk.intercept(compute_dtype=jnp.bfloat16)
+        def loss(model, images, labels): ...
+
+    It acts on what this thread traces inside the block: calls of `jax.lax.conv_general_dilated`, `conv_transpose`,
+    `conv_with_general_padding` and `conv`. Only the forward call must lie inside: the gradient may be taken outside, as
+    in `jax.grad(loss)`. A function of `jax.jit` that was traced outside is traced again inside, and the other way
+    round, because the block is part of jit's cache key; a function that was lowered or compiled ahead of time stays as
+    it is. What lax accepts and jax_splitk does not is left to lax, with a line in the log.
+
+    Blocks nest: an argument that an inner block does not name is the outer block's. `intercept()` inside of
+    `jax_splitk.options` takes its defaults.
+
+    While any block is open, in any thread, these four attributes of the module `jax.lax` are replaced; other threads
+    reach lax through them as before, and the last block that is left puts them back. Attributes, and not a rewritten
+    jaxpr: a jaxpr shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that
+    is replaced in it is one that lax has differentiated or batched already. And not the primitive: lax's own rules,
+    which our backward pass uses, call it too. So a function that was imported by its name (`from jax.lax import
+    conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, which has an argument for it, is not replaced;
+    `jax_splitk.explain` lists what is left to lax.
+
+    Args:
+      compute_dtype: as in `jax_splitk.conv_general_dilated`, for convolutions of floating operands. The result keeps
+        the dtype that lax gives it.
+      implementation, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
+
+    Raises:
+      ValueError, TypeError: an argument outside its range.
+    """
+    outer = _context.value or _Route()
+    given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)
+    route = _Route(outer.compute_dtype if given is None else given)
+    with options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes), _patch, _context(route):
+        yield
+
+
+class _Patch(contextlib.AbstractContextManager[None]):
+    """Replaces the functions of `jax.lax` while any block is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._replaced: dict[str, tuple[Any, Any]] = {}  # by name: what was there, what is there now
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._blocks += 1
+            if self._blocks == 1:
+                self._replaced = {name: (getattr(lax, name), new) for name, new in _replacements().items()}
+                for name, (_, new) in self._replaced.items():
+                    setattr(lax, name, new)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                for name, (old, new) in self._replaced.items():
+                    if getattr(lax, name) is new:  # else somebody has replaced it in turn; it does no harm
+                        setattr(lax, name, old)
+
+
+_patch = _Patch()
+
+
+def _replacements() -> dict[str, Callable[..., Any]]:
+    """What stands for the functions of `jax.lax`, by name."""
+    found = {"conv_general_dilated": _dispatcher(lax.conv_general_dilated, _routed)}
+    for name in _CALLERS:
+        function = getattr(lax, name)
+        # The same code with another conv_general_dilated; the module's own is what lax's rules call.
+        namespace = {**function.__globals__, "conv_general_dilated": _routed}
+        given = (function.__name__, function.__defaults__, function.__closure__)
+        copy = types.FunctionType(function.__code__, namespace, *given)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        found[name] = _dispatcher(function, copy)
+    return found
+
+
+def _dispatcher(function: Callable[..., Any], inside: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, or `inside` in a thread that is in a block."""
+
+    @functools.wraps(function)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return (function if _context.value is None else inside)(*args, **kwargs)
+
+    return dispatch
+
+
+def _routed(*args: Any, **kwargs: Any) -> jax.Array:
+    """`lax.conv_general_dilated` inside a block."""
+    try:
+        return _ours(*args, **kwargs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # Where the arguments are wrong, this raises what lax does.
+        out = lax_conv(*args, **kwargs)
+        _logger.info("left to lax.conv_general_dilated: %s", error)
+        return out
+
+
+def _ours(*args: Any, **kwargs: Any) -> jax.Array:
+    arguments = inspect.signature(lax_conv).bind(*args, **kwargs).arguments
+    floating = jnp.issubdtype(jnp.result_type(arguments["lhs"]), jnp.floating)
+    compute_dtype = _context.value.compute_dtype if floating else None
+    if compute_dtype is not None and arguments.get("preferred_element_type") is None:
+        arguments["preferred_element_type"] = jnp.result_type(arguments["lhs"])
+    return conv_general_dilated(**arguments, compute_dtype=compute_dtype)

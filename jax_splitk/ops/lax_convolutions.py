@@ -1,0 +1,93 @@
+"""Weight gradients that a traced function leaves to lax: what lax's transpose rule made of its convolutions."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax import numpy as jnp
+from jax.extend import core
+
+from jax_splitk.ops.conv_primitive import canonical
+from jax_splitk.problems.conv_reference import precision_name
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, dilated
+from jax_splitk.runtime import _compat
+
+
+def weight_gradients(equations: Sequence[core.JaxprEqn]) -> Iterator[ConvWgradProblem]:
+    """The problem of each equation that computes one.
+
+    Such an equation contracts the batch, so the first dimension of its lhs plays the input features. Convolutions of
+    arrays whose first dimension holds channels are not told apart.
+    """
+    convolutions = [eqn for eqn in equations if eqn.primitive is lax.conv_general_dilated_p]
+    convolutions = [eqn for eqn in convolutions if _compat.is_known(*(n for shape in _shapes(eqn) for n in shape))]
+    paddings = {_forward_window(eqn): eqn.params["padding"] for eqn in convolutions}
+    for eqn in convolutions:
+        if eqn.params["dimension_numbers"].lhs_spec[1] == 0:
+            problem = canonical(_problem(eqn, paddings))
+            try:
+                problem.validate()
+            except ValueError:  # of other dtypes, or no weight gradient after all
+                continue
+            yield problem
+
+
+class _Window(NamedTuple):
+    """How a forward convolution's window moves, but for the high side of the padding."""
+
+    input_spatial: tuple[int, ...]
+    kernel_spatial: tuple[int, ...]
+    output_spatial: tuple[int, ...]
+    window_strides: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    low_padding: tuple[int, ...]
+
+    def least_padding(self) -> Pairs:
+        """With the least high side that gives the output's size: the convolution may have had up to a stride more."""
+        base, window = dilated(self.input_spatial, self.lhs_dilation), dilated(self.kernel_spatial, self.rhs_dilation)
+        sizes = zip(base, window, self.output_spatial, self.window_strides, self.low_padding, strict=True)
+        return tuple((low, (out - 1) * stride + taps - n - low) for n, taps, out, stride, low in sizes)
+
+
+def _shapes(eqn: core.JaxprEqn) -> list[tuple[int, ...]]:
+    """Of lhs, rhs and result, each with its dimensions in the order of the dimension numbers."""
+    shapes = (_aval(var).shape for var in (*eqn.invars, *eqn.outvars))
+    specs = eqn.params["dimension_numbers"]
+    return [tuple(shape[axis] for axis in spec) for shape, spec in zip(shapes, specs, strict=True)]
+
+
+def _aval(var: Any) -> Any:
+    return var.aval
+
+
+def _low(eqn: core.JaxprEqn) -> tuple[int, ...]:
+    return tuple(low for low, _ in eqn.params["padding"])
+
+
+def _forward_window(eqn: core.JaxprEqn) -> _Window:
+    """Of an equation that is a forward convolution."""
+    lhs, rhs, out = (shape[2:] for shape in _shapes(eqn))
+    moves = (eqn.params["window_strides"], eqn.params["lhs_dilation"], eqn.params["rhs_dilation"])
+    return _Window(lhs, rhs, out, *moves, _low(eqn))
+
+
+def _problem(eqn: core.JaxprEqn, paddings: dict[_Window, Pairs]) -> ConvWgradProblem:
+    """Of a weight gradient: in each of its arrays the first two dimensions have changed places, and so have strides
+    and the window's dilation, feature groups and batch groups. The high padding is a forward convolution's."""
+    params, types = eqn.params, [jnp.dtype(_aval(var).dtype).name for var in (eqn.invars[0], eqn.outvars[0])]
+    (in_channels, batch, *lhs), (out_channels, _, *g), (_, _, *kernel) = _shapes(eqn)
+    moves = (params["rhs_dilation"], params["lhs_dilation"], params["window_strides"])
+    window = _Window(tuple(lhs), tuple(kernel), tuple(g), *moves, _low(eqn))
+    return ConvWgradProblem(
+        batch=batch,
+        in_channels=in_channels,
+        out_channels=out_channels,
+        padding=paddings.get(window) or window.least_padding(),
+        feature_group_count=params["batch_group_count"],
+        batch_group_count=params["feature_group_count"],
+        dtype=types[0],
+        out_dtype=types[1],
+        precision=precision_name(params["precision"]),
+        **{name: value for name, value in window._asdict().items() if name != "low_padding"},
+    )

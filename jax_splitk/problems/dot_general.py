@@ -1,0 +1,97 @@
+"""A matrix product with a batch, as kernels see it: a frozen, hashable, canonical description."""
+
+import dataclasses
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.problems.conv_wgrad import DTYPES, PRECISIONS
+from jax_splitk.runtime.arguments import quoted, require
+
+# The orders of an operand's dimensions in memory that kernels read without a transpose: all but those whose last
+# dimension is the batch.
+LHS_ORDERS = ("bmk", "mbk", "bkm", "kbm")
+RHS_ORDERS = ("bkn", "kbn", "bnk", "nbk")
+
+
+@dataclasses.dataclass(frozen=True)
+class DotProblem:
+    """out[b, m, n] = sum over k of lhs[b, m, k] * rhs[b, k, n].
+
+    Attributes:
+      batch, m, n, k: sizes. Several dimensions of `lax.dot_general` that are neighbours in both operands are one here.
+      lhs_order, rhs_order: the operands' dimensions in memory, the last one contiguous; see `LHS_ORDERS` and
+        `RHS_ORDERS`. With a batch of 1 it is in front.
+      dtype: of both operands.
+      out_dtype: of the result, which is [batch, m, n].
+      precision: "default", "high" or "highest"; of float32 operands.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    lhs_order: str
+    rhs_order: str
+    dtype: str
+    out_dtype: str
+    precision: str = "default"
+
+    op = "dot_general"
+
+    def validate(self) -> None:
+        """Raises ValueError unless the fields have the right types and values: for problems that come from files or
+        command lines."""
+        for name in ("batch", "m", "n", "k"):
+            value = getattr(self, name)
+            valid = type(value) is int and 0 <= value < 2**40
+            require(valid, f"{name}={value!r}", "an integer of at least 0")
+        choices = {
+            "lhs_order": LHS_ORDERS,
+            "rhs_order": RHS_ORDERS,
+            "dtype": DTYPES,
+            "out_dtype": DTYPES,
+            "precision": PRECISIONS,
+        }
+        for name, accepted in choices.items():
+            require(getattr(self, name) in accepted, f"{name}={getattr(self, name)!r}", quoted(accepted))
+
+    @property
+    def lhs_shape(self) -> tuple[int, ...]:
+        """In memory."""
+        return self._shape(self.lhs_order)
+
+    @property
+    def rhs_shape(self) -> tuple[int, ...]:
+        """In memory."""
+        return self._shape(self.rhs_order)
+
+    def _shape(self, order: str) -> tuple[int, ...]:
+        sizes = {"b": self.batch, "m": self.m, "n": self.n, "k": self.k}
+        return tuple(sizes[dimension] for dimension in order)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.m, self.n)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no kernel on any platform takes it, None where one may."""
+        sizes = (self.batch, self.m, self.n, self.k)
+        empty = any(isinstance(size, int) and size == 0 for size in sizes)
+        return f"an empty product, {self.batch} of {self.m}x{self.k} by {self.k}x{self.n}" if empty else None
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes any implementation must move: each input read once, the output written once."""
+        inputs = (math.prod(self.lhs_shape) + math.prod(self.rhs_shape)) * jnp.dtype(self.dtype).itemsize
+        return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x " if self.batch != 1 else ""
+        order = "".join((self.lhs_order, ",", self.rhs_order))
+        return f"dot_general {self.dtype}->{self.out_dtype} {batch}{self.m}x{self.n}x{self.k} {order}"
