@@ -84,6 +84,13 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     Args:
       fn: a function that `jax.jit` accepts, e.g. a train step.
       *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+
+    Examples:
+      >>> x = jax.ShapeDtypeStruct((2, 64, 4), jnp.float32)
+      >>> def wgrad(x, g):
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 4, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+      >>> int(jax_splitk.cost(wgrad, x, x).total_flops)  # 2 * taps * C * K * batch * pixels
+      12288
     """
     found: dict[Problem, int] = {}
     for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):

@@ -77,6 +77,13 @@ def intercept(
 
     Raises:
       ValueError, TypeError: an argument outside its range.
+
+    Examples:
+      >>> x, w = jnp.ones((2, 8, 16)), jnp.ones((4, 8, 3))
+      >>> with jax_splitk.intercept():
+      ...     dw = jax.grad(lambda w: jnp.sum(jax.lax.conv(x, w, (1,), "SAME")))(w)
+      >>> dw.shape
+      (4, 8, 3)
     """
     outer = _context.value or _Route()
     given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)
