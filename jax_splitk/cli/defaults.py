@@ -57,6 +57,11 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list) else 1
 
 
+def _dot_general(fields: Mapping[str, Any]) -> dict[str, Any]:
+    dtype = fields.get("dtype", "bfloat16")
+    return {"batch": 1, "lhs_order": "bmk", "rhs_order": "bkn", "dtype": dtype, "out_dtype": dtype, **fields}
+
+
 def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
     x_dtype = fields.get("x_dtype", "bfloat16")
     out_dtype = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
@@ -65,5 +70,6 @@ def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 _COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "conv_wgrad": _conv_wgrad,
+    "dot_general": _dot_general,
     "quantized_matmul": _quantized_matmul,
 }

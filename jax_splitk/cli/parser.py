@@ -12,7 +12,7 @@ _SOURCE = "a cache folder, or a file with the text of TuningResult.dumps"
 _SCRIPT = "Arguments after -- are the script's: SCRIPT.py -- --lr 3. "
 _PROBLEMS = f"""
 
-A problem is a JSON object with "op" and these fields; docs/problem_files.md has examples.
+A problem is a JSON object with "op" and these fields; docs/reference/problem-files.md has examples.
 
 {schema()}"""
 

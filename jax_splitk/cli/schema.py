@@ -19,6 +19,17 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "out_dtype": ("dtype", "of the weight gradient"),
         "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
     },
+    "dot_general": {
+        "batch": ("1", "matrix products"),
+        "m": ("", "rows of the result"),
+        "n": ("", "columns of the result"),
+        "k": ("", "length of the reduction"),
+        "lhs_order": ('"bmk"', "dimensions in memory, the contiguous one last: bmk, mbk, bkm or kbm"),
+        "rhs_order": ('"bkn"', "likewise: bkn, kbn, bnk or nbk"),
+        "dtype": ('"bfloat16"', "of both operands: bfloat16, float16, float32 or float64"),
+        "out_dtype": ("dtype", "of the result"),
+        "precision": ('"default"', "default, high or highest"),
+    },
     "quantized_matmul": {
         "rows": ("", "rows of x, all leading dimensions together"),
         "k": ("", "length of the reduction"),

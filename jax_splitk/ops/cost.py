@@ -85,12 +85,18 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
       fn: a function that `jax.jit` accepts, e.g. a train step.
       *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
 
+    Returns:
+      A `Cost`: `operations`, each with `problem`, `count`, `flops` and `bytes_accessed`; the sums `flops` and
+      `bytes_accessed`; `rest_flops`, `rest_bytes_accessed`, `total_flops` and `total_bytes_accessed`. `print` shows a
+      table.
+
     Examples:
-      >>> x = jax.ShapeDtypeStruct((2, 64, 4), jnp.float32)
+      >>> x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
       >>> def wgrad(x, g):
-      ...     return jax_splitk.conv_wgrad(x, g, (3, 4, 4), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
-      >>> int(jax_splitk.cost(wgrad, x, x).total_flops)  # 2 * taps * C * K * batch * pixels
-      12288
+      ...     numbers = ("NHWC", "HWIO", "NHWC")
+      ...     return jax_splitk.conv_wgrad(x, g, (3, 3, 64, 64), (1, 1), "SAME", dimension_numbers=numbers)
+      >>> jax_splitk.cost(wgrad, x, x).flops == 2 * (8 * 56 * 56) * (3 * 3 * 64) * 64
+      True
     """
     found: dict[Problem, int] = {}
     for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):

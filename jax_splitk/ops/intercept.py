@@ -79,11 +79,13 @@ def intercept(
       ValueError, TypeError: an argument outside its range.
 
     Examples:
-      >>> x, w = jnp.ones((2, 8, 16)), jnp.ones((4, 8, 3))
-      >>> with jax_splitk.intercept():
-      ...     dw = jax.grad(lambda w: jnp.sum(jax.lax.conv(x, w, (1,), "SAME")))(w)
-      >>> dw.shape
-      (4, 8, 3)
+      >>> @jax_splitk.intercept(compute_dtype=jnp.bfloat16)
+      ... def loss(w, x):
+      ...     return jnp.sum(jax.lax.conv_transpose(x, w, (2, 2), "SAME"))
+      >>> w, x = jnp.ones((3, 3, 8, 4)), jnp.ones((2, 8, 8, 8))
+      >>> (decision,) = jax_splitk.explain(jax.grad(loss), w, x).decisions
+      >>> decision.problem.dtype, decision.problem.out_dtype
+      ('bfloat16', 'float32')
     """
     outer = _context.value or _Route()
     given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)

@@ -110,10 +110,11 @@ class Choice:
     @functools.cached_property
     def why(self) -> str:
         """One sentence, for logs and `jax_splitk.explain`."""
-        ours, xla = (None if us is None else f"{us:.1f} us" for us in (self.times.us, self.times.xla_us))
-        if ours is not None and self.times.predicted:
-            return f"{self.because} ({ours} predicted)"
-        if ours is None or xla is None:
+        us, xla_us = self.times.us, self.times.xla_us
+        if us is not None and self.times.predicted:
+            return f"{self.because} ({us:.1f} us predicted)"
+        if us is None or xla_us is None:
             return self.because
-        both = f"XLA {xla}, ours {ours}" if self.candidate == XLA else f"{ours}, XLA {xla}"
-        return f"{self.because}: {both}"
+        if self.candidate == XLA:
+            return f"{self.because}: XLA {xla_us:.1f} us, ours {us:.1f} us"
+        return f"{self.because}: {us:.1f} us, XLA {xla_us:.1f} us"
