@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_splitk import kernels
+from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.every_kernel import RUNS, Run, kernel_names
@@ -39,7 +40,8 @@ def test_the_runs_are_legal_and_reach_every_kernel() -> None:
     assert declared == set(kernel_names())
     count = collections.Counter(run.family.name for run in RUNS)
     assert set(count) == {family.name for family in FAMILIES}
-    assert min(count.values()) >= 5
+    # Others run kernels of another family.
+    assert all(count[family.name] >= 5 for family in FAMILIES if isinstance(family, CudaFamily))
 
 
 def test_the_runs_reach_every_specialisation() -> None:
