@@ -31,7 +31,7 @@ def register(op: str, family: Family[Any, Any]) -> None:
     were stored for problems that the family serves are measured again, since they were made without it.
 
     Args:
-      op: "conv_wgrad" or "quantized_matmul".
+      op: "conv_wgrad", "quantized_matmul" or "dot_general".
       family: an instance of a subclass of `CudaFamily` or `Family`; `Config` is a frozen dataclass, no
         other family has its name or its `Config`.
 

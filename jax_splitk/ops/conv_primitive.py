@@ -91,7 +91,8 @@ def canonical(problem: ConvWgradProblem) -> ConvWgradProblem:
 
 def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule | str:
     """How a weight gradient is divided: it is a sum over the batch, and over pixels where windows do not overlap."""
-    problem = _as_written(*avals, params)
+    lhs, g = avals
+    problem = _as_written(lhs, g, params)
     if problem.batch_group_count > 1:
         return "batch_group_count above 1"
     specs, grouped = params["convolution"].dimension_numbers, problem.feature_group_count > 1

@@ -64,7 +64,7 @@ def _with_tangent(layout: Layout, out_dtype: str, wrt: str) -> Callable[..., jax
     return multiplied
 
 
-def _tangent(x: jax.Array, *operands: jax.Array, **params: Any) -> jax.Array:
+def _tangent(x: Any, *operands: Any, **params: Any) -> jax.Array:
     types = map(jax.typeof, (x, *operands))
     sharding = _compat.explicit_sharding(quantized_primitive.type_of_product(*types, **params))
     return _compat.over_auto_axes(over_batch(_with_tangent(**params), x), sharding)(x, *operands)
@@ -79,7 +79,7 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 
         def of(*some: jax.Array) -> jax.Array:
             changed = dict(zip(asked, some, strict=True))
-            return _tangent(*(changed.get(i, operand) for i, operand in enumerate(given)), dot, **params)
+            return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, **params)
 
         terms.append(jax.jvp(of, tuple(given[i] for i in asked), tuple(given_dots[i] for i in asked))[1])
     return out, _sum(terms, out)

@@ -465,7 +465,7 @@ def test_gradients_of_a_vmapped_model_are_those_of_its_batch() -> None:
     whole = jax.grad(functools.partial(loss, product=HOST), (0, 1))
     for ours, theirs in zip(mapped(w.scale, w.zero_point), whole(w.scale, w.zero_point), strict=True):
         np.testing.assert_array_equal(float32(ours), float32(theirs))
-    sizes = [out.aval.size for eqn in trace._equations(jax.make_jaxpr(mapped)(w.scale, w.zero_point).jaxpr)
+    sizes = [out.aval.size for eqn in trace.equations(jax.make_jaxpr(mapped)(w.scale, w.zero_point).jaxpr)
              for out in eqn.outvars]  # fmt: skip
     assert max(sizes) < 16 * 192 * 64 / 4
 

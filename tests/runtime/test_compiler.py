@@ -154,16 +154,6 @@ def test_damaged_file_is_compiled_again_and_repaired(
     assert (len(machine.compiled), caplog.records) == (2, [])
 
 
-def test_another_keys_file_is_foreign(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    other = compiler.compile_source(tiny(2))
-    path = machine.file()
-    path.rename(path.with_name(f"{compiler.content_key(tiny(1))}.cubin"))
-    machine.forget()
-    with caplog.at_level(logging.WARNING, "jax_splitk"):
-        assert compiler.compile_source(tiny(1)).image != other.image
-    assert len(caplog.records) == 1
-
-
 def test_a_cache_that_cannot_be_written_is_no_error(
     machine: Machine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,11 +6,13 @@ import pathlib
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 
 import jax
 import pytest
 
 from jax_splitk.cli import stored
+from jax_splitk.runtime import toolchain
 from tests.problems import SEED, generator
 from tests.tuning_cache import start
 
@@ -41,13 +43,15 @@ print(json.dumps([float(out[1, 1, 0, 0]), len(entry.measurements)]), flush=True)
 """
 
 
-def interrupted(process: subprocess.Popen[str], delay: float, *, times: int = 1) -> tuple[str, str]:
+def interrupted(
+    process: subprocess.Popen[str], delay: float, *, times: int = 1, send: Callable[[int, int], None] = os.kill
+) -> tuple[str, str]:
     """Its output, after as many Ctrl-C."""
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     for _ in range(times):
         time.sleep(delay)
-        os.kill(process.pid, signal.SIGINT)
+        send(process.pid, signal.SIGINT)
     try:
         return process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
@@ -85,3 +89,26 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: pathlib.Path) -> Non
     _, err = interrupted(process, 0.3, times=2)
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
     assert "FATAL" not in err
+
+
+COMPILE = """
+import concurrent.futures, time
+from jax_splitk.runtime import nvrtc, toolchain
+library, text = toolchain.find_nvrtc().library, 'extern "C" __global__ void tiny(int* x) { *x = 1; }'
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    compiled = pool.submit(nvrtc.compile_in_worker, library, text, "tiny.cu", ["--gpu-architecture=sm_90a"])
+    print("ready", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print(len(compiled.result()[0]))
+"""
+
+
+@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
+def test_a_terminals_ctrl_c_does_not_fail_a_compilation() -> None:
+    """It goes to every process of the terminal's group."""
+    process = start(COMPILE)
+    out, err = interrupted(process, 0.05, send=os.killpg)
+    assert process.returncode == 0, err
+    assert int(out) > 0

@@ -2,9 +2,9 @@
 //
 //   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n]
 //
-// An operand is K-major (k is contiguous) or MN-major (16 bits only: what WGMMA takes). In shared memory every
-// row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64 elements
-// along MN of one k.
+// An operand is K-major (k is contiguous) or MN-major (16 bits only: what WGMMA takes). In shared memory
+// every row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64
+// elements along MN of one k.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
 // epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
@@ -18,18 +18,21 @@
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's size; 1 elsewhere).
+// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's
+// size; 1 elsewhere).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma.cuh"
 
 #if ELEMENT == 1
-using Wgmma = WGMMA(TILE_N, x16_F32BF16BF16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K,
-                                                B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+using Wgmma = WGMMA(
+    TILE_N,
+    x16_F32BF16BF16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
 #elif ELEMENT == 2
-using Wgmma = WGMMA(TILE_N, x16_F32F16F16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K,
-                                              B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+using Wgmma =
+    WGMMA(TILE_N,
+          x16_F32F16F16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
 #else
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
@@ -63,14 +66,12 @@ __device__ inline Work work_of_block(const Args& g) {
 }
 
 // Blocks of k of a split: `split`, `split + splits`, ...
-__device__ inline int blocks_of(const Args& g, int split) {
-  return g.k_blocks + (split < g.longer);
-}
+__device__ inline int blocks_of(const Args& g, int split) { return g.k_blocks + (split < g.longer); }
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN (WHOLE),
-// or a box for each, where these do not come out even.
+// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN
+// (WHOLE), or a box for each, where these do not come out even.
 template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
 __device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k, int batch,
                             uint64_t hint) {
@@ -81,7 +82,8 @@ __device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, i
   } else {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k, batch);
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k,
+                                   batch);
     }
   }
 }
@@ -91,8 +93,9 @@ __device__ inline uint64_t hint_for(int once) {
   return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
 }
 
-// Loads `blocks` blocks of k from k on. The first ones, into stages that are EMPTY yet, are a loop of their own
-// right at the kernel's start: all that follows waits for them, and code that lies far off is slow to come.
+// Loads `blocks` blocks of k from k on. The first ones, into stages that are EMPTY yet, are a loop of their
+// own right at the kernel's start: all that follows waits for them, and code that lies far off is slow to
+// come.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
                                Pipeline<STAGES>& pipeline, const Work& work, int k, int blocks) {
@@ -151,15 +154,16 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
 
 // ---- epilogue --------------------------------------------------------------------------------------------
 
-// A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next of
-// each 8.
+// A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next
+// of each 8.
 #if REDUCTION == 1
 constexpr int TILE_CHUNKS = TILE_M * TILE_N / 4;  // float4 of a tile
 
-// Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of a
-// thread's accumulators][thread]. (In rows of the output, which are 32 bytes of each warp's store, they take four
-// times as long.)
-__device__ inline void store_partials(const Args& g, const Work& work, const Accumulator& acc, float* partials) {
+// Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of
+// a thread's accumulators][thread]. (In rows of the output, which are 32 bytes of each warp's store, they
+// take four times as long.)
+__device__ inline void store_partials(const Args& g, const Work& work, const Accumulator& acc,
+                                      float* partials) {
   const int tiles = gridDim.x * gridDim.y, batches = gridDim.z / g.splits.value;
   const int tile = work.batch * tiles + blockIdx.y * gridDim.x + blockIdx.x;
   float4* to = reinterpret_cast<float4*>(partials) +
@@ -181,13 +185,16 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   const int lanes = r.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = threadIdx.x >> (31 - __clz(columns));
   const int i = blockIdx.x * columns + column;
-  // Of a lane of the accumulators: rows l/4 and l/4 + 8 of each warp's 16, columns 2 * (l%4) and the next of each 8.
+  // Of a lane of the accumulators: rows l/4 and l/4 + 8 of each warp's 16, columns 2 * (l%4) and the next of
+  // each 8.
   const int tile = i / TILE_CHUNKS, chunk = i % TILE_CHUNKS;
   const int four = chunk / CONSUMER_THREADS, thread = chunk % CONSUMER_THREADS;
   const int block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;
   const int tile_column = tile / g.rows, batch = tile_column / g.columns;
-  const int row = (tile - tile_column * g.rows.value) * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
-  const int col = (tile_column - batch * g.columns.value) * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
+  const int row =
+      (tile - tile_column * g.rows.value) * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  const int col =
+      (tile_column - batch * g.columns.value) * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
   const bool inside = i * 4 < r.size && row < g.m && col < g.n;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   wait_on_dependent_grids();
@@ -201,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   if (row + 8 < g.m) store_values(to + 8 * g.n, {sum.z, sum.w});
 }
 #else
-constexpr int PITCH = TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
+constexpr int PITCH =
+    TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
 constexpr int CHUNKS = TILE_N / 4;  // float4 of a row
 static_assert(TILE_M * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages hold the sums of the tile");
 

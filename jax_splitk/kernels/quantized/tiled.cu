@@ -276,8 +276,8 @@ struct Loop {
   // from X_WARP on one box of x each.
   static constexpr int PRODUCERS = 4, SUMS_WARP = 1, X_WARP = 2, BARRIERS = SPARE + 1;
   static constexpr bool CROWDED = WARPGROUPS == 2 && CTAS_PER_SM == 2;
-  static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : 56;
-  static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 224;
+  static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : CTAS_PER_SM == 2 ? 56 : 24;
+  static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 240;
   const Weight weight;
   const float* sums;  // of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]
 

@@ -224,7 +224,8 @@ struct Consumer : Position {
   __device__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
   __device__ uint32_t extras() const { return stages + EXTRAS_AT + stage * EXTRA_BYTES; }
   // Where stages change hands between the k warpgroups, this one has not seen the fill before, which may come
-  // after that of a later stage: until then the parity would be that of the fill two before, which it has seen.
+  // after that of a later stage: until then the parity would be that of the fill two before, which it has
+  // seen.
   __device__ void wait_full() const {
     if constexpr (K_WARPGROUPS > 1 && STAGES % 2 == 1) wait(full + stage * 8, phase ^ 1);
     wait(full + stage * 8, phase);
