@@ -162,8 +162,9 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
       >>> bool((jax_splitk.unpack(jax_splitk.prepack(q)).qvalue == q.qvalue).all())
       True
     """
-    checked(packed)
-    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, Tracer):
+    packed = checked(packed)
+    concrete = packed.zero_point is not None and not isinstance(packed.zero_point, Tracer)
+    if concrete and packed.zero_dtype in ZERO_INTEGERS and packed.zero_point.size:
         info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(packed.zero_point, np.float32)
         exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
         accepted = f"integers from {info.min} to {info.max}"
