@@ -163,9 +163,9 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
       True
     """
     packed = checked(packed)
-    concrete = packed.zero_point is not None and not isinstance(packed.zero_point, Tracer)
-    if concrete and packed.zero_dtype in ZERO_INTEGERS and packed.zero_point.size:
-        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(packed.zero_point, np.float32)
+    zero_point: Any = packed.zero_point
+    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(zero_point, Tracer) and zero_point.size > 0:
+        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(zero_point, np.float32)
         exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
         accepted = f"integers from {info.min} to {info.max}"
         require(exact, f"zero_point from {zeros.min()} to {zeros.max()} with zero_dtype={info.dtype}", accepted)
