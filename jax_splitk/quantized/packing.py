@@ -162,9 +162,10 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
       >>> bool((jax_splitk.unpack(jax_splitk.prepack(q)).qvalue == q.qvalue).all())
       True
     """
-    checked(packed)
-    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(packed.zero_point, Tracer):
-        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(packed.zero_point, np.float32)
+    packed = checked(packed)
+    zero_point: Any = packed.zero_point
+    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(zero_point, Tracer) and zero_point.size > 0:
+        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(zero_point, np.float32)
         exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
         accepted = f"integers from {info.min} to {info.max}"
         require(exact, f"zero_point from {zeros.min()} to {zeros.max()} with zero_dtype={info.dtype}", accepted)
