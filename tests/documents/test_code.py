@@ -62,7 +62,7 @@ def page(path: pathlib.Path) -> Any:
     return pytest.param(path, id=markdown.name(path), marks=marks)
 
 
-@pytest.mark.parametrize("path", map(page, PAGES))
+@pytest.mark.parametrize("path", [page(path) for path in PAGES])
 def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
     """A page's Python blocks, in their order, share one namespace; what they print is not compared."""
     names: dict[str, Any] = {"__name__": "page"}
