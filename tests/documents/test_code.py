@@ -56,7 +56,13 @@ def test_languages_are_known() -> None:
     assert found <= LANGUAGES
 
 
-@pytest.mark.parametrize("path", PAGES, ids=markdown.name)
+def page(path: pathlib.Path) -> Any:
+    """Guides take long: `make test-all` runs them."""
+    marks = [pytest.mark.exhaustive] if path.parent.name == "guides" else []
+    return pytest.param(path, id=markdown.name(path), marks=marks)
+
+
+@pytest.mark.parametrize("path", [page(path) for path in PAGES])
 def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
     """A page's Python blocks, in their order, share one namespace; what they print is not compared."""
     names: dict[str, Any] = {"__name__": "page"}
