@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import pathlib
 import subprocess
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +96,7 @@ def environment() -> dict[str, Any]:
         "driver": _driver(),
         "jax": jax.__version__,
         "jaxlib": packages.get("jaxlib"),
-        "jax_splitk": packages.get("jax_splitk") or packages.get("jax-splitk") or _version_in_tree(),
+        "jax_splitk": jax_splitk.__version__,
         "packages": {name: packages[name] for name in sorted(packages) if name.startswith(wanted)},
         "nvrtc": None if toolchain.unavailable() else ".".join(map(str, toolchain.find_nvrtc().version)),
         "plan_version": plan.PLAN_VERSION,
@@ -106,12 +105,6 @@ def environment() -> dict[str, Any]:
             for path in sorted(kernels.rglob("*.cu*"))
         },
     }
-
-
-def _version_in_tree() -> str:
-    """The package's version in pyproject.toml beside it, for a tree that is used without being installed."""
-    pyproject = pathlib.Path(jax_splitk.__file__).parents[1] / "pyproject.toml"
-    return tomllib.loads(pyproject.read_text())["project"]["version"]
 
 
 def _driver() -> str | None:
