@@ -20,6 +20,7 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -307,6 +308,15 @@ def test_no_product_of_a_short_range_is_missing() -> None:
     config = tiles.split_tiles(problem, fp8.Config(128, 96, 7, 0, chunk=32), 2)
     assert fp8.FAMILY.refusal(problem, config) is None
     check_all([Run(fp8.FAMILY, problem, config)])
+
+
+@pytest.mark.exhaustive
+def test_sums_with_zero_points_do_not_spill() -> None:
+    """What had spilled: many rows, int8 in groups, float32 results and zero points."""
+    problem = QuantizedMatmulProblem(65536, 1984, 8, "float16", "float32", "int8", 64, "bfloat16", zero_dtype="float32")
+    candidates = tiled.FAMILY.candidates(problem, DEFAULT_CUDA)
+    runs = {(run := Run(tiled.FAMILY, problem, config)).plan.source: run for config in candidates}
+    check_all(list(runs.values()))
 
 
 def test_the_sources_are_few_and_of_every_type() -> None:
