@@ -218,7 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table")
     options = parser.parse_args(argv)
     try:
-        report = combined([json.loads(path.read_text()) for path in options.reports])
+        reports = [json.loads(path.read_text()) for path in options.reports]
+        if not all("results" in report for report in reports):
+            raise ValueError("a report of another kind; accepted: of benchmarks.wgrad or of benchmarks.quantized")
+        report = combined(reports)
         if options.out.suffix == ".md":
             table = quantized_table if "crossovers" in report else wgrad_table
             options.out.write_text(table(report))

@@ -1,16 +1,19 @@
 """Shared set-up: an isolated cache for every test run, the GPU marker, and device code compiled ahead."""
 
+import atexit
 import fcntl
 import os
 import pathlib
 import secrets
 import tempfile
+from collections.abc import Generator
 
 # Before jax_splitk or XLA start: tests must not read or write the user's cache, and need several CPU devices.
 if "JAX_SPLITK_CACHE_DIR" not in os.environ:
     # One for all processes of a run (pytest-xdist's inherit the environment), deleted when the first of them ends.
     cache = tempfile.TemporaryDirectory(prefix="jax_splitk-test-", ignore_cleanup_errors=True)
     os.environ["JAX_SPLITK_CACHE_DIR"] = cache.name
+    atexit.register(cache.cleanup)  # by itself it would warn, behind pytest's summary
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # NumPy's matrix products would take every core, in each of the processes.
@@ -57,6 +60,14 @@ def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
     """The writable layer of a cache of the test's own; all layers are empty."""
     return isolate(monkeypatch, tmp_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """pytest-xdist ends the run where it cannot send a report: what tests of damaged text log need not be Unicode."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
