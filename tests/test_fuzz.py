@@ -2,6 +2,7 @@
 nothing crashes. Each run draws anew, and names its seed (JAX_SPLITK_TEST_SEED) at its beginning and in failures."""
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,7 +21,6 @@ from jax_splitk.cli import stored
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
-from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import search, select, session, store, table
@@ -189,13 +189,15 @@ def calls(rng: Rng, cache: pathlib.Path) -> Trial:
         name = str(rng.choice(list(attributes)))
         value = attributes[name]
         if isinstance(value, np.ndarray) and value.ndim:
-            attributes[name] = np.array(changed_words(rng, value.tolist(), value.tolist()), np.int64)
+            attributes[name] = np.array(changed_words(rng, value.tolist(), value.tolist()), value.dtype)
         elif rng.integers(4):
             attributes[name] = np.int64(EXTREMES[rng.integers(len(EXTREMES))])
         else:
             attributes[name] = str(ODD_VALUES[rng.integers(len(ODD_VALUES))]).encode("ascii", "ignore").decode()
         size = max(0, call.workspace_bytes + int(rng.choice([0, 0, 64, -64, -1])))
-        changed = CustomCall(call.target, attributes, size)
+        changed = dataclasses.replace(call, attributes=attributes, workspace_bytes=size)
+        if rng.integers(8) == 0:
+            changed = call
         run = jax.jit(lambda *operands: execute.call(changed, problem, *operands))
         try:
             assert run(*operands).block_until_ready().shape == problem.out_shape
