@@ -1,9 +1,11 @@
 """Constants of the cost models, which are data: `cost_models/DEVICE.json`, made by `python -m benchmarks.cost_model.fit`.
 
-    {"families": {NAME: {"uncertainty": ..., "constants": {FIELD: ...}}},
-     "xla": {CLASS: {"uncertainty": ..., "weights": {FEATURE: ...}, "ranges": {FEATURE: [low, high]}}}}
+    {"families": {NAME: {"uncertainty": {CLASS: ...}, "constants": {FIELD: ...}}},
+     "xla": {OPERATION: {"weights": {FEATURE: ...},
+                         "classes": {CLASS: {"uncertainty": ..., "ranges": {SIZE: [low, high]}}}}}}
 
 An uncertainty is how far the logarithm of an estimate usually lies from that of the time (its standard deviation).
+Classes are those of `xla.features`.
 """
 
 import dataclasses
@@ -83,7 +85,7 @@ def _value(name: str, value: Any, kind: Any) -> Any:
     return kind(value)
 
 
-def uncertainty(family: str, target: Target) -> float:
-    """Of a family's estimates on a device."""
+def uncertainty(family: str, name: str, target: Target) -> float:
+    """Of a family's estimates of a class of problems on a device; `UNKNOWN` where none was measured."""
     found = model_of(target.platform, target.device_kind)["families"].get(family, {})
-    return float(found.get("uncertainty", UNKNOWN))
+    return float(found.get("uncertainty", {}).get(name, UNKNOWN))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jax_splitk.kernels import cost_model
+from jax_splitk.kernels import cost_model, xla
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
@@ -96,10 +96,9 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         other._costs = costs
         return other
 
-    def uncertainty(self, problem: _Problem, target: Target) -> float:
+    def uncertainty(self, problem: Any, target: Target) -> float:
         """How far the logarithms of its estimates usually lie from those of the times (their standard deviation)."""
-        del problem
-        return cost_model.uncertainty(self.name, target)
+        return cost_model.uncertainty(self.name, xla.class_of(problem), target)
 
     @abc.abstractmethod
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:

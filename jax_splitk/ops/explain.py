@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jax_splitk.kernels import xla
 from jax_splitk.ops import trace
 from jax_splitk.ops.explanation import Decision, Explanation, decision
 from jax_splitk.ops.lax_convolutions import weight_gradients
@@ -118,6 +119,9 @@ def _gain(d: Decision, target: Target) -> str:
         return "none"
     if d.xla_us is not None:
         return f"{d.count * (d.xla_us - d.us):.1f} of {d.count * d.xla_us:.1f} us"
+    if (of_xla := xla.estimate(d.problem, target)) is not None:
+        xla_us = of_xla.seconds * 1e6
+        return f"about {d.count * (xla_us - d.us):.1f} of {d.count * xla_us:.1f} us, both predicted"
     ratios = table.ratios(d.problem.op, target.device_kind, d.family)
     if not ratios:
         return "not known: XLA was not measured"
