@@ -19,7 +19,7 @@ _PRIOR_COUNT = 3.0  # problems that have everybody's errors, in a class's uncert
 
 def fit(found: Sequence[Record]) -> dict[str, Any]:
     """The data of the estimate for one operation, from records that have XLA's time."""
-    features = [xla.features(record.problem) for record in found]
+    features = [xla.features(record.problem, record.target) for record in found]
     logs = np.array([math.log((r.xla_us or 1) * 1e-6 / f.floor) for r, f in zip(found, features, strict=True)])
     names = list(dict.fromkeys(name for f in features for name in f.all()))
     rows = np.array([[f.all().get(name, 0.0) for name in names] for f in features])

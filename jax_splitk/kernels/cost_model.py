@@ -1,4 +1,4 @@
-"""Constants of the cost models, which are data: `cost_models/DEVICE.json`, made by `python -m benchmarks.cost_model.fit`.
+"""Constants of the cost models: data, `cost_models/DEVICE.json`, which `python -m benchmarks.cost_model.fit` makes.
 
     {"families": {NAME: {"uncertainty": {CLASS: ...}, "constants": {FIELD: ...}}},
      "xla": {OPERATION: {"weights": {FEATURE: ...},

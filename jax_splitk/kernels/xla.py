@@ -16,9 +16,9 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-# An H200's; other devices' weights make up for theirs.
+# An H200's. Of other devices the number of cores counts, and what is fitted to their times.
 _FLOPS = {"float32": 395e12, "exact": 50e12, "float8_e4m3fn": 790e12}
 _HALF_FLOPS = 790e12
 _BYTES = 4.3e12
@@ -60,14 +60,14 @@ class Estimate:
     uncertainty: float
 
 
-def features(problem: Problem) -> Features:
+def features(problem: Problem, target: Target) -> Features:
     """What the estimate sees of a problem that is not empty."""
-    return _FEATURES[problem.op](problem)
+    return _FEATURES[problem.op](problem, target.cores / DEFAULT_CUDA.cores)
 
 
 def class_of(problem: Problem) -> str:
     """Its name; "empty" of a problem that has nothing to compute."""
-    return features(problem).name if problem.flops else "empty"
+    return features(problem, DEFAULT_CUDA).name if problem.flops else "empty"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,7 +76,7 @@ def estimate(problem: Problem, target: Target) -> Estimate | None:
     model = cost_model.model_of(target.platform, target.device_kind)["xla"].get(problem.op)
     if model is None or problem.flops == 0:
         return None
-    found = features(problem)
+    found = features(problem, target)
     of_class = model["classes"].get(found.name)
     if of_class is None or any(_is_beyond(found.sizes[name], *of_class["ranges"][name]) for name in found.sizes):
         return None
@@ -88,9 +88,10 @@ def _is_beyond(value: float, low: float, high: float) -> bool:
     return not low - _MARGIN <= value <= high + _MARGIN
 
 
-def _floor(problem: Any, dtype: str, more_bytes: float = 0) -> float:
+def _floor(problem: Any, dtype: str, share: float, more_bytes: float = 0) -> float:
+    """Seconds at the rates of arithmetic and memory of such a share of an H200."""
     moved = (problem.bytes_moved + more_bytes) / _BYTES
-    return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved) + _LAUNCH_SECONDS
+    return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved) / share + _LAUNCH_SECONDS
 
 
 def _arithmetic(problem: ConvWgradProblem | DotProblem) -> str:
@@ -99,7 +100,7 @@ def _arithmetic(problem: ConvWgradProblem | DotProblem) -> str:
     return "exact" if "highest" in problem.precision else "float32"
 
 
-def _of_conv_wgrad(p: ConvWgradProblem) -> Features:
+def _of_conv_wgrad(p: ConvWgradProblem, share: float) -> Features:
     arithmetic, (channels, out_channels) = _arithmetic(p), p.group_channels
     if p.feature_group_count > 1:
         kind = "depthwise" if channels == 1 else "grouped"
@@ -107,7 +108,7 @@ def _of_conv_wgrad(p: ConvWgradProblem) -> Features:
         kind = "pointwise"
     else:
         kind = "few channels" if p.in_channels <= _FEW_CHANNELS else "dense"
-    floor = _floor(p, arithmetic)
+    floor = _floor(p, arithmetic, share)
     sizes = {
         "seconds": math.log(floor / 1e-5),
         "channels": math.log(min(channels, _WIDE)),
@@ -122,9 +123,9 @@ def _of_conv_wgrad(p: ConvWgradProblem) -> Features:
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
-def _of_quantized_matmul(p: QuantizedMatmulProblem) -> Features:
+def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
     kind = "one row" if p.rows == 1 else "few rows" if p.rows <= _FEW_ROWS else "many rows"
-    floor = _floor(p, "half", 2 * 2 * p.k * p.features)  # the dequantized weight is written, and read again
+    floor = _floor(p, "half", share, 2 * 2 * p.k * p.features)  # the dequantized weight is written, and read again
     sizes = {
         "seconds": math.log(floor / 1e-5),
         "rows": math.log(p.rows),
@@ -135,15 +136,15 @@ def _of_quantized_matmul(p: QuantizedMatmulProblem) -> Features:
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
-def _of_dot_general(p: DotProblem) -> Features:
+def _of_dot_general(p: DotProblem, share: float) -> Features:
     arithmetic, majors = _arithmetic(p), p.lhs_order[-1] + p.rhs_order[-1]
-    floor, tiles = _floor(p, arithmetic), -(-p.m // 128) * -(-p.n // 128) * p.batch
+    floor, tiles = _floor(p, arithmetic, share), -(-p.m // 128) * -(-p.n // 128) * p.batch
     sizes = {"seconds": math.log(floor / 1e-5), "tiles": math.log(tiles), "k": math.log(p.k)}
     kinds = (majors, arithmetic)
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
-_FEATURES: dict[str, Callable[[Any], Features]] = {
+_FEATURES: dict[str, Callable[[Any, float], Features]] = {
     "conv_wgrad": _of_conv_wgrad,
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
