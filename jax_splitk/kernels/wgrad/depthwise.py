@@ -301,10 +301,11 @@ class Costs(ReductionCosts):
       clock: a second.
       shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
       mma_clocks: of an m16n8k16.
+      pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
       pixel_clocks: of a loaded pixel, however few its channels.
       latency_clocks: of a load, while a stage's bytes are in flight at most.
       block_clocks: waiting and latencies that other warps do not hide.
-      shadow: part of the shared-memory and tensor-core times that is not hidden by the longest.
+      shadow: part of the shared-memory, tensor-core and warps' times that is not hidden by the longest.
       start_seconds: first loads and the epilogue of a thread block.
     """
 
@@ -312,6 +313,8 @@ class Costs(ReductionCosts):
     shared_bytes_per_clock: float
     l2_bytes_per_clock: float
     mma_clocks: float
+    pass_clocks: float
+    warp_mma_clocks: float
     pixel_clocks: float
     latency_clocks: float
     block_clocks: float
@@ -400,15 +403,20 @@ class Depthwise(SplitFamily[Config]):
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
         shared = (written + operands + 2 * t.sums_bytes / CHAIN) / costs.shared_bytes_per_clock
-        mma = config.channels * g.width.size * t.segment // 4 * costs.mma_clocks
-        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch
+        products = g.width.size * t.segment // 4  # of a channel
+        mma = config.channels * products * costs.mma_clocks
+        # A warp's channels come one after the other.
+        alone = config.channels / config.warps * (costs.pass_clocks + products * costs.warp_mma_clocks)
+        images = -(-problem.batch // config.images) * config.images
+        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch * problem.batch / images
         pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
         sectors = pixels * max(config.channels * 2, 32)
         load = max(
             sectors / costs.l2_bytes_per_clock, pixels * costs.pixel_clocks, costs.latency_clocks / config.stages
         )
-        longest = max(shared, mma, load)
-        cycles = longest + costs.shadow * (shared + mma - min(shared + mma, longest)) + costs.block_clocks
+        longest = max(shared, mma, load, alone)
+        hidden = max(0.0, shared + mma + alone - longest)
+        cycles = longest + costs.shadow * hidden + costs.block_clocks
         waves = self.waves(problem, config, target)
         seconds = waves * blocks * cycles / costs.clock
         seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / costs.hbm_bytes_per_second)

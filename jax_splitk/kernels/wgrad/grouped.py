@@ -272,6 +272,7 @@ class Costs(ReductionCosts):
       strip_instructions: of a strip, beside its loads and MMAs.
       row_clocks: of a warp for a row of X, before its MMAs.
       warp_mma_clocks: of a warp for one MMA.
+      tile_clocks: of a tile, besides: its barriers, and loads that nothing hides.
       shadow: part of all but the longest that is not hidden by it.
       ramp_seconds: of filling the pipeline, and of the epilogue.
     """
@@ -284,6 +285,7 @@ class Costs(ReductionCosts):
     strip_instructions: float
     row_clocks: float
     warp_mma_clocks: float
+    tile_clocks: float
     shadow: float
     ramp_seconds: float
 
@@ -456,7 +458,8 @@ class Grouped(SplitFamily[Config]):
         together = min(self.blocks_per_sm(problem, config), sharing)
         shared_by_all, alone = tile_clocks(problem, config, costs)
         clocks = sorted([*shared_by_all.values(), alone / together])
-        busy = sharing * each * (clocks[-1] + costs.shadow * sum(clocks[:-1])) / costs.clock
+        tile = clocks[-1] + costs.shadow * sum(clocks[:-1]) + costs.tile_clocks / together
+        busy = sharing * each * tile / costs.clock
         # The memory's rate is shared by the thread blocks there are.
         filled = min(1.0, blocks / target.cores)
         memory = problem.bytes_moved / costs.hbm_bytes_per_second / filled
