@@ -12,7 +12,7 @@ from jax_splitk.kernels import xla
 
 NOISE = 0.1  # of logarithms of times, which the model cannot explain
 # How large weights usually are, by what they belong to.
-_WIDTHS = {"one": 3.0, "kind": 0.7, "size": 0.3}
+_WIDTHS = {"one": 3.0, "kind": 0.7, "size": 0.3, "own size": 0.15}
 _ROUNDS = 5  # of weighting down what is far off
 _PRIOR_COUNT = 3.0  # problems that have everybody's errors, in a class's uncertainty
 
@@ -23,8 +23,9 @@ def fit(found: Sequence[Record]) -> dict[str, Any]:
     logs = np.array([math.log((r.xla_us or 1) * 1e-6 / f.floor) for r, f in zip(found, features, strict=True)])
     names = list(dict.fromkeys(name for f in features for name in f.all()))
     rows = np.array([[f.all().get(name, 0.0) for name in names] for f in features])
-    kinds = {kind for f in features for kind in f.kinds}
-    widths = np.array([_WIDTHS["one" if n == "one" else "kind" if n in kinds else "size"] for n in names])
+    of = {"one": "one", **{kind: "kind" for f in features for kind in f.kinds}}
+    of |= {name: "size" for f in features for name in f.sizes}
+    widths = np.array([_WIDTHS[of.get(name, "own size")] for name in names])
     weights, errors = _ridge(rows, logs, widths)
     of_class = uncertainties([f.name for f in features], errors, np.ones(len(errors)))
     classes = {}
