@@ -197,7 +197,7 @@ def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=pathlib.Path, nargs="+", metavar="OUT.jsonl", help="the first is written")
     parser.add_argument("--earlier", type=pathlib.Path, nargs="+", default=[], metavar="FILE", help="of earlier runs")
     parser.add_argument("--problems", type=int, default=300, metavar="N", help="with those of earlier runs; 300")

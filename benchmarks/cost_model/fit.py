@@ -175,16 +175,16 @@ def model(old: Mapping[str, Any], seen: Sequence[Record], held: Sequence[Record]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model.fit", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model.fit", description=__doc__)
     parser.add_argument("sweeps", nargs="*", type=pathlib.Path, metavar="SWEEP.jsonl")
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=True, help="the package's file, or another")
     parser.add_argument("--held-out", type=float, default=HELD_OUT, metavar="SHARE", help="of the problems; 0.2")
     parser.add_argument("--keep", action="store_true", help="constants: fit uncertainties and XLA only")
     parser.add_argument("--shipped", action="store_true", help="also the rows of an H200's tables and of data/")
     options = parser.parse_args(argv)
-    found = records.read(options.sweeps)
-    if options.shipped:
-        found += [*records.shipped(DEFAULT_CUDA), *records.read(sorted(records.DATA.glob("*.jsonl")))]
+    paths = [*options.sweeps, *(sorted(records.DATA.glob("*.jsonl")) if options.shipped else ())]
+    found = records.read(dict.fromkeys(path.resolve() for path in paths))
+    found += records.shipped(DEFAULT_CUDA) if options.shipped else []
     kinds = {record.target.device_kind for record in found}
     if len(kinds) != 1:
         parser.error(f"records of {', '.join(sorted(kinds)) or 'nothing'}; accepted: of one device")

@@ -61,9 +61,21 @@ class _Layer:
         padding = tuple((r, 0) if self.causal else (r // 2, r - r // 2) for r in reach)
         stride, ones, dilation = self.stride or (1,) * rank, (1,) * rank, (self.dilation,) * rank
         out = conv_output_spatial(self.image, self.kernel, stride, padding, ones, dilation)
-        sizes = (batch, self.image, out, self.kernel, self.channels, self.out_channels)
         return ConvWgradProblem(
-            *sizes, stride, padding, ones, dilation, self.groups, dtype, out_dtype, precision=precision
+            batch=batch,
+            input_spatial=self.image,
+            output_spatial=out,
+            kernel_spatial=self.kernel,
+            in_channels=self.channels,
+            out_channels=self.out_channels,
+            window_strides=stride,
+            padding=padding,
+            lhs_dilation=ones,
+            rhs_dilation=dilation,
+            feature_group_count=self.groups,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            precision=precision,
         )
 
 
@@ -102,7 +114,8 @@ def _mobile(rng: Rng) -> _Layer:
     size, width = resolution // 2 >> stage, 8 * _log_uniform(rng, 2, 8) << stage
     if rng.random() < 0.3:
         few = max(8, width // 6 // 8 * 8)
-        return _Layer((size, size), *_one(rng, (width, few), (few, width)), (1, 1))
+        inputs, outputs = _one(rng, (width, few), (few, width))
+        return _Layer((size, size), inputs, outputs, (1, 1))
     kernel = _one(rng, 3, 3, 5, 5, 7)
     return _Layer((size, size), width, width, (kernel, kernel), _one(rng, (1, 1), (1, 1), (2, 2)), groups=width)
 

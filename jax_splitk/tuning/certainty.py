@@ -16,17 +16,17 @@ def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: 
     """Those of the candidates that may well be the fastest: few where the models are sure.
 
     Args:
-      ranking: candidates with their predicted seconds, the fastest first.
+      ranking: candidates of ours with their predicted seconds, the fastest first.
     """
     if not ranking:
         return []
     best_seconds, best = ranking[0]
-    families = {candidate.family for _, candidate in ranking}
-    of = {family: family.uncertainty(problem, target) for family in families if family is not None}
+    families = {c.name: c.family for _, c in ranking if c.family is not None}
+    of = {name: family.uncertainty(problem, target) for name, family in families.items()}
 
     def may_win(seconds: float, candidate: Candidate) -> bool:
-        own, least = of.get(candidate.family, 0.0), of.get(best.family, 0.0)
-        apart = own * _WITHIN_FAMILY if candidate.family is best.family else math.hypot(own, least)
+        own = of[candidate.name]
+        apart = own * _WITHIN_FAMILY if candidate.name == best.name else math.hypot(own, of[best.name])
         return math.log(seconds / best_seconds) <= apart
 
     return [candidate for seconds, candidate in ranking if may_win(seconds, candidate)]

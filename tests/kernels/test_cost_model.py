@@ -1,5 +1,6 @@
 """Constants of the cost models as the package's data, and the estimate of XLA's time."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -73,6 +74,9 @@ def test_uncertainty_is_that_of_the_class_of_problems() -> None:
     assert im2col.FAMILY.uncertainty(stem, DEFAULT_CUDA) == cost_model.UNKNOWN  # which it was not measured on
     assert 0 < im2col.FAMILY.uncertainty(dense, DEFAULT_CUDA) < cost_model.UNKNOWN
     assert im2col.FAMILY.uncertainty(small, H100) == im2col.FAMILY.uncertainty(small, DEFAULT_CUDA)
+    outside = copy.copy(im2col.FAMILY)
+    outside.name = "outside"
+    assert outside.uncertainty(dense, DEFAULT_CUDA) == math.inf
     empty = dataclasses.replace(dense, batch=0)
     assert im2col.FAMILY.uncertainty(empty, DEFAULT_CUDA) == cost_model.UNKNOWN
 
