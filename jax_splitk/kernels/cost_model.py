@@ -86,7 +86,7 @@ def _value(name: str, value: Any, kind: Any) -> Any:
 
 
 def uncertainty(family: str, name: str, target: Target) -> float:
-    """Of a family's estimates of a class of problems on a device: `UNKNOWN` where none was measured, infinite of a family
-    without data, as those from outside of the package, whose estimates may say no more than an order."""
+    """Of a family's estimates of a class of problems on a device: `UNKNOWN` where none was measured, and infinite of a
+    family without data, as those from outside of the package, whose estimates may say no more than an order."""
     found = model_of(target.platform, target.device_kind)["families"].get(family)
     return math.inf if found is None else float(found["uncertainty"].get(name, UNKNOWN))
