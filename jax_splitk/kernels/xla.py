@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_splitk.kernels import cost_model
+from jax_splitk.kernels.wgrad.geometry import bytes_touched
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
@@ -88,10 +89,9 @@ def _is_beyond(value: float, low: float, high: float) -> bool:
     return not low - _MARGIN <= value <= high + _MARGIN
 
 
-def _floor(problem: Any, dtype: str, share: float, more_bytes: float = 0) -> float:
+def _floor(problem: Problem, dtype: str, share: float, moved: float) -> float:
     """Seconds at the rates of arithmetic and memory of such a share of an H200."""
-    moved = (problem.bytes_moved + more_bytes) / _BYTES
-    return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved) / share + _LAUNCH_SECONDS
+    return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved / _BYTES) / share + _LAUNCH_SECONDS
 
 
 def _arithmetic(problem: ConvWgradProblem | DotProblem) -> str:
@@ -108,7 +108,7 @@ def _of_conv_wgrad(p: ConvWgradProblem, share: float) -> Features:
         kind = "pointwise"
     else:
         kind = "few channels" if p.in_channels <= _FEW_CHANNELS else "dense"
-    floor = _floor(p, arithmetic, share)
+    floor = _floor(p, arithmetic, share, bytes_touched(p))
     sizes = {
         "seconds": math.log(floor / 1e-5),
         "channels": math.log(min(channels, _WIDE)),
@@ -125,7 +125,8 @@ def _of_conv_wgrad(p: ConvWgradProblem, share: float) -> Features:
 
 def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
     kind = "one row" if p.rows == 1 else "few rows" if p.rows <= _FEW_ROWS else "many rows"
-    floor = _floor(p, "half", share, 2 * 2 * p.k * p.features)  # the dequantized weight is written, and read again
+    dequantized = 2 * p.k * p.features  # bytes, written and read again
+    floor = _floor(p, "half", share, p.bytes_moved + 2 * dequantized)
     sizes = {
         "seconds": math.log(floor / 1e-5),
         "rows": math.log(p.rows),
@@ -138,7 +139,7 @@ def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
 
 def _of_dot_general(p: DotProblem, share: float) -> Features:
     arithmetic, majors = _arithmetic(p), p.lhs_order[-1] + p.rhs_order[-1]
-    floor, tiles = _floor(p, arithmetic, share), -(-p.m // 128) * -(-p.n // 128) * p.batch
+    floor, tiles = _floor(p, arithmetic, share, p.bytes_moved), -(-p.m // 128) * -(-p.n // 128) * p.batch
     sizes = {"seconds": math.log(floor / 1e-5), "tiles": math.log(tiles), "k": math.log(p.k)}
     kinds = (majors, arithmetic)
     return Features(" ".join(kinds), floor, kinds, sizes)

@@ -16,7 +16,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, one_block_apart
-from jax_splitk.kernels.wgrad.geometry import geometry
+from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -419,7 +419,7 @@ class Depthwise(SplitFamily[Config]):
         cycles = longest + costs.shadow * hidden + costs.block_clocks
         waves = self.waves(problem, config, target)
         seconds = waves * blocks * cycles / costs.clock
-        seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / costs.hbm_bytes_per_second)
+        seconds = max(seconds, bytes_touched(problem) * blocks / (blocks - 0.25) / costs.hbm_bytes_per_second)
         seconds += waves * costs.start_seconds + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 

@@ -18,7 +18,7 @@ from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
-from jax_splitk.kernels.wgrad.geometry import axis_macros
+from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -348,7 +348,7 @@ class Gather(RankedFamily[Config]):
         ) / costs.clock
         stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         seconds = stages * step + self.waves(problem, config, target) * costs.wave_seconds
-        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second) + costs.launch_seconds
+        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second) + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:

@@ -16,7 +16,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, nearby, partial_stride
-from jax_splitk.kernels.wgrad.geometry import axis_macros, geometry
+from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
@@ -462,7 +462,7 @@ class Grouped(SplitFamily[Config]):
         busy = sharing * each * tile / costs.clock
         # The memory's rate is shared by the thread blocks there are.
         filled = min(1.0, blocks / target.cores)
-        memory = problem.bytes_moved / costs.hbm_bytes_per_second / filled
+        memory = bytes_touched(problem) / costs.hbm_bytes_per_second / filled
         ramps = self.waves(problem, config, target) * costs.ramp_seconds
         seconds = max(busy, memory) + costs.shadow * min(busy, memory) + ramps + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)

@@ -28,7 +28,7 @@ from jax_splitk.kernels.wgrad.family import (
     partial_stride,
     reduction,
 )
-from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
+from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -201,6 +201,7 @@ class Costs(ReductionCosts):
       narrow: part of it where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in
         32 clocks, all that it gives.
       l2_bytes_per_sm: a second, loaded by an SM.
+      windows: times as long for X's loads by TMA's im2col mode.
       shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
       swap_gain: part of the time that swapped tiles save.
       sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
@@ -212,6 +213,7 @@ class Costs(ReductionCosts):
     one_warpgroup: float
     narrow: float
     l2_bytes_per_sm: float
+    windows: float
     shadow: float
     swap_gain: float
     sharers: int
@@ -353,7 +355,9 @@ class Im2col(SplitFamily[Config]):
             mma /= costs.one_warpgroup
         elif config.tile_n == 64:
             mma /= costs.narrow
-        load = config.stage_bytes / costs.l2_bytes_per_sm
+        x_bytes = (config.tile_n if config.swap else config.tile_m) // SLOT * BOX_BYTES
+        more = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
+        load = (config.stage_bytes + more) / costs.l2_bytes_per_sm
         step = max(mma, load) + costs.shadow * min(mma, load)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
@@ -365,7 +369,7 @@ class Im2col(SplitFamily[Config]):
         crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
-        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second * crowd) + costs.launch_seconds
+        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second * crowd) + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:

@@ -13,7 +13,7 @@ from jax_splitk.kernels.device.registers import share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, partial_stride
-from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry, is_matrix_product
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry, is_matrix_product
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -370,9 +370,8 @@ class Tf32(RankedFamily[Config]):
         strips = -(-self.reduction_blocks(problem, config) // config.splits)
         wave_seconds = strips * max(clocks(problem, config, costs).values()) / costs.clock + costs.wave_seconds
         busy = self.waves(problem, config, target) * wave_seconds
-        seconds = (
-            math.hypot(busy**2, (problem.bytes_moved / costs.hbm_bytes_per_second) ** 2) ** 0.5 + costs.launch_seconds
-        )
+        memory = bytes_touched(problem) / costs.hbm_bytes_per_second
+        seconds = math.hypot(busy**2, memory**2) ** 0.5 + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
