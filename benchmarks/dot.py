@@ -232,6 +232,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
     found = {
+        "benchmark": "dot",
         "environment": report.environment(),
         "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
         "abi": {family.name: family.ABI for family in kernels.families("dot_general")},

@@ -13,12 +13,10 @@ PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)
 # Of XLA's custom calls, by parts of their targets.
 _TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": INPUT, "convBackwardFilter": WEIGHT}
 _TARGETS |= {"cublas": PRODUCT}
-# Of our calls, by the primitive in their op_name.
-_PRIMITIVES = {"conv_wgrad": WEIGHT, "conv_dgrad": INPUT, "conv_fprop": FORWARD, "dot_general": PRODUCT}
-# Of kernels, in this order: ours and cuDNN's name the pass, cuBLAS's and Triton's do not.
+# Of kernels, by parts of their names. cuDNN's name the pass, as ours do but for these.
+_OURS = {"dot": PRODUCT, "reduce_dot": PRODUCT, "reduce_splits": WEIGHT, "reduce_tail": WEIGHT, "reduce_tiles": WEIGHT}
 _KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
-_OUR_PRODUCTS = ("dot", "reduce_dot")
-_CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"(.*)$', re.MULTILINE)
+_CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +30,19 @@ class Launch:
 
 
 def of_instructions(text: str) -> dict[str, str]:
-    """The passes of the custom calls of a compiled program, by their names."""
+    """The passes of XLA's library calls in a compiled program, by their names."""
     found = {}
-    for name, target, rest in _CALL.findall(text):
-        known = _PRIMITIVES if "jax_splitk" in target else _TARGETS
-        where = rest if "jax_splitk" in target else target
-        if (matching := next((value for part, value in known.items() if part in where), None)) is not None:
+    for name, target in _CALL.findall(text):
+        if (matching := next((value for part, value in _TARGETS.items() if part in target), None)) is not None:
             found[name] = matching
     return found
 
 
 def of_launch(launch: Launch, instructions: dict[str, str]) -> str:
     """By the instruction, else by the kernel's name. XLA's graphs do not tell the instruction."""
-    if launch.instruction in instructions:
-        return instructions[launch.instruction]
+    found = instructions.get(launch.instruction) or _OURS.get(launch.kernel)
     name = launch.kernel.lower()
-    if name in _OUR_PRODUCTS:
-        return PRODUCT
-    return next((value for part, value in _KERNELS.items() if part in name), OTHER)
+    return found or next((value for part, value in _KERNELS.items() if part in name), OTHER)
 
 
 def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str, float]:
