@@ -101,6 +101,8 @@ def measure(model: Model, settings: Settings) -> dict[str, Any]:
         found[name] = compiled(model, layers, params, data, settings.tune)
         report.say(f" > {model.name}, {name}: {compile_line(found[name].figures)}")
         losses[name] = found[name].run(data, settings.losses)[1]
+        if not np.isfinite(losses[name]).all():
+            raise RuntimeError(f"{model.name}, {name}: losses of {losses[name]}; accepted: finite ones")
     for _ in range(settings.rounds):
         for variant in found.values():
             variant.rounds.append(variant.run(data, settings.steps)[0])
