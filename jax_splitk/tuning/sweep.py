@@ -17,8 +17,9 @@ from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import key_for, problem_as_dict
-from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead, usual_settings
+from jax_splitk.tuning.measure import Bench, Contestant, usual_settings
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.search import ranked
 from jax_splitk.tuning.session import session
@@ -160,10 +161,8 @@ def sweep(
     (first, *_) = ranked(key_for(problem, target), current().workspace_limit) or wanted
     with session().turn, usual_settings(), jax.default_device(jax.local_devices()[0]):
         bench = Bench(problem, target.platform, threading.Event())
-        compile_ahead(problem, [first, *wanted], bench.given_up)
         held, failures = bench.prepare([XLA, first])
-        if failures:
-            raise RuntimeError(f"{problem}: {failures[0].candidate} failed: {failures[0].error}")
+        _require_working(problem, failures)
         points: list[Point] = []
         always: list[tuple[float, ...]] = []
         on_device = True
@@ -171,6 +170,7 @@ def sweep(
             batch = [candidate for candidate in wanted[start : start + BATCH] if candidate != first]
             joined, failed = bench.prepare(batch)
             on_device = _time(bench, [*held, *joined]) and on_device
+            _require_working(problem, held)
             always.append(tuple(contestant.us for contestant in held))
             points += [_point(problem, target, c.candidate, c) for c in joined]
             points += [_point(problem, target, m.candidate, None, m.error) for m in failed]
@@ -189,6 +189,12 @@ def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
     bench.time(contestants, ROUNDS, math.inf)
     working = [contestant for contestant in contestants if contestant.error is None]
     return bench.time_on_device(working)
+
+
+def _require_working(problem: Problem, those: Sequence[Contestant | Measurement]) -> None:
+    """Raises RuntimeError where what everything is compared with has failed, perhaps since another candidate did."""
+    for failed in (one for one in those if one.error is not None):
+        raise RuntimeError(f"{problem}: {failed.candidate} failed: {failed.error}")
 
 
 def _point(

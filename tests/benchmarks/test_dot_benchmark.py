@@ -2,16 +2,18 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 
 import jax
 import pytest
+from jax import numpy as jnp
 
-from benchmarks import dot, dot_cases, tables
+from benchmarks import dot, dot_cases, tables, timing
 from benchmarks.timing import Timing
 from jax_splitk.kernels.dot import tma
 from jax_splitk.ops.explanation import Decision
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import session, table
+from jax_splitk.tuning import profile, session, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 
@@ -70,3 +72,16 @@ def test_launches_that_are_not_the_plans() -> None:
     assert wrong(4, dot=1.0) is wrong(33, dot=1.0, reduce_dot=1.0) is None
     assert wrong(4, dot=1.0, Memset=1.0) == "launched a call: dot 1 times, Memset 1 times; planned: dot"
     assert wrong(33, dot=1.0) is not None and wrong(4, dot=2.0) is not None
+
+
+def test_a_trace_counts_the_launches_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(work: Callable[[], None]) -> list[profile.Event]:
+        work()
+        kernels = [("dot", 0.0, 3e3), ("reduce_dot", 2e3, 4e3)]
+        return [(name, start + 1e4 * call, end + 1e4 * call) for call in range(3) for name, start, end in kernels]
+
+    monkeypatch.setattr(profile, "trace", trace)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    timed = timing.compare({"": lambda: jnp.ones(())}, [()], rounds=2, calls=3)[""]
+    assert (timed.launches, timed.source) == ({"dot": 1.0, "reduce_dot": 1.0}, "device")
+    assert (timed.us, timed.summed_us) == (pytest.approx(4.0), pytest.approx(5.0))

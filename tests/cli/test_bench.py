@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+from jax_splitk.__main__ import main
 from jax_splitk.cli import bench, sweep_chart
 from jax_splitk.kernels.dot.tma import Config
 from jax_splitk.problems.dot_general import DotProblem
@@ -71,6 +72,10 @@ def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
     splits = next(s for s in (3, 6) if s != first.config.splits)
     found = run(capsys, "bench", "matmul", *SIZES, "--sweep-splits", splits, code=1)
     assert {(point["us"], point["error"]) for point in found["points"]} == {(None, "no luck")}
+    monkeypatch.setattr(measure.Bench, "_check", lambda self, execute: "no luck at all")
+    assert main(["bench", "matmul", *map(str, SIZES), "--sweep-splits", "2"]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.split("16x24x640 bkm,bkn: ")[1]) == ("", "xla failed: no luck at all\n")
 
 
 @pytest.mark.parametrize(("words", "message"), [
