@@ -84,11 +84,11 @@ def compiled(model: Model, layers: Layers, params: Params, data: Data, tune: boo
 
 
 def memory(program: Any) -> dict[str, int]:
-    """What XLA plans for the program, in bytes: temporary memory, and with arguments and results the most at a time."""
+    """What XLA allocates for the program, in bytes: temporary memory, and all with arguments and results."""
     analysis = program.memory_analysis()
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    peak = getattr(analysis, "peak_memory_in_bytes", 0) or held + analysis.temp_size_in_bytes
-    return {"temp_bytes": int(analysis.temp_size_in_bytes), "peak_bytes": int(peak)}
+    temporary = int(analysis.temp_size_in_bytes)
+    return {"temp_bytes": temporary, "peak_bytes": int(held) + temporary}
 
 
 def measure(model: Model, settings: Settings) -> dict[str, Any]:
