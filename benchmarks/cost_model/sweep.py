@@ -10,6 +10,7 @@ compiled on all cores.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import json
 import pathlib
 import sys
@@ -28,10 +29,12 @@ from benchmarks.cost_model.problems import Drawn
 from benchmarks.cost_model.records import Record, Timed
 from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.measure import Bench, compile_ahead, usual_settings
+from jax_splitk.tuning.measure import Bench, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import ranked
 
@@ -107,7 +110,10 @@ class Sweep:
     def prepared(self, index: int, problem: Problem) -> list[Candidate]:
         """The candidates, whose code is compiled."""
         candidates = chosen(problem, self.target, np.random.default_rng([self.options.seed, index, 1]))
-        compile_ahead(problem, candidates, self.given_up)
+        # An error comes again where the candidate is measured.
+        with contextlib.suppress(Exception):
+            plans = [candidate.plan(problem) for candidate in candidates]
+            compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)}, self.given_up)
         return candidates
 
     def run(self) -> int:
