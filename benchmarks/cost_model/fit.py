@@ -158,6 +158,25 @@ def fit_xla(seen: Sequence[Record]) -> dict[str, Any]:
     return {op: xla_fit.fit(found) for op, found in by_op.items() if len(found) >= LEAST_RECORDS}
 
 
+def xla_rows(before: Mapping[str, Any], after: Mapping[str, Any], found: Sequence[Record]) -> list[list[str]]:
+    """A table of how far estimates of XLA's time are off, of those problems whose time is said to be known; "far": by more
+    than two uncertainties."""
+    rows = [
+        ["XLA, held out", "problems", "known before", "mean error", "known after", "mean error", "over 2 uncertainties"]
+    ]
+    for op in after:
+        some = [record for record in found if record.problem.op == op and record.xla_us is not None]
+        row = [op, str(len(some))]
+        beyond: list[bool] = []
+        for models in (before, after):
+            given = [(xla.estimate_by(models[op], r.problem, r.target), r) for r in some if op in models]
+            off = [(abs(math.log(e.seconds * 1e6 / (r.xla_us or 1))), e.uncertainty) for e, r in given if e is not None]
+            beyond = [error > 2 * doubt for error, doubt in off]
+            row += [str(len(off)), f"{statistics.fmean(error for error, _ in off):.1%}" if off else ""]
+        rows.append([*row, f"{statistics.fmean(beyond):.0%}" if beyond else ""])
+    return rows
+
+
 def model(old: Mapping[str, Any], seen: Sequence[Record], held: Sequence[Record], fitted: Mapping[str, Family]) -> Any:
     """A device's file: constants of what was fitted, uncertainties by what was held out, or by all, of every family
     that was measured, and XLA's time."""
@@ -199,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = 0 if before is None else before.count
         print(f"regret of the first choice (mean / 99% / worst), {count} problems {name}: {before}, then {after}")
     new = model(old, seen, held, fitted)
+    print(markdown(xla_rows(old["xla"], new["xla"], held)))
     if options.write is not None:
         path = cost_model.path_for(kind) if options.write is True else options.write
         constants.write(path, new)

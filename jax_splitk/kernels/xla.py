@@ -75,7 +75,12 @@ def class_of(problem: Problem) -> str:
 def estimate(problem: Problem, target: Target) -> Estimate | None:
     """Of XLA's time on a device; None where nothing is known."""
     model = cost_model.model_of(target.platform, target.device_kind)["xla"].get(problem.op)
-    if model is None or problem.flops == 0:
+    return None if model is None else estimate_by(model, problem, target)
+
+
+def estimate_by(model: Mapping[str, Any], problem: Problem, target: Target) -> Estimate | None:
+    """`estimate` by an operation's data."""
+    if problem.flops == 0:
         return None
     found = features(problem, target)
     of_class = model["classes"].get(found.name)

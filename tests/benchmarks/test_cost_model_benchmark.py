@@ -128,15 +128,13 @@ def test_xlas_weights_are_found_and_a_disturbed_time_does_not_matter() -> None:
     of_class = [i for i, record in enumerate(found) if xla.class_of(record.problem) == "mn half"]
     found[of_class[3]] = timed(found[of_class[3]].problem, 10.0)
     model = xla_fit.fit(found)
-    off = {}
-    for problem in suite[150:]:
-        f = xla.features(problem, DEFAULT_CUDA)
-        if f.name in model["classes"]:
-            factor = sum(model["weights"].get(name, 0.0) * value for name, value in f.all().items())
-            off[problem] = abs(math.log(f.floor / seconds(problem)) + factor)
+    estimates = {p: xla.estimate_by(model, p, DEFAULT_CUDA) for p in suite[150:]}
+    off = [abs(math.log(e.seconds / seconds(p))) for p, e in estimates.items() if e is not None]
     assert len(off) > 30
-    assert np.mean(list(off.values())) < 0.03
+    assert np.mean(off) < 0.03
     assert model["classes"]["mn half"]["uncertainty"] > 5 * NOISE  # not that nothing had happened
+    rows = fit.xla_rows({}, {"dot_general": model}, [timed(problem, NOISE) for problem in suite[150:]])
+    assert rows[1][:3] + rows[1][4:5] == ["dot_general", "50", "0", str(len(off))]
 
 
 def test_a_fit_is_written_as_the_package_reads_it(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
