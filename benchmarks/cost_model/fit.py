@@ -159,8 +159,8 @@ def fit_xla(seen: Sequence[Record]) -> dict[str, Any]:
 
 
 def xla_rows(before: Mapping[str, Any], after: Mapping[str, Any], found: Sequence[Record]) -> list[list[str]]:
-    """A table of how far estimates of XLA's time are off, of those problems whose time is said to be known; "far": by more
-    than two uncertainties."""
+    """A table of how far estimates of XLA's time are off, of those problems whose time is said to be known; "far off":
+    by more than two uncertainties."""
     rows = [
         ["XLA, held out", "problems", "known before", "mean error", "known after", "mean error", "over 2 uncertainties"]
     ]

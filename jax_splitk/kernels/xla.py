@@ -1,8 +1,8 @@
 """An estimate of XLA's time, for choices that nobody measured: a roofline times a product of fitted powers.
 
 A problem belongs to a class and has features: some say what it is, and are 1, others are logarithms of its sizes. The
-logarithm of XLA's time over the roofline is a sum of weights times features. Of a class that the fit has not seen, or
-of sizes beyond those that it has, nothing is known.
+logarithm of XLA's time over the roofline is a sum of weights times features. Of a class or a kind that the fit has not
+seen, or of sizes beyond those that it has, nothing is known.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _LAUNCH_SECONDS = 5e-6
 _FEW_CHANNELS = 8
 _WIDE = 256  # channels of a group: more make no difference
 _FEW_ROWS = 16
-_MARGIN = 0.35  # beyond the logarithms of sizes that were seen
+_MARGIN = 0.7  # beyond the logarithms of sizes that were seen
 _LEAST_UNCERTAINTY = 0.05
 
 
@@ -84,7 +84,9 @@ def estimate_by(model: Mapping[str, Any], problem: Problem, target: Target) -> E
         return None
     found = features(problem, target)
     of_class = model["classes"].get(found.name)
-    if of_class is None or any(_is_beyond(found.sizes[name], *of_class["ranges"][name]) for name in found.sizes):
+    if of_class is None or not set(found.kinds) <= model["weights"].keys():
+        return None
+    if any(_is_beyond(found.sizes[name], *of_class["ranges"][name]) for name in found.sizes):
         return None
     factor = sum(model["weights"][name] * value for name, value in found.all().items())
     return Estimate(found.floor * math.exp(factor), max(_LEAST_UNCERTAINTY, of_class["uncertainty"]))
@@ -124,8 +126,8 @@ def _of_conv_wgrad(p: ConvWgradProblem, share: float) -> Features:
     }
     more = ["dilated"] if {*p.lhs_dilation, *p.rhs_dilation} != {1} else []
     more += ["batch groups"] if p.batch_group_count > 1 else []
-    kinds = (kind, arithmetic, f"{p.rank}d", *more)
-    return Features(" ".join(kinds), floor, kinds, sizes)
+    kinds = (kind, arithmetic, f"{p.rank}d")
+    return Features(" ".join(kinds), floor, (*kinds, *more), sizes)
 
 
 def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
@@ -139,7 +141,7 @@ def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
         "features": math.log(p.features),
     }
     kinds = (kind, p.qtype, p.x_dtype, *(["zero points"] if p.zero_dtype != "none" else []))
-    return Features(" ".join(kinds), floor, kinds, sizes)
+    return Features(f"{kind} {p.bits} bits", floor, kinds, sizes)
 
 
 def _of_dot_general(p: DotProblem, share: float) -> Features:
