@@ -2,6 +2,7 @@
 
 import atexit
 import fcntl
+import importlib.metadata
 import os
 import pathlib
 import secrets
@@ -14,7 +15,13 @@ if "JAX_SPLITK_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory(prefix="jax_splitk-test-", ignore_cleanup_errors=True)
     os.environ["JAX_SPLITK_CACHE_DIR"] = cache.name
     atexit.register(cache.cleanup)  # by itself it would warn, behind pytest's summary
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+flags = ["--xla_force_host_platform_device_count=8"]
+if not pathlib.Path("/dev/nvidiactl").exists():
+    # XLA:CPU's code need not be fast: half of a run was its compilation. jaxlib 0.11 has no such flag for fusions.
+    flags.append("--xla_backend_optimization_level=0")
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # NumPy's matrix products would take every core, in each of the processes.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
