@@ -14,7 +14,6 @@ from jax_splitk.ops.lowering import choose, only_xla
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import table
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.select import select
@@ -122,8 +121,4 @@ def _gain(d: Decision, target: Target) -> str:
     if (of_xla := xla.estimate(d.problem, target)) is not None:
         xla_us = of_xla.seconds * 1e6
         return f"about {d.count * (xla_us - d.us):.1f} of {d.count * xla_us:.1f} us, both predicted"
-    ratios = table.ratios(d.problem.op, target.device_kind, d.family)
-    if not ratios:
-        return "not known: XLA was not measured"
-    times = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-    return f"not measured; XLA takes {times} times as long at the {len(ratios)} shapes known"
+    return "not known: XLA was not measured"
