@@ -99,8 +99,7 @@ def _tune_all(
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
     keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
-    new = sum(again or not decide.is_held(*asked) for asked in keys)
-    with session().progress.run(new, len(keys) - new) as run:
+    with decide.run(keys, again) as run:
         for (key, limit), count in keys.items():
             tuned = functools.partial(decide.tuned, key, limit, budget, again)
             _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])

@@ -1,9 +1,11 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax_splitk.tuning import agreement, flips, store, table, tuner
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.progress import Run
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
@@ -124,10 +127,12 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         return entry, "measured now"
 
 
-def is_held(key: Key, workspace_limit: int) -> bool:
-    """Whether a caller of that limit has an answer without a measurement."""
-    held = _held(key, workspace_limit)
-    return held is not None and held[0].is_searched(workspace_limit)
+def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
+    """A run of `tuned`, in which the user sees how many of the keys, each with a workspace limit, have to be measured,
+    which `again` all of them have."""
+    held = [found is not None and found[0].is_searched(limit) for key, limit in asked for found in [_held(key, limit)]]
+    known = 0 if again else sum(held)
+    return session().progress.run(len(asked) - known, known)
 
 
 @functools.cache

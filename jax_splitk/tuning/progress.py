@@ -21,13 +21,44 @@ from jax_splitk.tuning.key import Key
 
 _logger = logging.getLogger("jax_splitk")
 
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {elapsed}<{remaining}{postfix}"
 # What a measurement that is over its budget shows.
 _NEARLY = 0.99
 
 
+class _Stream:
+    """What cannot be written to a stream is lost: a bar must not end a program. tqdm looks at `_wrapped`, to find bars of
+    others on the same stream."""
+
+    def __init__(self, stream: Any):
+        self._wrapped = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wrapped.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wrapped.flush()
+
+
 class _Bar(tqdm):
+    """tqdm's, which Ctrl-C may interrupt at any moment: tqdm itself would keep its lock, and whoever draws next from
+    another thread, a search, would wait for ever."""
+
     monitor_interval = 0  # no thread of tqdm's: who waits for a search moves the bar
+    _lock = threading.RLock()
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
+        with self._lock:
+            super().refresh(nolock=True)
+
+    def clear(self, nolock: bool = False) -> None:
+        with self._lock:
+            super().clear(nolock=True)
 
 
 class _ClearsBar(logging.Filter):
@@ -77,24 +108,20 @@ class Run:
         self._key, self._since, self._seconds = key, time.monotonic(), seconds
         name = f"tuning {self._number}" + (f" of {self.total}" if self.total else "")
         _logger.info("%s: %s", name, key.problem)
-        with _quietly():
-            if self._bar is None and shows_bar():
-                self._bar = _Bar(
-                    total=self.total or 1, desc=name, bar_format=_FORMAT, leave=False, dynamic_ncols=True, smoothing=0,
-                    file=sys.stderr,
-                )  # fmt: skip
-                self._filter = _ClearsBar(self._bar)
-                _logger.addFilter(self._filter)
-            if self._bar is not None:
-                self._bar.set_description_str(name, refresh=False)
-                self._bar.set_postfix_str(str(key.problem), refresh=False)
+        if self._bar is None and shows_bar():
+            look = {"bar_format": _FORMAT, "leave": False, "dynamic_ncols": True, "smoothing": 0}
+            self._bar = _Bar(total=self.total or 1, desc=name, file=_Stream(sys.stderr), **look)
+            self._filter = _ClearsBar(self._bar)
+            _logger.addFilter(self._filter)
+        if self._bar is not None:
+            self._bar.set_description_str(name, refresh=False)
+            self._bar.set_postfix_str(str(key.problem), refresh=False)
         self.tick()
 
     def best(self, us: float, xla_us: float) -> None:
-        """What the fastest of ours takes so far, and XLA."""
+        """What the fastest of ours takes so far, and XLA; `tick` shows it."""
         if self._bar is not None and self._key is not None:
             self._bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {self._key.problem}", refresh=False)
-            self.tick()
 
     def tick(self) -> None:
         """Moves the bar to where it belongs now."""
@@ -111,15 +138,13 @@ class Run:
             self._draw(self._number)
 
     def _draw(self, done: float) -> None:
-        with _quietly():
-            if self._bar is not None:
-                self._bar.n = done
-                self._bar.refresh()
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.refresh()
 
     def _remove_bar(self) -> None:
-        with _quietly():
-            if self._bar is not None:
-                self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         if self._filter is not None:
             _logger.removeFilter(self._filter)
         self._bar = self._filter = None
@@ -131,8 +156,7 @@ class Run:
         if not shows_bar():
             _logger.info("%s", text)
             return
-        with _quietly():
-            _Bar.write(f"jax_splitk: {text}", file=sys.stderr)
+        _Bar.write(f"jax_splitk: {text}", file=_Stream(sys.stderr))
 
     def summary(self) -> str:
         """One line: problems tuned, seconds, what a step gains, and choices that changed."""
@@ -209,10 +233,3 @@ class Progress:
             self._own.run = None
             if run.measured:
                 run.close(given_up)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[Any]:
-    """A stream that cannot be written to must not end a program."""
-    with contextlib.suppress(OSError, ValueError):
-        yield
