@@ -20,7 +20,7 @@ class _Memory(ctypes.Structure):
 def driver() -> tuple[str | None, list[Gpu]]:
     """(the driver's version, the GPUs); None and none where there is no driver, or it does not answer."""
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
+        library = _library()
         if library.nvmlInit_v2() != 0:
             return None, []
     except (OSError, AttributeError):
@@ -29,6 +29,10 @@ def driver() -> tuple[str | None, list[Gpu]]:
         return _read(library)
     finally:
         library.nvmlShutdown()
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def _read(library: ctypes.CDLL) -> tuple[str | None, list[Gpu]]:

@@ -27,8 +27,8 @@ _NEARLY = 0.99
 
 
 class _Stream:
-    """What cannot be written to a stream is lost: a bar must not end a program. tqdm looks at `_wrapped`, to find bars of
-    others on the same stream."""
+    """What cannot be written to a stream is lost: a bar must not end a program. tqdm finds others' bars on the stream by
+    `_wrapped`."""
 
     def __init__(self, stream: Any):
         self._wrapped = stream
