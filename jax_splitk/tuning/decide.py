@@ -140,7 +140,7 @@ def _listen() -> None:
     """A run of measurements that a lowering began ends with it, or with the compilation, where XLA's partitioner asks
     for a device's part."""
 
-    def ended(event: str, _: float, **__: Any) -> None:
+    def ended(event: str, duration_secs: float, **_: Any) -> None:
         if event in _ENDS:
             session().progress.lowered()
 

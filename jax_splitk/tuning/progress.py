@@ -27,8 +27,8 @@ _NEARLY = 0.99
 
 
 class _Stream:
-    """What cannot be written to a stream is lost: a bar must not end a program. tqdm finds others' bars on the stream by
-    `_wrapped`."""
+    """What cannot be written to a stream is lost: a bar must not end a program. By `_wrapped` tqdm finds other bars on
+    the stream."""
 
     def __init__(self, stream: Any):
         self._wrapped = stream

@@ -14,6 +14,7 @@ from jax_splitk.cli import doctor
 from jax_splitk.runtime import nvml, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.command_line import command, refused, run, text
+from tests.tuning_cache import ENVIRONMENT
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a machine without a GPU")
 
@@ -69,15 +70,7 @@ def test_without_a_backend_it_says_so() -> None:
 
 def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -> None:
     def set_to(**values: str) -> None:
-        for name in (
-            "CACHE_DIR",
-            "CACHE_PATH",
-            "CACHE_MODE",
-            "AUTOTUNE",
-            "TUNE_BUDGET_S",
-            "AGREEMENT_TIMEOUT_S",
-            "PROGRESS",
-        ):
+        for name in ENVIRONMENT:
             monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
         for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
             monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
@@ -153,13 +146,13 @@ class FakeNvml:
 
 
 def test_the_driver_and_the_memory_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(nvml, "_library", lambda: FakeNvml())
+    monkeypatch.setattr(nvml, "_library", FakeNvml)
     lines = text(capsys, "doctor").splitlines()
     assert "NVIDIA driver 580.65.06" in lines
     assert [line for line in lines if line.startswith("GPU ")] == ["GPU 0: NVIDIA H200, 150.0 GiB, 149.0 free"]
     monkeypatch.setattr(FakeNvml, "nvmlInit_v2", lambda self: 9)
     assert (doctor.examine()["driver"], doctor.examine()["gpus"]) == (None, [])
-    monkeypatch.setattr(nvml, "_library", lambda: object())
+    monkeypatch.setattr(nvml, "_library", object)
     assert nvml.driver() == (None, [])
 
 
