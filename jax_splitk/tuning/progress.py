@@ -120,8 +120,9 @@ class Run:
 
     def best(self, us: float, xla_us: float) -> None:
         """What the fastest of ours takes so far, and XLA; `tick` shows it."""
-        if self._bar is not None and self._key is not None:
-            self._bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {self._key.problem}", refresh=False)
+        bar, key = self._bar, self._key  # which another thread may remove
+        if bar is not None and key is not None:
+            bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {key.problem}", refresh=False)
 
     def tick(self) -> None:
         """Moves the bar to where it belongs now."""
@@ -166,9 +167,9 @@ class Run:
         known = f" ({self.known} known before)" if self.known else ""
         said = [f"tuned {what} in {time.monotonic() - self._started:.1f} s{known}"]
         if self.steps:
-            said.append(_sum("step of {} operations", self.steps))
+            said.append(_sum("step of {} operations: ", self.steps))
         elif self.measured:
-            said.append(_sum("one of each" if count > 1 else "it", [(1, entry) for entry in self.measured]))
+            said.append(_sum("one of each: " if count > 1 else "", [(1, entry) for entry in self.measured]))
         return "; ".join([*said, *flips.summary(self.measured)])
 
 
@@ -177,7 +178,7 @@ def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:
     rows = [(count, entry.us(entry.choice), entry.us(XLA)) for count, entry in counted]
     timed = [(count, count * us, count * xla_us) for count, us, xla_us in rows if us is not None and xla_us is not None]
     operations, us, xla_us = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
-    said = f"{of.format(operations)}: {us:.1f} us, XLA {xla_us:.1f} us, predicted {gain(us, xla_us) if timed else ''}"
+    said = f"{of.format(operations)}{us:.1f} us, XLA {xla_us:.1f} us, predicted {gain(us, xla_us) if timed else ''}"
     return said if timed else "XLA was not measured"
 
 

@@ -242,7 +242,7 @@ def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, searches: Any, mo
     assert terminal.seen()[-1].startswith("jax_splitk: tuning was given up: tuned 1 of 3 problems in ")
     assert logging.getLogger("jax_splitk").filters == []
     assert len(jax_splitk.tune_problems([key.problem for key in KEYS])) == 3
-    assert " (1 known before); one of each: " in terminal.seen()[-1]
+    assert re.search(r"tuned 2 problems in .* \(1 known before\); one of each: 20.0 us, ", terminal.seen()[-1])
 
 
 # ---- the sum of a step -----------------------------------------------------------------------------------------------
