@@ -78,6 +78,7 @@ def tune(
         thread.start()
         while not result.done():
             concurrent.futures.wait([result], _WATCH_SECONDS)
+            session().progress.tick(key)
             if (stuck := search.stuck()) is not None and not result.done():
                 return _without(search, stuck)
         session().search = None
