@@ -79,10 +79,10 @@ class Main:
 # ---- what each family's code must be -------------------------------------------------------------------------------
 
 
-def _im2col(m: Main) -> None:
+def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
     blocks = m["TILE_M"] // 64 // consumers
-    # Each is 16 pixels of a stage's 64 deep; the loop over a stage is unrolled, and so are a warpgroup's blocks.
+    # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
     m.multiple(cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
     assert m.registers > m["TILE_N"] // 2 * blocks
@@ -122,15 +122,6 @@ def _depthwise(m: Main) -> None:
     assert m.shared_out or passes == 1
 
 
-def _dot(m: Main) -> None:
-    consumers = m.threads // 128 - 1
-    blocks = m["TILE_M"] // 64 // consumers
-    # A stage of 128 bytes along k is four products.
-    m.multiple(cubin.HGMMA, 4 * blocks)
-    assert m.shared_out == (consumers > 1)
-    assert m.registers > m["TILE_N"] // 2 * blocks
-
-
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -159,7 +150,7 @@ def _tiled(m: Main) -> None:
 
 
 CODE = {
-    "wgrad_im2col": Code(_im2col, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
+    "wgrad_im2col": Code(_wgmma_tile, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
     "wgrad_halo": Code(_halo, "ELEMENT OUT TAPS_H TAPS_W", "BATCH_ROWS TILE_Q"),
     "wgrad_tf32": Code(_tf32, "OUT TAPS_H TAPS_W STRIDE_W RAGGED", "BLOCKS TILE_N TILE_IMAGES"),
     "wgrad_gather": Code(
@@ -171,7 +162,7 @@ CODE = {
         _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
     ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
-    "dot_tma": Code(_dot, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
+    "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",

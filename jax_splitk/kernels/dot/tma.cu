@@ -23,35 +23,19 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_tile.cuh"
 
-#if ELEMENT == 1
-using Wgmma = WGMMA(
-    TILE_N,
-    x16_F32BF16BF16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
-#elif ELEMENT == 2
-using Wgmma =
-    WGMMA(TILE_N,
-          x16_F32F16F16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
-#else
+#if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
+#else
+constexpr GMMA::Major A_MAJOR = A_MN ? GMMA::Major::MN : GMMA::Major::K;
+constexpr GMMA::Major B_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
+using Wgmma = WGMMA_16(TILE_N, SS)<A_MAJOR, B_MAJOR>;
 #endif
 
 constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : 2;
 constexpr int BLOCK_K = 128 / ELEMENT_BYTES;
-constexpr int BLOCK_BYTES = 64 * 128;  // 64 rows, or 64 elements along MN of BLOCK_K k
-constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
-constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
-constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
-constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
-constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
-constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int THREADS = 128 + CONSUMER_THREADS;
-constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 // Where a tile starts, and which split of it the block has.
 struct Work {
@@ -111,45 +95,6 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
     load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
     at.advance(STAGES);
   }
-}
-
-// ---- consumer --------------------------------------------------------------------------------------------
-
-using Accumulator = float[M_PER_WG][ACCUMULATORS];
-
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
-                               Accumulator& acc) {
-  // Of a descriptor, from one instruction's k to the next's.
-  constexpr int STEPS = 4, A_STEP = (A_MN ? 16 * 128 : 32) >> 4, B_STEP = (B_MN ? 16 * 128 : 32) >> 4;
-  Position at;
-  int previous = -1;
-  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
-#pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
-    pipeline.wait_full(at);
-    const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
-    fence(acc);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-#pragma unroll
-      for (int m = 0; m < M_PER_WG; ++m) {
-        const uint64_t a = operand(stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES, BLOCK_BYTES);
-        wgmma<Wgmma>(a + k * A_STEP, b + k * B_STEP, acc[m], scale);
-      }
-      scale = GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
-    // The batch before this one has retired, so the stage it read may be filled again.
-    cute::warpgroup_wait<1>();
-    fence(acc);
-    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
-    previous = at.stage;
-    at.advance(STAGES);
-  }
-  cute::warpgroup_wait<0>();
-  fence(acc);
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -291,7 +236,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
-    consume(stages, pipeline, warpgroup, blocks, acc);
+    const auto block_at = [=](uint32_t stage, int m) {
+      return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
+    };
+    consume<Wgmma, A_MN ? MN_MAJOR_STEP : K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(
+        stages, pipeline, blocks, block_at, acc);
 #if REDUCTION == 1
     launch_dependent_grids();
     store_partials(g, work, acc, static_cast<float*>(result));

@@ -16,87 +16,47 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Values, declarations
-from jax_splitk.kernels.family import CudaFamily, field_refusal, varied
+from jax_splitk.kernels.device.wgmma_tile import (
+    MIN_STAGES,
+    ROW_BYTES,
+    TILES,
+    WgmmaTile,
+    depths,
+    max_stages,
+    tile_refusal,
+)
+from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
-ROW_BYTES = 128  # of shared memory: the swizzle
 BOX = 64  # elements along m or n of a box of an operand that is not K-major
-SHARED_BYTES = 227 * 1024
-RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
-MIN_STAGES, MAX_STAGES = 2, 8
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 # Blocks of k of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
 INT32_MAX = 2**31 - 1
 MAX_GRID_YZ = 65535
-
-# (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
-TILES = (
-    (64, 64),
-    (64, 128),
-    (64, 192),
-    (64, 256),
-    (128, 64),
-    (128, 128),
-    (128, 192),
-    (128, 256),
-    (192, 64),
-    (192, 128),
-    (192, 192),
-    (256, 64),
-    (256, 128),
-)
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(WgmmaTile):
     """How a matrix product is computed.
 
     Attributes:
-      tile_m, tile_n: output tile of a thread block (elements); see `TILES`.
-      stages: depth of the shared-memory pipeline, in blocks of 128 bytes of k.
+      tile_m, tile_n, stages: see `WgmmaTile`.
       splits: parts into which the reduction over k is cut; none may be empty.
       reduction: where the splits meet: "none" (there is one), "workspace" or "cluster".
     """
 
-    tile_m: int
-    tile_n: int
-    stages: int
     splits: int = 1
     reduction: str = "none"
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * ROW_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + RESERVED_BYTES
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups (CONSUMERS in the device code)."""
-        return 2 if self.tile_m == 256 and self.tile_n <= 128 else self.tile_m // 64
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
-        return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
 def least_stages(tile_m: int, tile_n: int) -> int:
     """So many as hold the fp32 sums of a tile, whose rows are 8 longer."""
     return max(MIN_STAGES, -(-tile_m * (tile_n + 8) * 4 // ((tile_m + tile_n) * ROW_BYTES)))
-
-
-def most_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
-    """The deepest pipeline that fits in shared memory and is of use."""
-    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + tile_n) * ROW_BYTES)
-    return min(MAX_STAGES, room)
 
 
 def k_blocks(problem: DotProblem) -> int:
@@ -191,9 +151,9 @@ class Tma(CudaFamily[DotProblem, Config]):
         return None
 
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
-        if (config.tile_m, config.tile_n) not in TILES:
-            return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-        stages = range(least_stages(config.tile_m, config.tile_n), most_stages(config.tile_m, config.tile_n) + 1)
+        if (reason := tile_refusal(config)) is not None:
+            return reason
+        stages = range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
         reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
@@ -240,10 +200,7 @@ class Tma(CudaFamily[DotProblem, Config]):
         """Of every tile the best few ways to split by the model."""
         found: list[Config] = []
         for tile_m, tile_n in TILES:
-            depths = {most_stages(tile_m, tile_n)}
-            if tile_m == 64 and tile_n <= 192:
-                depths.add(most_stages(tile_m, tile_n, blocks_per_sm=2))
-            for stages in sorted(depths):
+            for stages in depths(tile_m, tile_n):
                 splits = self._splits(problem, Config(tile_m, tile_n, stages), target)
                 legal = [c for c in splits if self.config_refusal(problem, c) is None]
                 found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
@@ -263,21 +220,13 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def estimate(self, problem: DotProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
-        itemsize = jnp.dtype(problem.dtype).itemsize
-        mma = 2 * config.tile_m * config.tile_n * (ROW_BYTES // itemsize) / (_MMA_FLOPS_PER_SM * 2 / itemsize)
-        if config.consumers == 1:
-            mma /= _ONE_WARPGROUP
-        elif config.tile_n == 64:
-            mma /= _NARROW
-        load = config.stage_bytes / _L2_BYTES_PER_SM
-        step = max(mma, load) + _SHADOW * min(mma, load)
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
             resident -= _CLUSTER_LOSS[config.splits] * config.blocks_per_sm
         waves = -(-blocks // resident)
         busiest = waves * config.blocks_per_sm if config.reduction == "cluster" else -(-blocks // target.cores)
-        seconds = busiest * -(-k_blocks(problem) // config.splits) * step + waves * _WAVE_SECONDS
+        seconds = busiest * -(-k_blocks(problem) // config.splits) * config.step_seconds + waves * _WAVE_SECONDS
         share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
         seconds = max(seconds, problem.bytes_moved / (_HBM_BYTES * share)) + _LAUNCH_SECONDS
         if config.reduction == "workspace":
@@ -304,9 +253,7 @@ class Tma(CudaFamily[DotProblem, Config]):
         return {
             "ELEMENT": split_k.OUT_CODES[problem.dtype],
             "OUT": split_k.OUT_CODES[problem.out_dtype],
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "STAGES": config.stages,
+            **field_macros(config, "tile_m", "tile_n", "stages"),
             "CTAS_PER_SM": config.blocks_per_sm,
             "A_MN": int(problem.lhs_order[-1] == "m"),
             "B_MN": int(problem.rhs_order[-1] == "n"),
@@ -335,7 +282,7 @@ class Tma(CudaFamily[DotProblem, Config]):
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
-            block=(128 * (config.consumers + 1), 1, 1),
+            block=(config.threads, 1, 1),
             params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(3 if in_workspace else 2)),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
@@ -365,12 +312,6 @@ class Tma(CudaFamily[DotProblem, Config]):
 _LIBRARY_FLOPS = 790e12
 _FEW_TILES = 64
 _SHORT_SECONDS = 10e-6
-# Those of wgrad_im2col, and what was measured of clusters.
-_MMA_FLOPS_PER_SM = 990e12 / 132
-_ONE_WARPGROUP = 0.86
-_NARROW = 0.95
-_L2_BYTES_PER_SM = 167e9
-_SHADOW = 0.31
 _HBM_BYTES = 4.3e12
 _PARTIAL_BYTES = 6.5e12
 _WAVE_SECONDS = 0.3e-6

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.device.wgmma_tile import TILES, max_stages
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
@@ -25,19 +25,15 @@ RANDOM = 300
 REDUCTIONS = (("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("workspace", 2), ("workspace", 11))
 
 
-def stages(tile_m: int, tile_n: int) -> int:
-    return tma.most_stages(tile_m, tile_n)
-
-
 def exact_runs() -> list[tuple[DotProblem, Config]]:
     """Every tile, reduction and major, none with all others, on sizes that no tile divides."""
     runs = []
     majors = itertools.cycle(itertools.product(LHS_ORDERS, RHS_ORDERS))
     dtypes = itertools.cycle((("bfloat16", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")))
-    for (tile_m, tile_n), (reduction, splits) in itertools.product(tma.TILES, REDUCTIONS[::2]):
+    for (tile_m, tile_n), (reduction, splits) in itertools.product(TILES, REDUCTIONS[::2]):
         (lhs, rhs), (dtype, out) = next(majors), next(dtypes)
         problem = DotProblem(2, 264, 328, 1096, lhs, rhs, dtype, out)
-        runs.append((problem, Config(tile_m, tile_n, stages(tile_m, tile_n), splits, reduction)))
+        runs.append((problem, Config(tile_m, tile_n, max_stages(tile_m, tile_n), splits, reduction)))
     for (lhs, rhs), (reduction, splits) in itertools.product(
         itertools.product(LHS_ORDERS, RHS_ORDERS), REDUCTIONS[1::2]
     ):
@@ -69,7 +65,7 @@ def exactly(problem: DotProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray
 
 
 def test_covers_every_tile_and_reduction() -> None:
-    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(tma.TILES)
+    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(TILES)
     assert {(c.reduction, c.splits) for _, c in EXACT} == set(REDUCTIONS)
 
 
