@@ -29,6 +29,10 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "dtype": ('"bfloat16"', "of both operands: bfloat16, float16, float32 or float64"),
         "out_dtype": ("dtype", "of the result"),
         "precision": ('"default"', "default, high or highest"),
+        "bias": ('"none"', "of each row or column of the result: m or n"),
+        "bias_dtype": ('"none"', "of the bias"),
+        "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu; of product and bias"),
+        "residual_dtype": ('"none"', "of what is added last, which has the result's shape"),
     },
     "quantized_matmul": {
         "rows": ("", "rows of x, all leading dimensions together"),

@@ -17,8 +17,10 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -299,6 +301,14 @@ def test_no_product_of_a_short_range_is_missing() -> None:
     config = tiles.split_tiles(problem, fp8.Config(128, 96, 7, 0, chunk=32), 2)
     assert fp8.FAMILY.refusal(problem, config) is None
     check_all([Run(fp8.FAMILY, problem, config)])
+
+
+def test_epilogues_do_not_spill() -> None:
+    """Where the registers are fewest: in the reduction, and with two thread blocks on a multiprocessor."""
+    after = {"bias": "n", "bias_dtype": "float32", "residual_dtype": "bfloat16"}
+    small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
+    configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
+    check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
 
 
 @pytest.mark.exhaustive

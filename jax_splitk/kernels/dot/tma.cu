@@ -1,6 +1,6 @@
 // Matrix products for Hopper, with splits of the reduction: TMA feeds WGMMA, on CuTe and CUTLASS atoms.
 //
-//   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n]
+//   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], or what epilogue.cuh makes of it
 //
 // An operand is K-major (k is contiguous) or MN-major (16 bits only: what WGMMA takes). In shared memory
 // every row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64
@@ -19,11 +19,12 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's
-// size; 1 elsewhere).
+// size; 1 elsewhere), and those of epilogue.cuh.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
+#include "dot/epilogue.cuh"
 
 #if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
@@ -126,7 +127,7 @@ __device__ inline void store_partials(const Args& g, const Work& work, const Acc
 // Adds the splits' partial sums in their order; see `reduce_splits`.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     reduce_dot(const float* partials, Output* out, const __grid_constant__ Args g,
-               const __grid_constant__ ReduceArgs r) {
+               const __grid_constant__ ReduceArgs r EPILOGUE_PARAMETERS) {
   const int lanes = r.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = threadIdx.x >> (31 - __clz(columns));
   const int i = blockIdx.x * columns + column;
@@ -149,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
   if (!add_lanes(sum, lanes, columns, column) || !inside) return;
   Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
-  store_values(to, {sum.x, sum.y});
-  if (row + 8 < g.m) store_values(to + 8 * g.n, {sum.z, sum.w});
+  const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
+  epilogue.store(out, to, row, col, {sum.x, sum.y});
+  if (row + 8 < g.m) epilogue.store(out, to + 8 * g.n, row + 8, col, {sum.z, sum.w});
 }
 #else
 constexpr int PITCH =
@@ -188,24 +190,30 @@ __device__ inline float4 sums_at(uint32_t address) {
 }
 
 __device__ inline void store_rows(const Args& g, const Work& work, uint32_t sums, int first, int rows,
-                                  Output* out) {
+                                  Output* out, const Epilogue& epilogue) {
   const int thread = threadIdx.x - 128;
 #pragma unroll 2
   for (int i = thread; i < rows * CHUNKS; i += CONSUMER_THREADS) {
     const int row = first + i / CHUNKS, column = i % CHUNKS * 4;
     if (work.m + row >= g.m || work.n + column >= g.n) continue;
     const float4 v = sums_at(sums + (row * PITCH + column) * 4);
-    store_values(out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column,
-                 {v.x, v.y, v.z, v.w});
+    Output* to = out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column;
+    epilogue.store(out, to, work.m + row, work.n + column, {v.x, v.y, v.z, v.w});
   }
 }
 #endif
 
 // ---- the kernel ------------------------------------------------------------------------------------------
 
+#if REDUCTION == 1
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, void* result) {
+        const __grid_constant__ Args g, float* partials) {
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+        const __grid_constant__ Args g, Output* out EPILOGUE_PARAMETERS) {
+#endif
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
@@ -243,22 +251,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         stages, pipeline, blocks, block_at, acc);
 #if REDUCTION == 1
     launch_dependent_grids();
-    store_partials(g, work, acc, static_cast<float*>(result));
+    store_partials(g, work, acc, partials);
 #else
-    Output* out = static_cast<Output*>(result);
+    const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
     sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
     stage_sums(stages, warpgroup, acc);
 #if REDUCTION == 2
     cute::cluster_arrive();
     cute::cluster_wait();
     constexpr int ROWS = (TILE_M + SPLITS - 1) / SPLITS;
-    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out);
+    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out, epilogue);
     // Shared memory stays until all have read it.
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
 #else
     sync_threads<CONSUMER_THREADS, 1>();
-    store_rows(g, work, stages, 0, TILE_M, out);
+    store_rows(g, work, stages, 0, TILE_M, out, epilogue);
 #endif
 #endif
   }

@@ -3,7 +3,8 @@
 The output is cut into tiles and the reduction over k into splits; a thread block computes one tile of one split. Splits
 take turns at blocks of 128 bytes of k. They meet in the workspace, where a second kernel adds the fp32 partial sums
 (programmatic dependent launch), or in a thread-block cluster through distributed shared memory: one launch and no
-workspace. Either way they are added in a fixed order, so that the result is deterministic, bit for bit.
+workspace. Either way they are added in a fixed order, so that the result is deterministic, bit for bit. What adds them
+computes the epilogue, too, once (dot/epilogue.cuh).
 
 The methods are those of CUTLASS's split-k and parallel reduction ("Efficient GEMM in CUDA" in its documentation).
 """
@@ -37,6 +38,9 @@ MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 MAX_FLOAT32_CHAIN = 512
 INT32_MAX = 2**31 - 1
 MAX_GRID_YZ = 65535
+# Macros BIAS and ACTIVATION.
+BIAS_CODES = {"none": 0, "m": 1, "n": 2}
+ACTIVATION_CODES = {"none": 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "silu": 4}
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
@@ -116,6 +120,27 @@ def _operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> pla
     return plan.TiledMap(buffer, problem.dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
 
 
+def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
+    """Of epilogue.cuh; none for a product alone."""
+    if not problem.epilogue:
+        return {}
+    return {
+        "EPILOGUE": 1,
+        "BIAS": BIAS_CODES[problem.bias],
+        "BIAS_TYPE": split_k.OUT_CODES.get(problem.bias_dtype, 0),
+        "ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "RESIDUAL_TYPE": split_k.OUT_CODES.get(problem.residual_dtype, -1),
+    }
+
+
+def _epilogue_params(problem: DotProblem) -> tuple[plan.Pointer, ...]:
+    """(bias, residual); of one that is not there lhs, which is not read."""
+    if not problem.epilogue:
+        return ()
+    bias, residual = problem.bias != "none", problem.residual_dtype != "none"
+    return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
+
+
 class Tma(CudaFamily[DotProblem, Config]):
     """Chosen wherever it is legal and predicted to be the fastest."""
 
@@ -131,6 +156,9 @@ class Tma(CudaFamily[DotProblem, Config]):
             return f"dtype {p.dtype}; accepted: bfloat16, float16, float32"
         if p.out_dtype not in split_k.OUT_CODES:
             return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+        for name in ("bias_dtype", "residual_dtype"):
+            if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
+                return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
         majors = (p.lhs_order[-1], p.rhs_order[-1])
         if p.dtype == "float32":
             if p.precision == "highest":
@@ -261,14 +289,15 @@ class Tma(CudaFamily[DotProblem, Config]):
             "B_WHOLE": int(_is_whole(problem.n)),
             "REDUCTION": REDUCTIONS[config.reduction],
             "SPLITS": config.splits if config.reduction == "cluster" else 1,
+            **_epilogue_macros(problem),
         }
 
     def buffers(self, problem: DotProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """lhs, rhs, out, workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        shapes = ((problem.lhs_shape, item), (problem.rhs_shape, item), (problem.out_shape, out_item))
-        sizes = (*(math.prod(shape) * size for shape, size in shapes), self.workspace_bytes(problem, config))
-        return tuple(plan.Buffer(size, 16) for size in sizes)
+        """lhs, rhs, those of the epilogue, out, workspace."""
+        operands = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
+        shapes = (*operands, (problem.out_shape, problem.out_dtype))
+        sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes]
+        return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         lhs = _operand_map(0, problem, problem.lhs_order, config.tile_m)
@@ -279,11 +308,13 @@ class Tma(CudaFamily[DotProblem, Config]):
         cluster = config.splits if config.reduction == "cluster" else 1
         in_workspace = config.reduction == "workspace"
         args = _args(problem, config).param()
+        out = plan.Pointer(2 + len(problem.epilogue_operands))
+        partials, epilogue = plan.Pointer(out.buffer + 1), _epilogue_params(problem)
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
             block=(config.threads, 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(3 if in_workspace else 2)),
+            params=(plan.MapParam(0), plan.MapParam(1), args, *((partials,) if in_workspace else (out, *epilogue))),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
         )
@@ -294,7 +325,7 @@ class Tma(CudaFamily[DotProblem, Config]):
             kernel="reduce_dot",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(plan.Pointer(3), plan.Pointer(2), args, self._reduce_args(problem, config).param()),
+            params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce

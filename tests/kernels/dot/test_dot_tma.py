@@ -2,16 +2,20 @@
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
+from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
-from jax_splitk.runtime.plan import TiledMap
+from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import dots
 from tests.problems import seeded
 
 LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
@@ -27,6 +31,8 @@ LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
         ({"m": 100}, "m=100, which is contiguous; accepted: multiples of 8"),
         ({"rhs_order": "bnk", "n": 6}, "n=6; accepted: multiples of 4"),
         ({"rhs_order": "bnk", "k": 65532}, "k=65532, which is contiguous; accepted: multiples of 8"),
+        ({"bias": "n", "bias_dtype": "float64"}, "bias_dtype float64; accepted: float32, bfloat16, float16"),
+        ({"residual_dtype": "float64"}, "residual_dtype float64; accepted: float32, bfloat16, float16"),
         ({"batch": 70000, "k": 8, "m": 8, "n": 8}, "batch 70000; accepted: at most 65535"),
     ],
 )
@@ -100,6 +106,29 @@ def test_a_plan_covers_the_product() -> None:
             each, longer = divmod(tma.k_blocks(problem), config.splits)
             assert each >= 1 and each * config.splits + longer == tma.k_blocks(problem)
             assert (len(plan.launches) == 2) == (config.reduction == "workspace")
+
+
+@pytest.mark.parametrize("after", dots.epilogues(), ids=str)
+def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, Any]) -> None:
+    problem = DotProblem(2, 128, 256, 4096, "bkm", "bkn", "bfloat16", "float32", **after)
+    assert problem.epilogue
+    for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
+        plan = FAMILY.plan(problem, config)
+        operands = dot_reference.random_operands(problem, jax.random.key(0))
+        *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
+        assert given == [x.nbytes for x in operands]
+        assert (out, workspace) == (4 * 2 * 128 * 256, FAMILY.workspace_bytes(problem, config))
+        first, last = plan.launches[0], plan.launches[-1]
+        pointers = [[p.buffer for p in launch.params if isinstance(p, Pointer)] for launch in (first, last)]
+        count = len(operands)
+        bias, residual = 2 if "bias" in after else 0, count - 1 if "residual_dtype" in after else 0
+        assert pointers[1][-3 if first is last else 1 :] == [count, bias, residual]
+        assert first is last or pointers[0] == [count + 1]
+        plain = FAMILY.source(problem.product, config)
+        assert set(plan.source.defines) - set(plain.defines) == {(n, v) for n, v in plan.source.defines if n in MACROS}
+
+
+MACROS = ("EPILOGUE", "BIAS", "BIAS_TYPE", "ACTIVATION", "RESIDUAL_TYPE")
 
 
 def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() -> None:
