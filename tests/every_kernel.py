@@ -202,6 +202,8 @@ def _dot() -> Iterator[Run]:
         (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
     ):
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
+    narrow = DotProblem(2, 72, 136, 1040, "bmk", "nbk", E4M3, HALF)
+    yield Run(dot_tma.FAMILY, narrow, dot_tma.Config(128, 64, 6, 2, "cluster"))
     m, n, k = ragged
     configs = {"m": dot_tma.Config(64, 128, 6, 2, "cluster"), "n": dot_tma.Config(64, 64, 6, 3, "workspace")}
     for bias, config in configs.items():

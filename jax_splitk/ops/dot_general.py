@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_splitk.ops import dot_epilogue, dot_primitive
 from jax_splitk.ops.dot_epilogue import Epilogue
-from jax_splitk.problems.dot_general import ACTIVATIONS
+from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished
 from jax_splitk.runtime import _compat
@@ -56,7 +56,7 @@ def dot_general(
     computes its epilogue; without an activation bias and residual stay in the kernel.
 
     Args:
-      lhs, rhs: arrays of a real floating dtype; others are left to lax.
+      lhs, rhs: arrays of a real floating dtype; others are left to lax. float8_e4m3fn with preferred_element_type only.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)) dimensions.
       precision: as in lax, for float32 operands: DEFAULT and HIGH multiply in tf32, HIGHEST in float32, by XLA. What
         else lax takes (a pair, an algorithm) is left to lax.
@@ -172,7 +172,7 @@ def _routed(
     compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
     params: dict[str, Any] = {
         "dimensions": dimensions,
-        "out_dtype": common if preferred is None else preferred,
+        "out_dtype": preferred or (compute if common == E4M3 else common),
         "compute_dtype": jnp.dtype(compute).name,
         "precision": lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
         "options": options,
@@ -195,8 +195,10 @@ def _left_to_lax(
     if out_sharding is not None:
         return f"out_sharding={out_sharding}"
     for name, array in (("lhs", x), ("rhs", y)):
-        if array.dtype.name not in _DTYPES:
-            return f"{name} of dtype {array.dtype}; kernels take {', '.join(_DTYPES)}"
+        if array.dtype.name not in (*_DTYPES, E4M3):
+            return f"{name} of dtype {array.dtype}; kernels take {', '.join((*_DTYPES, E4M3))}"
+        if array.dtype.name == E4M3 and preferred is None and compute_dtype is None:
+            return f"{name} of dtype {E4M3} with preferred_element_type=None; accepted: {', '.join(_DTYPES)}"
     if x.dtype != y.dtype and compute_dtype is None:
         return f"operands of dtypes {x.dtype} and {y.dtype}; give compute_dtype"
     if preferred is not None and jnp.dtype(preferred).name not in _DTYPES:

@@ -14,8 +14,9 @@ from jax.interpreters import ad, batching
 from jax_splitk.ops import lowering, partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems import dot_layout
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
+from jax_splitk.problems.dot_reference import wide_dtype
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
@@ -29,8 +30,8 @@ def bind(lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers, out_dtype
 
 def with_lax(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, params: dict[str, Any]) -> jax.Array:
     """The product in plain lax."""
-    dtype = jnp.dtype(params["compute_dtype"])
-    wide = jnp.promote_types(dtype, out_dtype)  # lax does not narrow
+    dtype = params["compute_dtype"]
+    wide = wide_dtype(dtype, out_dtype)  # lax does not narrow
     precision = params["precision"]
     out = lax.dot_general(
         lhs.astype(dtype), rhs.astype(dtype), params["dimensions"], precision=precision, preferred_element_type=wide
@@ -125,14 +126,17 @@ def _cotangent(
     in_y_order = tuple(x_contracting[i] for i in np.argsort(y_contracting))
     params = {name: value for name, value in params.items() if name not in ("dimensions", "out_dtype")}
     params["options"] = params["options"].without_config()
+    out_dtype = x.dtype
+    if params["compute_dtype"] == E4M3:  # which bfloat16 holds, and a cotangent is not rounded to it before the product
+        params["compute_dtype"], out_dtype = "bfloat16", "float32"
     # The result is written in x's order where one of the two orders of the operands gives it.
     if in_y_order and x_free and in_y_order[0] < x_free[0]:
-        out = bind(y, ct, ((y_free, ct_y), (y_batch, ct_batch)), x.dtype, **params)
+        out = bind(y, ct, ((y_free, ct_y), (y_batch, ct_batch)), out_dtype, **params)
         axes = (*x_batch, *in_y_order, *x_free)
     else:
-        out = bind(ct, y, ((ct_y, y_free), (ct_batch, y_batch)), x.dtype, **params)
+        out = bind(ct, y, ((ct_y, y_free), (ct_batch, y_batch)), out_dtype, **params)
         axes = (*x_batch, *x_free, *in_y_order)
-    return out.transpose(tuple(int(i) for i in np.argsort(axes)))
+    return out.transpose(tuple(int(i) for i in np.argsort(axes))).astype(x.dtype)
 
 
 ad.defbilinear(dot_general_p, _transpose_lhs, _transpose_rhs)

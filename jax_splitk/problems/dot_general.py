@@ -14,6 +14,7 @@ from jax_splitk.runtime.arguments import quoted, require
 # dimension is the batch.
 LHS_ORDERS = ("bmk", "mbk", "bkm", "kbm")
 RHS_ORDERS = ("bkn", "kbn", "bnk", "nbk")
+E4M3 = "float8_e4m3fn"
 BIASES = ("none", "m", "n")
 # NaN stays NaN in all of them.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -70,7 +71,7 @@ class DotProblem:
         choices = {
             "lhs_order": LHS_ORDERS,
             "rhs_order": RHS_ORDERS,
-            "dtype": DTYPES,
+            "dtype": (*DTYPES, E4M3),
             "out_dtype": DTYPES,
             "precision": PRECISIONS,
             "bias": BIASES,

@@ -4,9 +4,14 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.problems.dot_general import ACTIVATIONS, DotProblem
+from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
 
 _PRECISIONS = {"default": lax.Precision.DEFAULT, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
+
+
+def wide_dtype(dtype: str, out_dtype: str) -> str:
+    """Of lax's product."""
+    return out_dtype if dtype == E4M3 else jnp.promote_types(dtype, out_dtype).name
 
 
 def finished(sums: jax.Array, bias: jax.Array | None, activation: str, residual: jax.Array | None) -> jax.Array:
@@ -30,7 +35,7 @@ def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.
     left, right = problem.lhs_order, problem.rhs_order
     dimensions = (((left.index("k"),), (right.index("k"),)), ((left.index("b"),), (right.index("b"),)))
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    wide = jnp.promote_types(problem.dtype, problem.out_dtype)
+    wide = wide_dtype(problem.dtype, problem.out_dtype)
     out = lax.dot_general(lhs, rhs, dimensions, precision=_PRECISIONS[problem.precision], preferred_element_type=wide)
     return out.astype(problem.out_dtype)
 

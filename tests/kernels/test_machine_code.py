@@ -85,7 +85,7 @@ def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
     blocks = m["TILE_M"] // 64 // consumers
     # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
-    m.multiple(cubin.HGMMA, 4 * blocks)
+    m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
     assert m.registers > m["TILE_N"] // 2 * blocks
 
@@ -309,6 +309,12 @@ def test_epilogues_do_not_spill() -> None:
     small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
     configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
     check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
+
+
+def test_sums_of_e4m3_do_not_spill() -> None:
+    """With three consumers, whose registers are the fewest for sums that are held twice."""
+    problem = DotProblem(1, 264, 328, 4096, "bmk", "bnk", "float8_e4m3fn", "bfloat16")
+    check_all([Run(tma.FAMILY, problem, tma.Config(192, 128, 5))])
 
 
 @pytest.mark.exhaustive

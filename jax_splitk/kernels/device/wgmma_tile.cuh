@@ -27,7 +27,7 @@ constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
 // Bytes from one instruction's k to the next's.
-constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
+[[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
 
 // acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
 // `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.

@@ -17,9 +17,9 @@
 //   2  in a cluster, whose blocks are the splits of one tile: each keeps its sums in its shared memory, and
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
 //
-// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's
-// size; 1 elsewhere), and those of epilogue.cuh.
+// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32; 3 for e4m3), OUT, TILE_M, TILE_N,
+// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the
+// cluster's size; 1 elsewhere), and those of epilogue.cuh.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
@@ -29,13 +29,17 @@
 #if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
+#elif ELEMENT == 3
+using Wgmma = WGMMA(TILE_N, x32_F32E4M3E4M3_SS_TN)<>;
+static_assert(!A_MN && !B_MN, "WGMMA takes e4m3 K-major only");
 #else
 constexpr GMMA::Major A_MAJOR = A_MN ? GMMA::Major::MN : GMMA::Major::K;
 constexpr GMMA::Major B_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
 using Wgmma = WGMMA_16(TILE_N, SS)<A_MAJOR, B_MAJOR>;
 #endif
 
-constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : 2;
+constexpr int E4M3 = 3;
+constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : ELEMENT == E4M3 ? 1 : 2;
 constexpr int BLOCK_K = 128 / ELEMENT_BYTES;
 
 // Where a tile starts, and which split of it the block has.
@@ -95,6 +99,48 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
     load<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
     load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
     at.advance(STAGES);
+  }
+}
+
+// ---- consumer of e4m3 ------------------------------------------------------------------------------------
+
+// The tensor cores keep 13 bits of sums of e4m3 products, so those of a stage are added to fp32 ones.
+__device__ inline void consume_e4m3(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
+                                    Accumulator& sums) {
+  Position at;
+  fence(sums);
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
+  }
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    Accumulator acc;
+    pipeline.wait_full(at);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
+    fence(acc);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int m = 0; m < M_PER_WG; ++m) {
+        const uint64_t a = operand(stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES, BLOCK_BYTES);
+        const auto scale = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        wgmma<Wgmma>(a + k * (K_MAJOR_STEP >> 4), b + k * (K_MAJOR_STEP >> 4), acc[m], scale);
+      }
+    }
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence(acc);
+    if (threadIdx.x % 128 == 0) pipeline.release(at.stage);
+    at.advance(STAGES);
+#pragma unroll
+    for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+      for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] += acc[m][j];
+    }
   }
 }
 
@@ -244,11 +290,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
+#if ELEMENT == 3
+    consume_e4m3(stages, pipeline, warpgroup, blocks, acc);
+#else
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
     };
     consume<Wgmma, A_MN ? MN_MAJOR_STEP : K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(
         stages, pipeline, blocks, block_at, acc);
+#endif
 #if REDUCTION == 1
     launch_dependent_grids();
     store_partials(g, work, acc, partials);

@@ -27,7 +27,7 @@ from jax_splitk.kernels.device.wgmma_tile import (
     tile_refusal,
 )
 from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
@@ -38,6 +38,9 @@ MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 MAX_FLOAT32_CHAIN = 512
 INT32_MAX = 2**31 - 1
 MAX_GRID_YZ = 65535
+ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
+# Sums of a thread for e4m3, which has each twice, of a stage and of all; by thread blocks that share an SM.
+MAX_E4M3_SUMS = {1: 64, 2: 32}
 # Macros BIAS and ACTIVATION.
 BIAS_CODES = {"none": 0, "m": 1, "n": 2}
 ACTIVATION_CODES = {"none": 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "silu": 4}
@@ -152,19 +155,20 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def problem_refusal(self, problem: DotProblem) -> str | None:
         p = problem
-        if p.dtype not in ("bfloat16", "float16", "float32"):
-            return f"dtype {p.dtype}; accepted: bfloat16, float16, float32"
-        if p.out_dtype not in split_k.OUT_CODES:
-            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+        if p.dtype not in ELEMENT_CODES:
+            return f"dtype {p.dtype}; accepted: {', '.join(ELEMENT_CODES)}"
+        # The tensor cores keep too little of e4m3 products for float32.
+        outs = [dtype for dtype in split_k.OUT_CODES if dtype != "float32" or p.dtype != E4M3]
+        if p.out_dtype not in outs:
+            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(outs)}"
         for name in ("bias_dtype", "residual_dtype"):
             if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
                 return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
         majors = (p.lhs_order[-1], p.rhs_order[-1])
-        if p.dtype == "float32":
-            if p.precision == "highest":
-                return "precision 'highest'; accepted: 'default', 'high'"
-            if majors != ("k", "k"):
-                return f"float32 with {majors[0]} and {majors[1]} contiguous; accepted: k in both"
+        if p.precision == "highest" and p.dtype == "float32":
+            return "precision 'highest'; accepted: 'default', 'high'"
+        if p.dtype in ("float32", E4M3) and majors != ("k", "k"):
+            return f"{p.dtype} with {majors[0]} and {majors[1]} contiguous; accepted: k in both"
         multiple = 16 // jnp.dtype(p.dtype).itemsize
         sizes = {"m": p.m, "n": p.n, "k": p.k}
         for major in majors:
@@ -185,6 +189,10 @@ class Tma(CudaFamily[DotProblem, Config]):
         reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
+        sums = config.tile_m // 64 // config.consumers * config.tile_n // 2
+        if problem.dtype == E4M3 and sums > (most := MAX_E4M3_SUMS[config.blocks_per_sm]):
+            tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
+            return f"{tile}, {sums} sums a thread, with {E4M3}; accepted: at most {most}"
         if (config.splits == 1) != (config.reduction == "none"):
             return f"reduction {config.reduction!r} of {config.splits} splits; accepted: 'none' of 1, others of more"
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
@@ -279,7 +287,7 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def macros(self, problem: DotProblem, config: Config) -> dict[str, int]:
         return {
-            "ELEMENT": split_k.OUT_CODES[problem.dtype],
+            "ELEMENT": ELEMENT_CODES[problem.dtype],
             "OUT": split_k.OUT_CODES[problem.out_dtype],
             **field_macros(config, "tile_m", "tile_n", "stages"),
             "CTAS_PER_SM": config.blocks_per_sm,

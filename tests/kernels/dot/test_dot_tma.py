@@ -12,7 +12,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
-from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots
@@ -24,7 +24,13 @@ LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float64"}, "dtype float64; accepted: float32, bfloat16, float16, float8_e4m3fn"),
+        ({"dtype": E4M3}, "preferred_element_type float32; accepted: bfloat16, float16"),
+        ({"dtype": E4M3, "out_dtype": "bfloat16"}, "float8_e4m3fn with m and n contiguous; accepted: k in both"),
+        (
+            {"dtype": E4M3, "out_dtype": "bfloat16", "lhs_order": "bmk", "rhs_order": "bnk", "k": 65544},
+            "k=65544, which is contiguous; accepted: multiples of 16",
+        ),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"dtype": "float32"}, "float32 with m and n contiguous; accepted: k in both"),
         ({"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk", "precision": "highest"}, "precision 'highest'"),
@@ -58,18 +64,35 @@ def test_refuses_configs(config: Config, reason: str) -> None:
     assert refusal is not None and refusal.startswith(reason)
 
 
+def test_sums_of_e4m3_are_held_twice() -> None:
+    problem = dataclasses.replace(LONG, dtype=E4M3, out_dtype="bfloat16", lhs_order="bmk", rhs_order="bnk")
+    assert FAMILY.config_refusal(problem, Config(128, 128, 6)) is None
+    for config, sums, most in (
+        (Config(128, 192, 5), 96, 64),
+        (Config(256, 128, 4), 128, 64),
+        (Config(64, 128, 4), 64, 32),
+    ):
+        assert FAMILY.config_refusal(LONG, dataclasses.replace(config, splits=4, reduction="cluster")) is None
+        tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
+        refusal = f"{tile}, {sums} sums a thread, with float8_e4m3fn; accepted: at most {most}"
+        assert FAMILY.config_refusal(problem, config) == refusal
+
+
 MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
-    dtype, out = str(rng.choice(("bfloat16", "float16", "float32"))), str(rng.choice(tuple(split_k.OUT_CODES)))
-    lhs, rhs = ("bmk", "bnk") if dtype == "float32" else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
+    dtype, out = str(rng.choice(tuple(tma.ELEMENT_CODES))), str(rng.choice(tuple(split_k.OUT_CODES)))
+    if dtype == E4M3 and out == "float32":
+        out = "bfloat16"
+    k_major = dtype in ("float32", E4M3)
+    lhs, rhs = ("bmk", "bnk") if k_major else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
 
     def size(most: int) -> int:
         return 8 * int(2 ** rng.uniform(0, math.log2(most / 8)))
 
     while True:
-        problem = DotProblem(int(rng.integers(1, 4)), size(2048), size(2048), size(65536), lhs, rhs, dtype, out)
+        problem = DotProblem(int(rng.integers(1, 4)), size(2048), size(2048), 2 * size(32768), lhs, rhs, dtype, out)
         if problem.flops <= MAX_FLOPS:
             return problem
 

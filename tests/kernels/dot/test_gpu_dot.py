@@ -13,7 +13,7 @@ import jax_splitk
 from jax_splitk.kernels.device.wgmma_tile import TILES, max_stages
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
-from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, poison
@@ -44,6 +44,10 @@ def exact_runs() -> list[tuple[DotProblem, Config]]:
     for reduction, splits in REDUCTIONS:
         problem = DotProblem(2, 131, 268, 1000, "bmk", "nbk", "float32", "float32")
         runs.append((problem, Config(128, 128, 6, splits, reduction)))
+    narrow = ((64, 64, 8), (64, 128, 8), (128, 64, 8), (128, 128, 7), (192, 64, 7), (192, 128, 5), (256, 64, 5))
+    for tile, (reduction, splits) in itertools.product(narrow, REDUCTIONS[::2]):
+        problem = DotProblem(2, 264, 328, 1104, "bmk", "nbk", E4M3, "float16")
+        runs.append((problem, Config(*tile, splits, reduction)))
     # Every epilogue whose values are exact, on every reduction.
     exact = [after for after in dots.epilogues() if after.get("activation", "none") in ("none", "relu")]
     for after, (reduction, splits) in itertools.product(exact, REDUCTIONS[::2]):
