@@ -12,9 +12,9 @@ import struct
 
 HGMMA = 0x9F0  # a warpgroup's matrix product
 HGMMA_REGISTERS = 0xDF0  # the same with A in registers
-QGMMA_REGISTERS = 0xDF3  # the same of e4m3
+QGMMA, QGMMA_REGISTERS = 0x9F3, 0xDF3  # both of e4m3
 HMMA = 0x23C  # a warp's matrix product
-PRODUCTS = {HGMMA, HGMMA_REGISTERS, QGMMA_REGISTERS, HMMA}
+PRODUCTS = {HGMMA, HGMMA_REGISTERS, QGMMA, QGMMA_REGISTERS, HMMA}
 STMATRIX = 0x844
 GENERIC_LOAD, GENERIC_STORE = 0x980, 0x985
 UBLKCP = 0x3BA  # a bulk copy into shared memory

@@ -24,7 +24,7 @@ from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import float64, products
+from tests import dots, float64, products
 from tests.gpu_wgrad import with_splits
 from tests.problems import conv
 from tests.random_problems import device_plan
@@ -75,11 +75,9 @@ def _gradient(p: ConvWgradProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 
 @functools.cache
 def _dot_operands(p: DotProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    rng = np.random.default_rng(SEED)
-    lhs, rhs = (rng.integers(-2, 3, shape).astype(np.float64) for shape in (p.lhs_shape, p.rhs_shape))
-    exact = np.einsum(f"{p.lhs_order},{p.rhs_order}->bmn", lhs, rhs)
-    dtype = jnp.dtype(p.dtype)
-    return (lhs.astype(dtype), rhs.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    operands = dots.integers(p, np.random.default_rng(SEED))
+    exact = dots.exactly(p, *operands).astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    return tuple(dots.as_given(p, operands)), exact
 
 
 @functools.cache
@@ -204,6 +202,13 @@ def _dot() -> Iterator[Run]:
         (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
     ):
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
+    narrow = DotProblem(2, 72, 136, 1040, "bmk", "nbk", E4M3, HALF)
+    yield Run(dot_tma.FAMILY, narrow, dot_tma.Config(128, 64, 6, 2, "cluster"))
+    m, n, k = ragged
+    configs = {"m": dot_tma.Config(64, 128, 6, 2, "cluster"), "n": dot_tma.Config(64, 64, 6, 3, "workspace")}
+    for bias, config in configs.items():
+        after = {"bias": bias, "bias_dtype": "float32", "activation": "relu", "residual_dtype": HALF}
+        yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, "bmk", "bkn", HALF, HALF, **after), config)
     layer = DotProblem(1, 36, 32, 300, "bkm", "bkn", "float32", "float32")
     family = as_wgrad.TF32
     yield Run(family, layer, family.candidates(layer, DEFAULT_CUDA)[0])

@@ -1,6 +1,8 @@
 """Quantized weights with every code of their format, and what they decode to, in numpy alone."""
 
+import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -27,6 +29,20 @@ GROUPS = ((32, "bfloat16"), (64, "bfloat16"), (128, "float16"), (384, "float32")
 # The published table of NormalFloat4 (QLoRA, appendix E), to six digits.
 NF4 = (-1, -0.696193, -0.525073, -0.394917, -0.284441, -0.184773, -0.091050, 0)
 NF4 = (*NF4, 0.079580, 0.160930, 0.246112, 0.337915, 0.440710, 0.562617, 0.722957, 1)
+
+
+@dataclasses.dataclass
+class Foreign:
+    """A tensor with the attributes of qwix's QArray, or of AQT's QTensor with a list of scales."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: Any = None
+    scale_t: Any = None
+    bias: Any = ()
+    tiling_state: Any = None
+    sparsity_mask: Any = None
 
 
 def table(name: str) -> np.ndarray:

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from benchmarks.cases import Case
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
@@ -28,6 +29,11 @@ def seeded(salt: int) -> Iterator[np.random.Generator]:
     except BaseException as error:
         error.add_note(f"drawn by numpy.random.default_rng([{SEED}, {salt}]); JAX_SPLITK_TEST_SEED={SEED} repeats it")
         raise
+
+
+def of_families(edges: Mapping[Any, Sequence[tuple[Any, ...]]]) -> list[Any]:
+    """Parameters of a test: each family with each of its edges, whose last element names them."""
+    return [pytest.param(family, *edge, id=f"{family.name}-{edge[-1]}") for family in edges for edge in edges[family]]
 
 
 def random_case(rng: np.random.Generator, dtype: str = "bfloat16") -> Case:

@@ -39,8 +39,20 @@ from tests.problems import random_case
 
 CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
+TINY = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
 ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S", "PROGRESS")
+
+
+# Of modules that tune the CPU's family.
+TUNES_THE_CPU = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family"),
+]
+
+
+def key_of(case: Case = CASE) -> Key:
+    return key_for(case.problem(), CPU)
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:

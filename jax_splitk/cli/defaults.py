@@ -59,7 +59,8 @@ def _length(value: Any) -> int:
 
 def _dot_general(fields: Mapping[str, Any]) -> dict[str, Any]:
     dtype = fields.get("dtype", "bfloat16")
-    return {"batch": 1, "lhs_order": "bmk", "rhs_order": "bkn", "dtype": dtype, "out_dtype": dtype, **fields}
+    out_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
+    return {"batch": 1, "lhs_order": "bmk", "rhs_order": "bkn", "dtype": dtype, "out_dtype": out_dtype, **fields}
 
 
 def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,13 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_splitk.ops import dot_primitive
-from jax_splitk.problems.dot_layout import DimensionNumbers
+from jax_splitk.ops import dot_epilogue, dot_primitive
+from jax_splitk.ops.dot_epilogue import Epilogue
+from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3
+from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
+from jax_splitk.problems.dot_reference import finished
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.runtime.arguments import dtype_of, quoted, require
 from jax_splitk.tuning.options import Options, settled
 
 _logger = logging.getLogger("jax_splitk")
@@ -30,6 +33,9 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     *,
     out_sharding: Any = None,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    residual: ArrayLike | None = None,
     compute_dtype: DTypeLike | None = None,
     implementation: str | None = None,
     config: Any = None,
@@ -45,13 +51,21 @@ def dot_general(
     products of the same kind. Use it as Flax's `dot_general=`, with `compute_dtype=jnp.bfloat16` to multiply in
     bfloat16 and to keep float32 cotangents of float32 weights.
 
+    With an epilogue the result is activation(product + bias) + residual, computed in float32 of the whole sum and then
+    rounded, in the same kernels. Under differentiation the product of an activation is kept in float32, and XLA
+    computes its epilogue; without an activation bias and residual stay in the kernel.
+
     Args:
-      lhs, rhs: arrays of a real floating dtype; others are left to lax.
+      lhs, rhs: arrays of a real floating dtype; others are left to lax. float8_e4m3fn with preferred_element_type only.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)) dimensions.
       precision: as in lax, for float32 operands: DEFAULT and HIGH multiply in tf32, HIGHEST in float32, by XLA. What
         else lax takes (a pair, an algorithm) is left to lax.
       preferred_element_type: dtype of the result; None for that of the operands.
       out_sharding: as in lax, which computes the product then.
+      bias: of the shape of rhs's dimensions in the result, or of lhs's with a 1 for each of rhs's; any real floating
+        dtype.
+      activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (the same with approximate=False), "silu".
+      residual: of the result's shape; any real floating dtype.
       compute_dtype: bfloat16, float16 or float32: operands are rounded to it, and sums are float32. None for the
         operands' dtype. A cotangent has the dtype of its operand, and is not rounded to `compute_dtype`.
       implementation: "cutlass" (Hopper), "host" (CPU), "xla", or None for the fastest that serves.
@@ -61,8 +75,8 @@ def dot_general(
       The batch dimensions, then those of lhs that are left, then those of rhs.
 
     Raises:
-      TypeError: dimension numbers that do not belong to the operands, as from lax.
-      ValueError: an unknown implementation, a config that is not legal.
+      TypeError: dimension numbers that do not belong to the operands, as from lax; an epilogue's dtypes.
+      ValueError: an unknown activation or implementation, a shape of an epilogue, a config that is not legal.
       NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
         device can tell is raised at lowering.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
@@ -73,31 +87,17 @@ def dot_general(
       (64, 32)
     """
     options = settled("dot_general", Options(config, implementation))
-    x, y = jnp.asarray(lhs), jnp.asarray(rhs)
-    reason = _left_to_lax(x, y, precision, preferred_element_type, out_sharding, compute_dtype)
-    if reason is not None:
-        if options.explicit and options.implementation != "xla":
-            raise NotImplementedError(f"dot_general: {reason}. Use implementation=None or 'xla'.")
-        _logger.info("dot_general: XLA (%s)", reason)
-        return lax.dot_general(
-            *(x, y, dimension_numbers, precision, preferred_element_type), **_given(out_sharding=out_sharding)
-        )
-    dimensions = _canonical(x, y, dimension_numbers)
-    common = jnp.promote_types(x.dtype, y.dtype)
-    compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
-    x, y = _compat.vary_alike((x, y))
-    return dot_primitive.bind(
-        *(x, y, dimensions, common if preferred_element_type is None else preferred_element_type),
-        compute_dtype=jnp.dtype(compute).name,
-        precision=lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
-        options=options,
-    )
+    numbers = (dimension_numbers, precision, preferred_element_type, out_sharding, compute_dtype)
+    return _routed(jnp.asarray(lhs), jnp.asarray(rhs), *numbers, options, (bias, activation, residual))
 
 
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
     *,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    residual: ArrayLike | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
@@ -105,20 +105,28 @@ def matmul(
     config: Any = None,
 ) -> jax.Array:
     """`jax.numpy.matmul` by `dot_general`: [..., m, k] @ [..., k, n] with broadcast leading dimensions; vectors as in
-    NumPy.
+    NumPy. With an epilogue activation(a @ b + bias) + residual, in one kernel where one serves; see `dot_general`.
 
     Args:
-      a, b: arrays of a real floating dtype; of at least one dimension.
+      a, b: arrays of a real floating dtype; of at least one dimension, with a bias or a residual of two.
+      bias: [n], or [m, 1] where a has no leading dimensions or b has them, too (else all of a's, then 1).
+      activation: "relu", "gelu", "gelu_exact" or "silu".
+      residual: of the result's shape.
       precision, preferred_element_type, compute_dtype, implementation, config: see `dot_general`.
 
     Raises:
       ValueError: shapes that do not belong together; and see `dot_general`.
 
-    Example:
+    Examples:
       >>> jax_splitk.matmul(jnp.ones((8, 64)), jnp.ones((64, 32))).shape
       (8, 32)
+      >>> x = jnp.ones((8, 64))
+      >>> jax_splitk.matmul(x, jnp.ones((64, 64)), bias=jnp.ones(64), activation="gelu", residual=x).shape
+      (8, 64)
     """
     x, y = jnp.asarray(a), jnp.asarray(b)
+    if min(x.ndim, y.ndim) < 2 and (bias is not None or residual is not None):
+        raise ValueError(f"bias or residual with a of shape {x.shape} and b of shape {y.shape}; accepted: no vectors")
     if min(x.ndim, y.ndim) < 1 or x.shape[-1] != y.shape[-2 if y.ndim > 1 else 0]:
         raise ValueError(f"a of shape {x.shape} and b of shape {y.shape}; accepted: [..., m, k] and [..., k, n]")
     rows, columns = x.ndim > 1, y.ndim > 1
@@ -131,12 +139,49 @@ def matmul(
         x, y = (jnp.broadcast_to(z, (*leading, *z.shape[-2:])) for z in (x, y))
     out = dot_general(
         *(x, y, (((x.ndim - 1,), (y.ndim - 2,)), (batch, batch)), precision, preferred_element_type),
+        **{"bias": bias, "activation": activation, "residual": residual},
         compute_dtype=compute_dtype,
         implementation=implementation,
         config=config,
     )
     out = out if columns else out[..., 0]
     return out if rows else jnp.squeeze(out, -2 if columns else -1)
+
+
+def _routed(
+    x: jax.Array,
+    y: jax.Array,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred: Any,
+    out_sharding: Any,
+    compute_dtype: Any,
+    options: Options,
+    after: tuple[Any, Any, Any],
+) -> jax.Array:
+    """By the primitive that computes it, or by lax; `after`: bias, activation and residual."""
+    reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)
+    if reason is not None:
+        if options.explicit and options.implementation != "xla":
+            raise NotImplementedError(f"dot_general: {reason}. Use implementation=None or 'xla'.")
+        _logger.info("dot_general: XLA (%s)", reason)
+        given = (x, y, dimension_numbers, precision, preferred)
+        return _finished(lax.dot_general(*given, **_given(out_sharding=out_sharding)), x, y, dimension_numbers, *after)
+    dimensions = _canonical(x, y, dimension_numbers)
+    common = jnp.promote_types(x.dtype, y.dtype)
+    compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
+    params: dict[str, Any] = {
+        "dimensions": dimensions,
+        "out_dtype": preferred or (compute if common == E4M3 else common),
+        "compute_dtype": jnp.dtype(compute).name,
+        "precision": lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
+        "options": options,
+    }
+    epilogue, operands = _epilogue(x, y, dimensions, *after)
+    operands = _compat.vary_alike((x, y, *operands))
+    if epilogue == Epilogue():
+        return dot_primitive.bind(*operands, **params)
+    return dot_epilogue.bind(operands, epilogue, **params)
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
@@ -150,14 +195,56 @@ def _left_to_lax(
     if out_sharding is not None:
         return f"out_sharding={out_sharding}"
     for name, array in (("lhs", x), ("rhs", y)):
-        if array.dtype.name not in _DTYPES:
-            return f"{name} of dtype {array.dtype}; kernels take {', '.join(_DTYPES)}"
+        if array.dtype.name not in (*_DTYPES, E4M3):
+            return f"{name} of dtype {array.dtype}; kernels take {', '.join((*_DTYPES, E4M3))}"
+        if array.dtype.name == E4M3 and preferred is None and compute_dtype is None:
+            return f"{name} of dtype {E4M3} with preferred_element_type=None; accepted: {', '.join(_DTYPES)}"
     if x.dtype != y.dtype and compute_dtype is None:
         return f"operands of dtypes {x.dtype} and {y.dtype}; give compute_dtype"
     if preferred is not None and jnp.dtype(preferred).name not in _DTYPES:
         return f"preferred_element_type={preferred!r}; accepted: {', '.join(_DTYPES)}"
     simple = precision is None or isinstance(precision, lax.Precision) or precision in ("default", "high", "highest")
     return None if simple else f"precision={precision!r}; accepted: DEFAULT, HIGH, HIGHEST"
+
+
+def _epilogue(
+    x: jax.Array, y: jax.Array, dimensions: DimensionNumbers, bias: Any, activation: Any, residual: Any
+) -> tuple[Epilogue, list[jax.Array]]:
+    """What is asked for and its operands, in the primitive's form; raises where they do not belong to the product."""
+    (x_contracting, y_contracting), (x_batch, y_batch) = dimensions
+    rows = tuple(x.shape[i] for i in free_dimensions(x.ndim, x_contracting, x_batch))
+    columns = tuple(y.shape[i] for i in free_dimensions(y.ndim, y_contracting, y_batch))
+    operands, over = [], "none"
+    if bias is not None:
+        given, of_rows = _floating("bias", bias), (*rows, *(1,) * len(columns))
+        require(given.shape in (columns, of_rows), f"bias of shape {given.shape}", f"{columns} or {of_rows}")
+        over = "n" if given.shape == columns else "m"
+        operands.append(given if over == "n" else given.reshape(rows))
+    if activation is not None:
+        require(activation in tuple(ACTIVATIONS), f"activation={activation!r}", f"None, {quoted(ACTIVATIONS)}")
+    if residual is not None:
+        given, shape = _floating("residual", residual), (*(x.shape[i] for i in x_batch), *rows, *columns)
+        require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
+        operands.append(given)
+    return Epilogue(over, activation or "none", residual is not None), operands
+
+
+def _floating(name: str, value: Any) -> jax.Array:
+    given = jnp.asarray(value)
+    require(given.dtype.name in _DTYPES, f"{name} of dtype {given.dtype}", ", ".join(_DTYPES), TypeError)
+    return given
+
+
+def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers: Any, *after: Any) -> jax.Array:
+    """The epilogue of lax's product."""
+    if all(each is None for each in after):
+        return product
+    floating = jnp.issubdtype(product.dtype, jnp.floating)
+    require(floating, f"bias, activation or residual of a product of dtype {product.dtype}", "floating", TypeError)
+    _epilogue(x, y, _canonical(x, y, dimension_numbers), *after)
+    activation, (bias, residual) = after[1], (None if each is None else jnp.asarray(each) for each in after[::2])
+    wide = product.astype(jnp.promote_types(product.dtype, jnp.float32))
+    return finished(wide, bias, activation or "none", residual).astype(product.dtype)
 
 
 def _canonical(x: jax.Array, y: jax.Array, dimension_numbers: Any) -> DimensionNumbers:

@@ -14,8 +14,9 @@ from jax.interpreters import ad, batching
 from jax_splitk.ops import lowering, partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems import dot_layout
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
+from jax_splitk.problems.dot_reference import wide_dtype
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
@@ -27,18 +28,18 @@ def bind(lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers, out_dtype
     return dot_general_p.bind(lhs, rhs, dimensions=dimensions, out_dtype=jnp.dtype(out_dtype).name, **params)
 
 
-def _lax(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """The primitive's value in plain lax."""
-    dtype = jnp.dtype(params["compute_dtype"])
-    wide = jnp.promote_types(dtype, params["out_dtype"])  # lax does not narrow
+def with_lax(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, params: dict[str, Any]) -> jax.Array:
+    """The product in plain lax."""
+    dtype = params["compute_dtype"]
+    wide = wide_dtype(dtype, out_dtype)  # lax does not narrow
     precision = params["precision"]
     out = lax.dot_general(
         lhs.astype(dtype), rhs.astype(dtype), params["dimensions"], precision=precision, preferred_element_type=wide
     )
-    return out.astype(params["out_dtype"])
+    return out.astype(out_dtype)
 
 
-def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
+def rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
     """Every dimension may be divided; a contracting one that is leaves a sum."""
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
     names: list[dict[int, str]] = []
@@ -54,19 +55,22 @@ def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
     return Rule(operands, result, units, lambda params, parts: params)
 
 
-def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
+def type_of_product(lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
+    """Without a sharding."""
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
     of_lhs = (*lhs_batch, *free_dimensions(lhs.ndim, lhs_contracting, lhs_batch))
     of_rhs = free_dimensions(rhs.ndim, rhs_contracting, rhs_batch)
     shape = (*(lhs.shape[i] for i in of_lhs), *(rhs.shape[i] for i in of_rhs))
-    out = _compat.like(lhs if _compat.aval_vma(lhs) else rhs, shape, params["out_dtype"])
-    return partitioning.with_explicit_sharding(out, _rule_of, (lhs, rhs), params)
+    return _compat.like(lhs if _compat.aval_vma(lhs) else rhs, shape, params["out_dtype"])
 
 
-dot_general_p.def_abstract_eval(_abstract_eval)
+@dot_general_p.def_abstract_eval
+def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
+    out = type_of_product(lhs, rhs, params)
+    return partitioning.with_explicit_sharding(out, rule_of, (lhs, rhs), params)
 
 
-def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> DotProblem:
+def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> DotProblem:
     """The canonical problem of an equation, from the types of its operands and its parameters."""
     shapes = [tuple(_compat.static_or_symbolic(size) for size in aval.shape) for aval in avals]
     lhs, rhs = dot_layout.operands(shapes[0], shapes[1], params["dimensions"])
@@ -122,14 +126,17 @@ def _cotangent(
     in_y_order = tuple(x_contracting[i] for i in np.argsort(y_contracting))
     params = {name: value for name, value in params.items() if name not in ("dimensions", "out_dtype")}
     params["options"] = params["options"].without_config()
+    out_dtype = x.dtype
+    if params["compute_dtype"] == E4M3:  # which bfloat16 holds, and a cotangent is not rounded to it before the product
+        params["compute_dtype"], out_dtype = "bfloat16", "float32"
     # The result is written in x's order where one of the two orders of the operands gives it.
     if in_y_order and x_free and in_y_order[0] < x_free[0]:
-        out = bind(y, ct, ((y_free, ct_y), (y_batch, ct_batch)), x.dtype, **params)
+        out = bind(y, ct, ((y_free, ct_y), (y_batch, ct_batch)), out_dtype, **params)
         axes = (*x_batch, *in_y_order, *x_free)
     else:
-        out = bind(ct, y, ((ct_y, y_free), (ct_batch, y_batch)), x.dtype, **params)
+        out = bind(ct, y, ((ct_y, y_free), (ct_batch, y_batch)), out_dtype, **params)
         axes = (*x_batch, *x_free, *in_y_order)
-    return out.transpose(tuple(int(i) for i in np.argsort(axes)))
+    return out.transpose(tuple(int(i) for i in np.argsort(axes))).astype(x.dtype)
 
 
 ad.defbilinear(dot_general_p, _transpose_lhs, _transpose_rhs)
@@ -145,20 +152,25 @@ def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any)
         size = lhs.shape[lhs_dim] if lhs_dim is not None else rhs.shape[rhs_dim or 0]
         pair = (batching.bdim_at_front(lhs, lhs_dim, size), batching.bdim_at_front(rhs, rhs_dim, size))
         return lax.map(lambda pair: dot_general_p.bind(*pair, **params), pair), 0
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
+    params["dimensions"], place = with_mapped(params["dimensions"], (lhs.ndim, rhs.ndim), (lhs_dim, rhs_dim))
+    return dot_general_p.bind(lhs, rhs, **params), place
+
+
+def with_mapped(
+    dimensions: DimensionNumbers, ranks: tuple[int, int], mapped: tuple[int | None, int | None]
+) -> tuple[DimensionNumbers, int]:
+    """The dimensions of operands of these ranks that have a mapped one more, and where it is in the result."""
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimensions
+    lhs_dim, rhs_dim = mapped
     after = lambda those, dim: tuple(i + (dim is not None and i >= dim) for i in those)  # noqa: E731
     contracting = (after(lhs_contracting, lhs_dim), after(rhs_contracting, rhs_dim))
     batch = (after(lhs_batch, lhs_dim), after(rhs_batch, rhs_dim))
     if lhs_dim is not None and rhs_dim is not None:
-        params["dimensions"] = (contracting, ((lhs_dim, *batch[0]), (rhs_dim, *batch[1])))
-        return dot_general_p.bind(lhs, rhs, **params), 0
-    params["dimensions"] = (contracting, batch)
-    out = dot_general_p.bind(lhs, rhs, **params)
-    lhs_free = free_dimensions(lhs.ndim, contracting[0], batch[0])
+        return (contracting, ((lhs_dim, *batch[0]), (rhs_dim, *batch[1]))), 0
+    lhs_free, rhs_free = (free_dimensions(ranks[i], contracting[i], batch[i]) for i in range(2))
     if lhs_dim is not None:
-        return out, len(batch[0]) + lhs_free.index(lhs_dim)
-    rhs_free = free_dimensions(rhs.ndim, contracting[1], batch[1])
-    return out, len(batch[0]) + len(lhs_free) + rhs_free.index(rhs_dim or 0)
+        return (contracting, batch), len(batch[0]) + lhs_free.index(lhs_dim)
+    return (contracting, batch), len(batch[0]) + len(lhs_free) + rhs_free.index(rhs_dim or 0)
 
 
 batching.primitive_batchers[dot_general_p] = _batch
@@ -169,21 +181,30 @@ batching.primitive_batchers[dot_general_p] = _batch
 
 def _with_xla(problem: DotProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
     del problem, out
-    return lambda lhs, rhs: _lax(lhs, rhs, params)
+    return lambda lhs, rhs: with_lax(lhs, rhs, params["out_dtype"], params)
 
 
 def _with_kernel(
     problem: DotProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
 ) -> Callable[..., jax.Array]:
     def between_reshapes(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        given = []
-        layouts = dot_layout.operands(lhs.shape, rhs.shape, params["dimensions"])
-        for x, layout in zip((lhs, rhs), layouts, strict=True):
-            moved = x if layout.transpose is None else x.transpose(layout.transpose)
-            given.append(moved.astype(problem.dtype).reshape(layout.shape))
+        given = as_of_problem(problem, lhs, rhs, params["dimensions"])
         return execute.call(custom_call, problem, *given).reshape(out.shape)
 
     return between_reshapes
 
 
-lowering.define(dot_general_p, _problem_of, _with_xla, _with_kernel, _rule_of)
+def as_of_problem(
+    problem: DotProblem, lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers
+) -> tuple[jax.Array, jax.Array]:
+    """The operands as the problem has them."""
+
+    def given(x: jax.Array, layout: dot_layout.Operand) -> jax.Array:
+        moved = x if layout.transpose is None else x.transpose(layout.transpose)
+        return moved.astype(problem.dtype).reshape(layout.shape)
+
+    of_lhs, of_rhs = dot_layout.operands(lhs.shape, rhs.shape, dimensions)
+    return given(lhs, of_lhs), given(rhs, of_rhs)
+
+
+lowering.define(dot_general_p, problem_of, _with_xla, _with_kernel, rule_of)

@@ -77,7 +77,7 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
             found[operation] = Decision(problem, "none", None, options.config, None, 0, str(error))
             continue
         shown = decision(choice)
-        why = f"{shown.why}; {operation.part_of}" if operation.part_of else shown.why
+        why = f"{shown.why}; {operation.note}" if operation.note else shown.why
         found[operation] = dataclasses.replace(shown, why=why)
     decisions, equations = tuple(found.values()), list(trace.equations(jaxpr))
     unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr)], target)

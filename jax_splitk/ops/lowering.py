@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 from jax_splitk import kernels
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
@@ -60,7 +61,7 @@ def define(
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
-            problem = problem_of(ctx.avals_in, params)
+            problem = served(problem_of(ctx.avals_in, params), platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
                 division = division_rule(ctx, primitive, params, platform)
@@ -101,6 +102,16 @@ def _is_static(problem: Problem) -> bool:
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
     return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
+
+
+def served(problem: Problem, platform: str) -> Problem:
+    """What kernels of the platform compute of a problem: all of it, or the product alone where none of them takes the
+    epilogue with it, which is XLA's then."""
+    if not isinstance(problem, DotProblem) or not problem.epilogue or only_xla(problem) is not None:
+        return problem
+    families = kernels.families(problem.op, platform)
+    takes = lambda problem: any(family.problem_refusal(problem) is None for family in families)  # noqa: E731
+    return problem.product if takes(problem.product) and not takes(problem) else problem
 
 
 def choose(

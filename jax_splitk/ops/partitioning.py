@@ -48,12 +48,15 @@ class Rule:
       result: likewise; what has a unit but is not here is summed over.
       units: by name, into how many parts of equal size a dimension can be cut; names that are not here stay whole.
       divided: of an equation's parameters and the number of parts by name, the parameters of one part.
+      finish: of the sum over the devices and the operands of one, the result, where a reduction is divided and the sum
+        is not all.
     """
 
     operands: tuple[tuple[str, ...], ...]
     result: tuple[str, ...]
     units: Mapping[str, int]
     divided: Callable[[_Params, Mapping[str, int]], _Params]
+    finish: Callable[..., jax.Array] | None = None
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -124,7 +127,10 @@ def _local(
 
     def local(*operands: jax.Array) -> jax.Array:
         out = primitive.bind(*operands, **local_params)
-        return lax.psum(out, over) if over else out
+        if not over:
+            return out
+        out = lax.psum(out, over)
+        return out if rule.finish is None else rule.finish(out, *operands)
 
     return local
 

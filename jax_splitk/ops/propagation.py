@@ -30,13 +30,13 @@ class Operation:
 
     Attributes:
       problem: a device's.
-      part_of: of what it is a part, for the reader; empty for the whole.
+      note: for the reader: of what it is a part, what XLA computes of it; empty for the whole of an operation.
       undivided: why XLA partitions it; None where it does not.
     """
 
     problem: Problem
     options: Options
-    part_of: str = ""
+    note: str = ""
     undivided: str | None = None
 
 

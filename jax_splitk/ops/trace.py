@@ -1,5 +1,6 @@
 """Finding jax_splitk's operations in a traced function, and what its trace says of where they will run."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ from jax.extend import core
 
 from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.propagation import Operation
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 
 
@@ -19,8 +21,18 @@ def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any
     """Our operations in `jaxpr`, the trace of `fn(*args, **kwargs)`, in its order; of a program for several devices, as
     each device computes them."""
     if _spans_devices(jaxpr, (args, kwargs)):
-        return propagation.operations(fn, args, kwargs, platform)
-    return [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr)]
+        found = propagation.operations(fn, args, kwargs, platform)
+    else:
+        found = [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr)]
+    return [_served(each, platform) for each in found]
+
+
+def _served(operation: Operation, platform: str) -> Operation:
+    problem = lowering.served(operation.problem, platform)
+    if problem == operation.problem or not isinstance(operation.problem, DotProblem):
+        return operation
+    said = f"XLA computes what follows ({operation.problem.epilogue})"
+    return dataclasses.replace(operation, problem=problem, note="; ".join(filter(None, (operation.note, said))))
 
 
 def ours(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Problem]]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
+import jax
 from jax import numpy as jnp
 
 from jax_splitk.problems.conv_wgrad import DTYPES, PRECISIONS
@@ -12,11 +14,23 @@ from jax_splitk.runtime.arguments import quoted, require
 # dimension is the batch.
 LHS_ORDERS = ("bmk", "mbk", "bkm", "kbm")
 RHS_ORDERS = ("bkn", "kbn", "bnk", "nbk")
+E4M3 = "float8_e4m3fn"
+BIASES = ("none", "m", "n")
+# NaN stays NaN in all of them.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DotProblem:
-    """out[b, m, n] = sum over k of lhs[b, m, k] * rhs[b, k, n].
+    """out[b, m, n] = activation(sum over k of lhs[b, m, k] * rhs[b, k, n] + bias[m or n]) + residual[b, m, n].
+
+    All but the product is its epilogue, which is computed once of the whole sum, in float32 (float64 where anything
+    is), and then rounded to `out_dtype`.
 
     Attributes:
       batch, m, n, k: sizes. Several dimensions of `lax.dot_general` that are neighbours in both operands are one here.
@@ -25,6 +39,10 @@ class DotProblem:
       dtype: of both operands.
       out_dtype: of the result, which is [batch, m, n].
       precision: "default", "high" or "highest"; of float32 operands.
+      bias: "m" or "n" for one value of each row or column of the result, the same in all of the batch; "none".
+      bias_dtype: its dtype; "none" without.
+      activation: a name of `ACTIVATIONS`, or "none".
+      residual_dtype: dtype of what is added last; "none" without.
     """
 
     batch: int
@@ -36,6 +54,10 @@ class DotProblem:
     dtype: str
     out_dtype: str
     precision: str = "default"
+    bias: str = "none"
+    bias_dtype: str = "none"
+    activation: str = "none"
+    residual_dtype: str = "none"
 
     op = "dot_general"
 
@@ -49,12 +71,46 @@ class DotProblem:
         choices = {
             "lhs_order": LHS_ORDERS,
             "rhs_order": RHS_ORDERS,
-            "dtype": DTYPES,
+            "dtype": (*DTYPES, E4M3),
             "out_dtype": DTYPES,
             "precision": PRECISIONS,
+            "bias": BIASES,
+            "bias_dtype": ("none",) if self.bias == "none" else DTYPES,
+            "activation": ("none", *ACTIVATIONS),
+            "residual_dtype": ("none", *DTYPES),
         }
         for name, accepted in choices.items():
             require(getattr(self, name) in accepted, f"{name}={getattr(self, name)!r}", quoted(accepted))
+
+    @property
+    def epilogue(self) -> str:
+        """In words; "" where there is none."""
+        parts = (
+            f"bias over {self.bias} in {self.bias_dtype}" if self.bias != "none" else "",
+            self.activation if self.activation != "none" else "",
+            f"residual in {self.residual_dtype}" if self.residual_dtype != "none" else "",
+        )
+        return ", ".join(filter(None, parts))
+
+    @property
+    def epilogue_dtype(self) -> str:
+        """In which the epilogue is computed."""
+        dtypes = (self.dtype, self.out_dtype, self.bias_dtype, self.residual_dtype)
+        return "float64" if "float64" in dtypes else "float32"
+
+    @property
+    def product(self) -> "DotProblem":
+        """Without the epilogue."""
+        if not self.epilogue:
+            return self
+        none = {"bias": "none", "bias_dtype": "none", "activation": "none", "residual_dtype": "none"}
+        return dataclasses.replace(self, out_dtype=self.epilogue_dtype, **none)
+
+    @property
+    def epilogue_operands(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """(shape, dtype) of the bias and the residual, as far as there are any: operands after lhs and rhs."""
+        bias = () if self.bias == "none" else (((self.m if self.bias == "m" else self.n,), self.bias_dtype),)
+        return bias if self.residual_dtype == "none" else (*bias, (self.out_shape, self.residual_dtype))
 
     @property
     def lhs_shape(self) -> tuple[int, ...]:
@@ -89,9 +145,11 @@ class DotProblem:
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
         inputs = (math.prod(self.lhs_shape) + math.prod(self.rhs_shape)) * jnp.dtype(self.dtype).itemsize
+        inputs += sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.epilogue_operands)
         return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
 
     def __str__(self) -> str:
         batch = f"{self.batch}x " if self.batch != 1 else ""
         order = "".join((self.lhs_order, ",", self.rhs_order))
-        return f"dot_general {self.dtype}->{self.out_dtype} {batch}{self.m}x{self.n}x{self.k} {order}"
+        product = f"dot_general {self.dtype}->{self.out_dtype} {batch}{self.m}x{self.n}x{self.k} {order}"
+        return f"{product} ({self.epilogue})" if self.epilogue else product

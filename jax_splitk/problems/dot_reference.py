@@ -1,26 +1,47 @@
-"""The matrix product in plain lax: what the fallback runs and what kernels are checked against."""
+"""The matrix product and its epilogue in plain lax: what the fallback runs and what kernels are checked against."""
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
 
 _PRECISIONS = {"default": lax.Precision.DEFAULT, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
 
-def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """[batch, m, n] of operands whose dimensions lie in the problem's orders."""
+def wide_dtype(dtype: str, out_dtype: str) -> str:
+    """Of lax's product."""
+    return out_dtype if dtype == E4M3 else jnp.promote_types(dtype, out_dtype).name
+
+
+def finished(sums: jax.Array, bias: jax.Array | None, activation: str, residual: jax.Array | None) -> jax.Array:
+    """The epilogue, in the dtype of the sums; the bias broadcasts."""
+    if bias is not None:
+        sums = sums + bias.astype(sums.dtype)
+    if activation != "none":
+        sums = ACTIVATIONS[activation](sums)
+    return sums if residual is None else sums + residual.astype(sums.dtype)
+
+
+def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+    """[batch, m, n] of operands whose dimensions lie in the problem's orders, and those of its epilogue."""
+    if problem.epilogue:
+        operands = list(rest)
+        bias = None if problem.bias == "none" else operands.pop(0)
+        bias = bias[:, None] if bias is not None and problem.bias == "m" else bias
+        residual = None if problem.residual_dtype == "none" else operands.pop(0)
+        sums = dot_general(problem.product, lhs, rhs)
+        return finished(sums, bias, problem.activation, residual).astype(problem.out_dtype)
     left, right = problem.lhs_order, problem.rhs_order
     dimensions = (((left.index("k"),), (right.index("k"),)), ((left.index("b"),), (right.index("b"),)))
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    wide = jnp.promote_types(problem.dtype, problem.out_dtype)
+    wide = wide_dtype(problem.dtype, problem.out_dtype)
     out = lax.dot_general(lhs, rhs, dimensions, precision=_PRECISIONS[problem.precision], preferred_element_type=wide)
     return out.astype(problem.out_dtype)
 
 
-def random_operands(problem: DotProblem, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(lhs, rhs), normally distributed."""
-    one, two = jax.random.split(key)
-    dtype = jnp.dtype(problem.dtype)
-    return jax.random.normal(one, problem.lhs_shape, dtype), jax.random.normal(two, problem.rhs_shape, dtype)
+def random_operands(problem: DotProblem, key: jax.Array) -> tuple[jax.Array, ...]:
+    """(lhs, rhs, those of the epilogue), normally distributed."""
+    wanted = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
+    keys = jax.random.split(key, len(wanted))
+    return tuple(jax.random.normal(k, shape, jnp.dtype(of)) for k, (shape, of) in zip(keys, wanted, strict=True))

@@ -15,6 +15,7 @@ from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import measure, sweep
 from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.key import problem_as_dict
 from tests.command_line import refused, run, text
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -31,9 +32,8 @@ def test_a_sweep_and_its_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
     words = ("bench", "matmul", *SIZES, "--sweep-splits", "1:3,640,5", "--configs", 1, *files)
     found = run(capsys, *words)
     assert found == json.loads((tmp_path / "sweep.json").read_text())
-    assert found["problem"] == {"op": "dot_general", "batch": 1, "m": 16, "n": 24, "k": 640, "lhs_order": "bkm"} | {
-        "rhs_order": "bkn", "dtype": "bfloat16", "out_dtype": "float32", "precision": "default"
-    }  # fmt: skip
+    problem = DotProblem(1, 16, 24, 640, "bkm", "bkn", "bfloat16", "float32")
+    assert found["problem"] == problem_as_dict(problem)
     assert [point["splits"] for point in found["points"]] == [1, 2, 3, 5]  # 640 is more than the kernel has
     assert {point["family"] for point in found["points"]} == {"dot_host"}
     assert len({point["config"]["block"] for point in found["points"]}) == 1

@@ -17,8 +17,10 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -79,11 +81,11 @@ class Main:
 # ---- what each family's code must be -------------------------------------------------------------------------------
 
 
-def _im2col(m: Main) -> None:
+def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
     blocks = m["TILE_M"] // 64 // consumers
-    # Each is 16 pixels of a stage's 64 deep; the loop over a stage is unrolled, and so are a warpgroup's blocks.
-    m.multiple(cubin.HGMMA, 4 * blocks)
+    # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
+    m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
     assert m.registers > m["TILE_N"] // 2 * blocks
 
@@ -122,15 +124,6 @@ def _depthwise(m: Main) -> None:
     assert m.shared_out or passes == 1
 
 
-def _dot(m: Main) -> None:
-    consumers = m.threads // 128 - 1
-    blocks = m["TILE_M"] // 64 // consumers
-    # A stage of 128 bytes along k is four products.
-    m.multiple(cubin.HGMMA, 4 * blocks)
-    assert m.shared_out == (consumers > 1)
-    assert m.registers > m["TILE_N"] // 2 * blocks
-
-
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -159,7 +152,7 @@ def _tiled(m: Main) -> None:
 
 
 CODE = {
-    "wgrad_im2col": Code(_im2col, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
+    "wgrad_im2col": Code(_wgmma_tile, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
     "wgrad_halo": Code(_halo, "ELEMENT OUT TAPS_H TAPS_W", "BATCH_ROWS TILE_Q"),
     "wgrad_tf32": Code(_tf32, "OUT TAPS_H TAPS_W STRIDE_W RAGGED", "BLOCKS TILE_N TILE_IMAGES"),
     "wgrad_gather": Code(
@@ -171,7 +164,7 @@ CODE = {
         _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
     ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
-    "dot_tma": Code(_dot, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
+    "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
@@ -308,6 +301,20 @@ def test_no_product_of_a_short_range_is_missing() -> None:
     config = tiles.split_tiles(problem, fp8.Config(128, 96, 7, 0, chunk=32), 2)
     assert fp8.FAMILY.refusal(problem, config) is None
     check_all([Run(fp8.FAMILY, problem, config)])
+
+
+def test_epilogues_do_not_spill() -> None:
+    """Where the registers are fewest: in the reduction, and with two thread blocks on a multiprocessor."""
+    after = {"bias": "n", "bias_dtype": "float32", "residual_dtype": "bfloat16"}
+    small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
+    configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
+    check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
+
+
+def test_sums_of_e4m3_do_not_spill() -> None:
+    """With three consumers, whose registers are the fewest for sums that are held twice."""
+    problem = DotProblem(1, 264, 328, 4096, "bmk", "bnk", "float8_e4m3fn", "bfloat16")
+    check_all([Run(tma.FAMILY, problem, tma.Config(192, 128, 5))])
 
 
 @pytest.mark.exhaustive

@@ -119,6 +119,42 @@ def test_what_kernels_do_not_take_is_laxs() -> None:
         jax_splitk.dot_general(x, x.T, (((1,), (0,)), NONE), implementation="cutlass")
 
 
+def test_e4m3_as_lax() -> None:
+    """Its cotangents are products of bfloat16, which holds it, and are rounded once."""
+    rng = np.random.default_rng(SEED)
+    x, y = (jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn) for shape in ((64, 32), (48, 32)))
+    numbers = (((1,), (1,)), NONE)
+
+    def ours(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax_splitk.dot_general(x, y, numbers, preferred_element_type=jnp.bfloat16)
+
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64).T
+    np.testing.assert_array_equal(ours(x, y), exact.astype(np.float32).astype(jnp.bfloat16))
+    cotangent = jnp.asarray(rng.normal(size=exact.shape), jnp.bfloat16)
+    for got, wanted in zip(
+        jax.vjp(ours, x, y)[1](cotangent),
+        (
+            np.asarray(cotangent, np.float64) @ np.asarray(y, np.float64),
+            np.asarray(cotangent, np.float64).T @ np.asarray(x, np.float64),
+        ),
+        strict=True,
+    ):
+        assert got.dtype == jnp.float8_e4m3fn
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-3, atol=2**-9)
+    (decision,) = jax_splitk.explain(ours, x, y, platform="cuda").decisions
+    assert (decision.family, str(decision.problem)) == (
+        "dot_tma",
+        "dot_general float8_e4m3fn->bfloat16 64x48x32 bmk,bnk",
+    )
+    out = jax_splitk.matmul(x, y.T, bias=jnp.ones(48), activation="relu", preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(out, np.maximum(exact + 1, 0), rtol=1e-5)
+    assert jax_splitk.dot_general(x, y, numbers).dtype == lax.dot_general(x, y, numbers).dtype
+    with pytest.raises(
+        NotImplementedError, match="lhs of dtype float8_e4m3fn with preferred_element_type=None; accepted"
+    ):
+        jax_splitk.dot_general(x, y, numbers, implementation="cutlass")
+
+
 def test_errors_are_laxs() -> None:
     x, y = jnp.ones((2, 3)), jnp.ones((4, 5))
     for dimensions in ((((1,), (0,)), NONE), (((2,), (0,)), NONE), (((0,), ()), NONE)):

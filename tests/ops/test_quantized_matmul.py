@@ -17,21 +17,11 @@ from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import thinned
-from tests.formats import CASES, GROUPS, every_code
+from tests.formats import CASES, GROUPS, Foreign, every_code
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
 FORMATS = [(*case, *group) for case in CASES for group in GROUPS]
 FLOATS = ("bfloat16", "float16", "float32")
-
-
-@dataclasses.dataclass
-class Foreign:
-    """A tensor with the attributes of qwix's QArray or AQT's QTensor."""
-
-    qvalue: Any
-    scale: Any
-    zero_point: Any = None
-    qtype: Any = None
 
 
 def normals(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:

@@ -13,7 +13,19 @@ from jax import numpy as jnp
 from jax_splitk import quantized_matmul
 from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import thinned
-from tests.formats import BITS, CASES, GROUPS, INTEGERS, NF4, ROUNDED_ONCE, SCALE_DTYPES, elements, every_code, table
+from tests.formats import (
+    BITS,
+    CASES,
+    GROUPS,
+    INTEGERS,
+    NF4,
+    ROUNDED_ONCE,
+    SCALE_DTYPES,
+    Foreign,
+    elements,
+    every_code,
+    table,
+)
 
 FORMS = [(name, True) for name in BITS if name != "uint4"] + [(name, False) for name in INTEGERS]
 
@@ -228,20 +240,6 @@ def test_gradients() -> None:
 
 
 # ---- tensors of other libraries --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Foreign:
-    """A tensor with the attributes of qwix's QArray, or of AQT's QTensor with a list of scales."""
-
-    qvalue: Any
-    scale: Any
-    zero_point: Any = None
-    qtype: Any = None
-    scale_t: Any = None
-    bias: Any = ()
-    tiling_state: Any = None
-    sparsity_mask: Any = None
 
 
 @pytest.mark.parametrize(("name", "zero"), CASES)

@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.cases import Case
 from jax_splitk.tuning import measure, profile
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
+from tests.tuning_cache import TINY
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
-
-CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 
 
 def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -78,7 +76,7 @@ class FakeDevice:
 
     def bench(self) -> Bench:
         bench = Bench.__new__(Bench)
-        bench.problem, bench.platform, bench.sets = CASE.problem(), "cuda", 1
+        bench.problem, bench.platform, bench.sets = TINY.problem(), "cuda", 1
         bench.given_up = threading.Event()
         return bench
 

@@ -16,16 +16,16 @@ from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import search, select, store
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement
-from jax_splitk.tuning.key import SCHEMA, key_for, key_from_dict, problem_from_dict
+from jax_splitk.tuning.key import SCHEMA, key_from_dict, problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import nested
 from tests.problems import generator, seeded
 from tests.tuning_cache import (
-    CASE,
     CPU,
     HUGE,
     entry_of,
+    key_of,
     put,
     random_entry,
     random_key,
@@ -85,7 +85,7 @@ def test_keys_differ_where_a_decision_may() -> None:
 
 
 def test_merging_keeps_what_was_not_timed_again() -> None:
-    key = key_for(CASE.problem(), CPU)
+    key = key_of()
     one, two, three = (c for c in search.ranked(key)[:3])
     old = Entry.of(key, one, (Measurement(one, 1.0), Measurement(two, 2.0)), one, {"date": "old"})
     new = Entry.of(key, three, (Measurement(three, 0.5), Measurement(one, None, "broken")), one, {"date": "new"})
@@ -150,12 +150,11 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_entry_is_a_miss_with_one_warning(
-    name: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+    change: Any, message: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change, message = BROKEN[name]
-    key = key_for(CASE.problem(), CPU)
+    key = key_of()
     good = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),))
     assert entries.loads(changed(good, lambda data: None), key) == good
     text = changed(good, change)
@@ -200,12 +199,11 @@ BROKEN_EVIDENCE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_EVIDENCE)
+@pytest.mark.parametrize(("change", "message"), BROKEN_EVIDENCE.values(), ids=BROKEN_EVIDENCE)
 def test_broken_evidence_is_none_and_the_choice_holds(
-    name: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+    change: Any, message: str, cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change, message = BROKEN_EVIDENCE[name]
-    key = key_for(CASE.problem(), CPU)
+    key = key_of()
     one, two = search.ranked(key)[:2]
     text = changed(Entry.of(key, one, (Measurement(XLA, 5.0),)), change)
     put(cache, key, text)
@@ -238,7 +236,7 @@ def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
 
 def test_any_depth_of_nesting_is_a_miss() -> None:
     """Also the depths that the parser just manages, and the message about them may not."""
-    key = key_for(CASE.problem(), CPU)
+    key = key_of()
     entry = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),), None, {})
 
     def parses(depth: int) -> bool:
@@ -293,7 +291,7 @@ def test_what_is_no_result_is_a_value_error(text: str) -> None:
     ("schema", SCHEMA + 1),
 ])  # fmt: skip
 def test_a_key_is_checked(field: str, value: Any) -> None:
-    data = key_for(CASE.problem(), CPU).as_dict()
+    data = key_of().as_dict()
     assert key_from_dict(data).as_dict() == data
     with pytest.raises(ValueError, match=r"accepted|unknown fields"):
         key_from_dict({**data, field: value})
@@ -316,13 +314,13 @@ def test_a_key_is_checked(field: str, value: Any) -> None:
     ("feature_group_count", 4),
 ])  # fmt: skip
 def test_a_problem_from_a_file_is_checked(field: str, value: Any) -> None:
-    fields = key_for(CASE.problem(), CPU).as_dict()["problem"]
+    fields = key_of().as_dict()["problem"]
     with pytest.raises(ValueError, match=r"accepted|the convolution gives"):
         problem_from_dict("conv_wgrad", {**fields, field: value})
 
 
 def test_a_problem_has_one_to_three_spatial_dimensions() -> None:
-    fields = key_for(CASE.problem(), CPU).as_dict()["problem"]
+    fields = key_of().as_dict()["problem"]
     vectors = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
     for rank in (0, 4):
         resized = {name: [1] * rank for name in vectors} | {"padding": [[0, 0]] * rank}

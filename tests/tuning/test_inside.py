@@ -20,21 +20,12 @@ from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import select, store
-from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from tests.problems import seeded
-from tests.tuning_cache import CPU, lax_wgrad, operands, random_tiny, wgrad
+from tests.tuning_cache import CPU, TINY, TUNES_THE_CPU, lax_wgrad, operands, random_tiny, wgrad
 
-pytestmark = [
-    pytest.mark.usefixtures("cache"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family"),
-]
-
-CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-def key_of(case: Case) -> Key:
-    return key_for(case.problem(), CPU)
+pytestmark = TUNES_THE_CPU
 
 
 # ---- inside traces -------------------------------------------------------------------------------------------------
@@ -136,7 +127,7 @@ def test_the_programs_configuration_does_not_reach_the_bench(name: str, value: A
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        result = jax_splitk.tune_problems([CASE.problem()], seconds=0.1)
+        result = jax_splitk.tune_problems([TINY.problem()], seconds=0.1)
     finally:
         jax.config.update(name, before)
     ((key, found),) = result

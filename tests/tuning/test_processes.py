@@ -25,12 +25,9 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from tests.problems import SEED, generator, seeded
-from tests.tuning_cache import configs, finish, start
+from tests.tuning_cache import CPU, TINY, configs, finish, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these run several processes on the CPU")
-
-CPU = target_for("cpu")
-CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 
 
 # ---- a second process ----------------------------------------------------------------------------------------------
@@ -271,7 +268,7 @@ def job(body: str, tmp_path: pathlib.Path, caches: list[pathlib.Path], **variabl
 
 
 def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int = 4) -> pathlib.Path:
-    """A cache with a decision for a batch of `CASE`'s geometry."""
+    """A cache with a decision for a batch of `TINY`'s geometry."""
     key = key_for(Case("tiny", batch, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), CPU)
     choice = XLA if config is None else Candidate(wgrad_host.FAMILY, config)
     entry = Entry.of(key, choice, (Measurement(choice, 5.0),), None, {})
@@ -423,7 +420,7 @@ def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TimeoutError
 
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 0, 2))
-    key = key_for(CASE.problem(), CPU)
+    key = key_for(TINY.problem(), CPU)
     try:
         assert agreement.agree(key, 0, lambda: None) == (False, None)
     except ValueError as error:
@@ -451,7 +448,7 @@ def test_the_wait_for_a_measurement_is_an_hour_at_least(
             return []
 
     monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
-    key = key_for(CASE.problem(), CPU)
+    key = key_for(TINY.problem(), CPU)
     assert agreement.agree(key, 0, lambda: None) == (True, None)
     assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
     assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
@@ -492,8 +489,8 @@ def test_an_exported_function_needs_no_cache_and_no_compiler(
 ) -> None:
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(decided(tmp_path / "cache", TWO)))
     with seeded(3) as rng:
-        lhs, g = (rng.standard_normal(shape, np.float32) for shape in (CASE.lhs_shape, CASE.g_shape))
-    run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, CASE.rhs_shape, **CASE.lax_arguments()))
+        lhs, g = (rng.standard_normal(shape, np.float32) for shape in (TINY.lhs_shape, TINY.g_shape))
+    run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, TINY.rhs_shape, **TINY.lax_arguments()))
     allowed = [export.DisabledSafetyCheck.custom_call(HOST_WGRAD_TARGET)]
     exported = export.export(run, disabled_checks=allowed)(jnp.asarray(lhs), jnp.asarray(g))
     assert configs(exported.mlir_module()) == [TWO]

@@ -20,22 +20,13 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import entry, measure, search, select, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.measure import Bench
 from jax_splitk.tuning.options import Options
 from tests.problems import seeded
-from tests.tuning_cache import CPU, finish, lax_wgrad, operands, random_tiny, start, wgrad
+from tests.tuning_cache import CPU, TINY, TUNES_THE_CPU, finish, key_of, lax_wgrad, operands, random_tiny, start, wgrad
 
-pytestmark = [
-    pytest.mark.usefixtures("cache"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family"),
-]
-
-CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
-
-
-def key_of(case: Case) -> Key:
-    return key_for(case.problem(), CPU)
+pytestmark = TUNES_THE_CPU
 
 
 # ---- the search on the CPU -----------------------------------------------------------------------------------------
@@ -143,7 +134,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("where", ["plan", "call", "run"])
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = key_of(dataclasses.replace(CASE, batch=12))
+    key = key_of(dataclasses.replace(TINY, batch=12))
     bad = search.ranked(key)[0]
     make_plan, call = wgrad_host.FAMILY.plan, execute.call
 
@@ -176,9 +167,10 @@ def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> No
     script = """
 import threading
 import jax_splitk
-from tests.tuning.test_search import CASE, XLA, key_of
+from jax_splitk.tuning.choice import XLA
+from tests.tuning_cache import TINY, key_of
 from jax_splitk.tuning import measure, search, store, tuner
-bad = search.ranked(key_of(CASE))[0]
+bad = search.ranked(key_of(TINY))[0]
 check = measure.Bench._check
 def hanging(self, run):
     if self.running[0] == bad:
@@ -186,10 +178,10 @@ def hanging(self, run):
     return check(self, run)
 measure.Bench._check = hanging
 search.STUCK_SECONDS = 5
-((_, entry),) = jax_splitk.tune_problems([CASE.problem()], seconds=0.05)
+((_, entry),) = jax_splitk.tune_problems([TINY.problem()], seconds=0.05)
 assert entry.choice == XLA, entry
 assert [m.candidate for m in entry.measurements if m.error] == [bad]
-assert store.lookup(key_of(CASE))[0].choice == XLA
+assert store.lookup(key_of(TINY))[0].choice == XLA
 print('"decided"')
 """
     ((done, log),) = finish(start(script, CACHE_DIR=str(cache)))
@@ -216,7 +208,7 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
 def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of our candidates would fail, XLA would win, and stay in the cache."""
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
-    key = key_for(CASE.problem(), DEFAULT_CUDA)
+    key = key_for(TINY.problem(), DEFAULT_CUDA)
     with pytest.raises(CompilerUnavailable, match="no compiler in this test"):
         tuner.tune(key)
     assert not list(cache.rglob("*.json"))
@@ -225,16 +217,16 @@ def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch:
 @pytest.mark.parametrize("wanted", [1, 2, 5, 23])
 def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although in several calls: as often as the candidates, whose time is divided by the same number."""
-    monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * CASE.problem().bytes_moved)
-    bench = Bench(CASE.problem(), "cpu", threading.Event())
+    monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * TINY.problem().bytes_moved)
+    bench = Bench(TINY.problem(), "cpu", threading.Event())
     assert max(wanted, 2) <= bench.sets <= max(wanted, 2) + measure.XLA_INPUT_SETS - 1
-    (ours, xla), failures = bench.prepare([search.ranked(key_of(CASE))[0], XLA])
+    (ours, xla), failures = bench.prepare([search.ranked(key_of(TINY))[0], XLA])
     assert not failures
     got = [np.asarray(result) for result in xla.run()]
     assert len(got) == bench.sets
     for result, expected, inputs in zip(got, ours.run(), bench._inputs, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(result, lax_wgrad(*inputs, CASE), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(result, lax_wgrad(*inputs, TINY), rtol=1e-4, atol=1e-4)
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------

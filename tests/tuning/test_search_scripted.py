@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import toolchain
@@ -16,15 +15,13 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import entry, measure, search, select, session, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
-from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
 from tests.problems import generator, seeded
-from tests.tuning_cache import CPU, random_tiny
+from tests.tuning_cache import CPU, TINY, key_of, random_tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-CASE = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 
 
 class Clock:
@@ -133,10 +130,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
     return install
 
 
-def key_of(case: Case) -> Key:
-    return key_for(case.problem(), CPU)
-
-
 def wide(rng: np.random.Generator) -> Key:
     """A key with many candidates."""
     return key_of(random_tiny(rng, batch=64, height=int(rng.integers(24, 32)), width=31))
@@ -222,7 +215,7 @@ def test_xla_wins_where_it_is_faster_by_more_than_the_noise(scripted: Any) -> No
 
 
 def test_xla_wins_where_nothing_of_ours_works(scripted: Any) -> None:
-    key = key_of(CASE)
+    key = key_of(TINY)
     script = scripted(lambda c: 100.0)
     script.broken = {c: "no" for c in search.ranked(key)}
     found = tuner.tune(key)

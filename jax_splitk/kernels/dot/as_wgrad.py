@@ -44,6 +44,8 @@ class AsWgrad(Family[DotProblem, Any]):
         if (problem.batch, problem.lhs_order, problem.rhs_order) != (1, "bkm", "bkn"):
             given = f"batch {problem.batch}, lhs {problem.lhs_order} and rhs {problem.rhs_order}"
             return f"{given}; accepted: 1, bkm and bkn"
+        if problem.epilogue:
+            return f"{problem.epilogue}; accepted: the product alone"
         return self.inner.problem_refusal(_wgrad(problem))
 
     def config_refusal(self, problem: DotProblem, config: Any) -> str | None:

@@ -1,6 +1,6 @@
 // Matrix products for Hopper, with splits of the reduction: TMA feeds WGMMA, on CuTe and CUTLASS atoms.
 //
-//   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n]
+//   D[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], or what epilogue.cuh makes of it
 //
 // An operand is K-major (k is contiguous) or MN-major (16 bits only: what WGMMA takes). In shared memory
 // every row is 128 bytes under the 128-byte swizzle: BLOCK_K elements of a row of A or column of B, or 64
@@ -17,41 +17,30 @@
 //   2  in a cluster, whose blocks are the splits of one tile: each keeps its sums in its shared memory, and
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
 //
-// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the cluster's
-// size; 1 elsewhere).
+// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32; 3 for e4m3), OUT, TILE_M, TILE_N,
+// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the
+// cluster's size; 1 elsewhere), and those of epilogue.cuh.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_tile.cuh"
+#include "dot/epilogue.cuh"
 
-#if ELEMENT == 1
-using Wgmma = WGMMA(
-    TILE_N,
-    x16_F32BF16BF16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
-#elif ELEMENT == 2
-using Wgmma =
-    WGMMA(TILE_N,
-          x16_F32F16F16_SS)<A_MN ? GMMA::Major::MN : GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
-#else
+#if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!A_MN && !B_MN, "WGMMA takes tf32 K-major only");
+#elif ELEMENT == 3
+using Wgmma = WGMMA(TILE_N, x32_F32E4M3E4M3_SS_TN)<>;
+static_assert(!A_MN && !B_MN, "WGMMA takes e4m3 K-major only");
+#else
+constexpr GMMA::Major A_MAJOR = A_MN ? GMMA::Major::MN : GMMA::Major::K;
+constexpr GMMA::Major B_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
+using Wgmma = WGMMA_16(TILE_N, SS)<A_MAJOR, B_MAJOR>;
 #endif
 
-constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : 2;
+constexpr int E4M3 = 3;
+constexpr int ELEMENT_BYTES = ELEMENT == FLOAT ? 4 : ELEMENT == E4M3 ? 1 : 2;
 constexpr int BLOCK_K = 128 / ELEMENT_BYTES;
-constexpr int BLOCK_BYTES = 64 * 128;  // 64 rows, or 64 elements along MN of BLOCK_K k
-constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
-constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
-constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
-constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
-constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
-constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int THREADS = 128 + CONSUMER_THREADS;
-constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 // Where a tile starts, and which split of it the block has.
 struct Work {
@@ -113,43 +102,46 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   }
 }
 
-// ---- consumer --------------------------------------------------------------------------------------------
+// ---- consumer of e4m3 ------------------------------------------------------------------------------------
 
-using Accumulator = float[M_PER_WG][ACCUMULATORS];
-
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
-                               Accumulator& acc) {
-  // Of a descriptor, from one instruction's k to the next's.
-  constexpr int STEPS = 4, A_STEP = (A_MN ? 16 * 128 : 32) >> 4, B_STEP = (B_MN ? 16 * 128 : 32) >> 4;
+// The tensor cores keep 13 bits of sums of e4m3 products, so those of a stage are added to fp32 ones.
+__device__ inline void consume_e4m3(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
+                                    Accumulator& sums) {
   Position at;
-  int previous = -1;
-  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+  fence(sums);
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
+  }
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
+    Accumulator acc;
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
         const uint64_t a = operand(stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES, BLOCK_BYTES);
-        wgmma<Wgmma>(a + k * A_STEP, b + k * B_STEP, acc[m], scale);
+        const auto scale = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        wgmma<Wgmma>(a + k * (K_MAJOR_STEP >> 4), b + k * (K_MAJOR_STEP >> 4), acc[m], scale);
       }
-      scale = GMMA::ScaleOut::One;
     }
     cute::warpgroup_commit_batch();
-    // The batch before this one has retired, so the stage it read may be filled again.
-    cute::warpgroup_wait<1>();
+    cute::warpgroup_wait<0>();
     fence(acc);
-    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
-    previous = at.stage;
+    if (threadIdx.x % 128 == 0) pipeline.release(at.stage);
     at.advance(STAGES);
+#pragma unroll
+    for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+      for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] += acc[m][j];
+    }
   }
-  cute::warpgroup_wait<0>();
-  fence(acc);
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -181,7 +173,7 @@ __device__ inline void store_partials(const Args& g, const Work& work, const Acc
 // Adds the splits' partial sums in their order; see `reduce_splits`.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     reduce_dot(const float* partials, Output* out, const __grid_constant__ Args g,
-               const __grid_constant__ ReduceArgs r) {
+               const __grid_constant__ ReduceArgs r EPILOGUE_PARAMETERS) {
   const int lanes = r.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = threadIdx.x >> (31 - __clz(columns));
   const int i = blockIdx.x * columns + column;
@@ -204,8 +196,9 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   }
   if (!add_lanes(sum, lanes, columns, column) || !inside) return;
   Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
-  store_values(to, {sum.x, sum.y});
-  if (row + 8 < g.m) store_values(to + 8 * g.n, {sum.z, sum.w});
+  const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
+  epilogue.store(out, to, row, col, {sum.x, sum.y});
+  if (row + 8 < g.m) epilogue.store(out, to + 8 * g.n, row + 8, col, {sum.z, sum.w});
 }
 #else
 constexpr int PITCH =
@@ -243,24 +236,30 @@ __device__ inline float4 sums_at(uint32_t address) {
 }
 
 __device__ inline void store_rows(const Args& g, const Work& work, uint32_t sums, int first, int rows,
-                                  Output* out) {
+                                  Output* out, const Epilogue& epilogue) {
   const int thread = threadIdx.x - 128;
 #pragma unroll 2
   for (int i = thread; i < rows * CHUNKS; i += CONSUMER_THREADS) {
     const int row = first + i / CHUNKS, column = i % CHUNKS * 4;
     if (work.m + row >= g.m || work.n + column >= g.n) continue;
     const float4 v = sums_at(sums + (row * PITCH + column) * 4);
-    store_values(out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column,
-                 {v.x, v.y, v.z, v.w});
+    Output* to = out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column;
+    epilogue.store(out, to, work.m + row, work.n + column, {v.x, v.y, v.z, v.w});
   }
 }
 #endif
 
 // ---- the kernel ------------------------------------------------------------------------------------------
 
+#if REDUCTION == 1
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, void* result) {
+        const __grid_constant__ Args g, float* partials) {
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+        const __grid_constant__ Args g, Output* out EPILOGUE_PARAMETERS) {
+#endif
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
@@ -291,25 +290,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
-    consume(stages, pipeline, warpgroup, blocks, acc);
+#if ELEMENT == 3
+    consume_e4m3(stages, pipeline, warpgroup, blocks, acc);
+#else
+    const auto block_at = [=](uint32_t stage, int m) {
+      return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
+    };
+    consume<Wgmma, A_MN ? MN_MAJOR_STEP : K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(
+        stages, pipeline, blocks, block_at, acc);
+#endif
 #if REDUCTION == 1
     launch_dependent_grids();
-    store_partials(g, work, acc, static_cast<float*>(result));
+    store_partials(g, work, acc, partials);
 #else
-    Output* out = static_cast<Output*>(result);
+    const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
     sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
     stage_sums(stages, warpgroup, acc);
 #if REDUCTION == 2
     cute::cluster_arrive();
     cute::cluster_wait();
     constexpr int ROWS = (TILE_M + SPLITS - 1) / SPLITS;
-    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out);
+    store_rows(g, work, stages, work.split * ROWS, min(ROWS, TILE_M - work.split * ROWS), out, epilogue);
     // Shared memory stays until all have read it.
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
 #else
     sync_threads<CONSUMER_THREADS, 1>();
-    store_rows(g, work, stages, 0, TILE_M, out);
+    store_rows(g, work, stages, 0, TILE_M, out, epilogue);
 #endif
 #endif
   }

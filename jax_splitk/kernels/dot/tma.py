@@ -3,7 +3,8 @@
 The output is cut into tiles and the reduction over k into splits; a thread block computes one tile of one split. Splits
 take turns at blocks of 128 bytes of k. They meet in the workspace, where a second kernel adds the fp32 partial sums
 (programmatic dependent launch), or in a thread-block cluster through distributed shared memory: one launch and no
-workspace. Either way they are added in a fixed order, so that the result is deterministic, bit for bit.
+workspace. Either way they are added in a fixed order, so that the result is deterministic, bit for bit. What adds them
+computes the epilogue, too, once (dot/epilogue.cuh).
 
 The methods are those of CUTLASS's split-k and parallel reduction ("Efficient GEMM in CUDA" in its documentation).
 """
@@ -16,91 +17,58 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Values, declarations
-from jax_splitk.kernels.family import CudaFamily, field_refusal, varied
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.kernels.device.wgmma_tile import (
+    MIN_STAGES,
+    ROW_BYTES,
+    TILES,
+    TileCosts,
+    WgmmaTile,
+    depths,
+    max_stages,
+    tile_refusal,
+)
+from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
-ROW_BYTES = 128  # of shared memory: the swizzle
 BOX = 64  # elements along m or n of a box of an operand that is not K-major
-SHARED_BYTES = 227 * 1024
-RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
-MIN_STAGES, MAX_STAGES = 2, 8
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 # Blocks of k of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
 INT32_MAX = 2**31 - 1
 MAX_GRID_YZ = 65535
-
-# (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
-TILES = (
-    (64, 64),
-    (64, 128),
-    (64, 192),
-    (64, 256),
-    (128, 64),
-    (128, 128),
-    (128, 192),
-    (128, 256),
-    (192, 64),
-    (192, 128),
-    (192, 192),
-    (256, 64),
-    (256, 128),
-)
 # Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
 _LIBRARY_FLOPS, _LIBRARY_BYTES = 790e12, 4.3e12
 _FEW_TILES = 64
 _SHORT_SECONDS = 10e-6
+ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
+# Sums of a thread for e4m3, which has each twice, of a stage and of all; by thread blocks that share an SM.
+MAX_E4M3_SUMS = {1: 64, 2: 32}
+# Macros BIAS and ACTIVATION.
+BIAS_CODES = {"none": 0, "m": 1, "n": 2}
+ACTIVATION_CODES = {"none": 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "silu": 4}
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(WgmmaTile):
     """How a matrix product is computed.
 
     Attributes:
-      tile_m, tile_n: output tile of a thread block (elements); see `TILES`.
-      stages: depth of the shared-memory pipeline, in blocks of 128 bytes of k.
+      tile_m, tile_n, stages: see `WgmmaTile`.
       splits: parts into which the reduction over k is cut; none may be empty.
       reduction: where the splits meet: "none" (there is one), "workspace" or "cluster".
     """
 
-    tile_m: int
-    tile_n: int
-    stages: int
     splits: int = 1
     reduction: str = "none"
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * ROW_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + RESERVED_BYTES
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups (CONSUMERS in the device code)."""
-        return 2 if self.tile_m == 256 and self.tile_n <= 128 else self.tile_m // 64
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
-        return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
 
 def least_stages(tile_m: int, tile_n: int) -> int:
     """So many as hold the fp32 sums of a tile, whose rows are 8 longer."""
     return max(MIN_STAGES, -(-tile_m * (tile_n + 8) * 4 // ((tile_m + tile_n) * ROW_BYTES)))
-
-
-def most_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
-    """The deepest pipeline that fits in shared memory and is of use."""
-    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + tile_n) * ROW_BYTES)
-    return min(MAX_STAGES, room)
 
 
 def k_blocks(problem: DotProblem) -> int:
@@ -160,16 +128,32 @@ def _operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> pla
     return plan.TiledMap(buffer, problem.dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
 
 
+def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
+    """Of epilogue.cuh; none for a product alone."""
+    if not problem.epilogue:
+        return {}
+    return {
+        "EPILOGUE": 1,
+        "BIAS": BIAS_CODES[problem.bias],
+        "BIAS_TYPE": split_k.OUT_CODES.get(problem.bias_dtype, 0),
+        "ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "RESIDUAL_TYPE": split_k.OUT_CODES.get(problem.residual_dtype, -1),
+    }
+
+
+def _epilogue_params(problem: DotProblem) -> tuple[plan.Pointer, ...]:
+    """(bias, residual); of one that is not there lhs, which is not read."""
+    if not problem.epilogue:
+        return ()
+    bias, residual = problem.bias != "none", problem.residual_dtype != "none"
+    return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
+
+
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class Costs(TileCosts):
     """The cost model's constants.
 
     Attributes:
-      mma_flops_per_sm: a second, of the tensor cores and 16-bit operands.
-      one_warpgroup: part of that rate where a single consumer warpgroup issues.
-      narrow: part of it where several warpgroups share 64 columns.
-      l2_bytes_per_sm: a second, loaded by an SM.
-      shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
       hbm_bytes_per_second: of device memory.
       partial_bytes_per_second: at which partial sums are written and read again.
       wave_seconds: of filling the pipeline.
@@ -179,11 +163,6 @@ class Costs:
       cluster_loss: multiprocessors that clusters of so many blocks leave empty.
     """
 
-    mma_flops_per_sm: float
-    one_warpgroup: float
-    narrow: float
-    l2_bytes_per_sm: float
-    shadow: float
     hbm_bytes_per_second: float
     partial_bytes_per_second: float
     wave_seconds: float
@@ -206,16 +185,20 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def problem_refusal(self, problem: DotProblem) -> str | None:
         p = problem
-        if p.dtype not in ("bfloat16", "float16", "float32"):
-            return f"dtype {p.dtype}; accepted: bfloat16, float16, float32"
-        if p.out_dtype not in split_k.OUT_CODES:
-            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+        if p.dtype not in ELEMENT_CODES:
+            return f"dtype {p.dtype}; accepted: {', '.join(ELEMENT_CODES)}"
+        # The tensor cores keep too little of e4m3 products for float32.
+        outs = [dtype for dtype in split_k.OUT_CODES if dtype != "float32" or p.dtype != E4M3]
+        if p.out_dtype not in outs:
+            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(outs)}"
+        for name in ("bias_dtype", "residual_dtype"):
+            if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
+                return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
         majors = (p.lhs_order[-1], p.rhs_order[-1])
-        if p.dtype == "float32":
-            if p.precision == "highest":
-                return "precision 'highest'; accepted: 'default', 'high'"
-            if majors != ("k", "k"):
-                return f"float32 with {majors[0]} and {majors[1]} contiguous; accepted: k in both"
+        if p.precision == "highest" and p.dtype == "float32":
+            return "precision 'highest'; accepted: 'default', 'high'"
+        if p.dtype in ("float32", E4M3) and majors != ("k", "k"):
+            return f"{p.dtype} with {majors[0]} and {majors[1]} contiguous; accepted: k in both"
         multiple = 16 // jnp.dtype(p.dtype).itemsize
         sizes = {"m": p.m, "n": p.n, "k": p.k}
         for major in majors:
@@ -230,12 +213,16 @@ class Tma(CudaFamily[DotProblem, Config]):
         return None
 
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
-        if (config.tile_m, config.tile_n) not in TILES:
-            return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
-        stages = range(least_stages(config.tile_m, config.tile_n), most_stages(config.tile_m, config.tile_n) + 1)
+        if (reason := tile_refusal(config)) is not None:
+            return reason
+        stages = range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
         reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
+        sums = config.tile_m // 64 // config.consumers * config.tile_n // 2
+        if problem.dtype == E4M3 and sums > (most := MAX_E4M3_SUMS[config.blocks_per_sm]):
+            tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
+            return f"{tile}, {sums} sums a thread, with {E4M3}; accepted: at most {most}"
         if (config.splits == 1) != (config.reduction == "none"):
             return f"reduction {config.reduction!r} of {config.splits} splits; accepted: 'none' of 1, others of more"
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
@@ -279,10 +266,7 @@ class Tma(CudaFamily[DotProblem, Config]):
         """Of every tile the best few ways to split by the model."""
         found: list[Config] = []
         for tile_m, tile_n in TILES:
-            depths = {most_stages(tile_m, tile_n)}
-            if tile_m == 64 and tile_n <= 192:
-                depths.add(most_stages(tile_m, tile_n, blocks_per_sm=2))
-            for stages in sorted(depths):
+            for stages in depths(tile_m, tile_n):
                 splits = self._splits(problem, Config(tile_m, tile_n, stages), target)
                 legal = [c for c in splits if self.config_refusal(problem, c) is None]
                 found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
@@ -307,20 +291,13 @@ class Tma(CudaFamily[DotProblem, Config]):
     def estimate(self, problem: DotProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
         costs: Costs = self.costs(target)
-        itemsize = jnp.dtype(problem.dtype).itemsize
-        mma = 2 * config.tile_m * config.tile_n * (ROW_BYTES // itemsize) / (costs.mma_flops_per_sm * 2 / itemsize)
-        if config.consumers == 1:
-            mma /= costs.one_warpgroup
-        elif config.tile_n == 64:
-            mma /= costs.narrow
-        load = config.stage_bytes / costs.l2_bytes_per_sm
-        step = max(mma, load) + costs.shadow * min(mma, load)
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
             resident -= costs.cluster_loss[config.splits] * config.blocks_per_sm
         waves = -(-blocks // resident)
         busiest = waves * config.blocks_per_sm if config.reduction == "cluster" else -(-blocks // target.cores)
+        step = config.step_seconds(costs)
         seconds = busiest * -(-k_blocks(problem) // config.splits) * step + waves * costs.wave_seconds
         share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
         seconds = max(seconds, problem.bytes_moved / (costs.hbm_bytes_per_second * share)) + costs.launch_seconds
@@ -346,11 +323,9 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def macros(self, problem: DotProblem, config: Config) -> dict[str, int]:
         return {
-            "ELEMENT": split_k.OUT_CODES[problem.dtype],
+            "ELEMENT": ELEMENT_CODES[problem.dtype],
             "OUT": split_k.OUT_CODES[problem.out_dtype],
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "STAGES": config.stages,
+            **field_macros(config, "tile_m", "tile_n", "stages"),
             "CTAS_PER_SM": config.blocks_per_sm,
             "A_MN": int(problem.lhs_order[-1] == "m"),
             "B_MN": int(problem.rhs_order[-1] == "n"),
@@ -358,14 +333,15 @@ class Tma(CudaFamily[DotProblem, Config]):
             "B_WHOLE": int(_is_whole(problem.n)),
             "REDUCTION": REDUCTIONS[config.reduction],
             "SPLITS": config.splits if config.reduction == "cluster" else 1,
+            **_epilogue_macros(problem),
         }
 
     def buffers(self, problem: DotProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """lhs, rhs, out, workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        shapes = ((problem.lhs_shape, item), (problem.rhs_shape, item), (problem.out_shape, out_item))
-        sizes = (*(math.prod(shape) * size for shape, size in shapes), self.workspace_bytes(problem, config))
-        return tuple(plan.Buffer(size, 16) for size in sizes)
+        """lhs, rhs, those of the epilogue, out, workspace."""
+        operands = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
+        shapes = (*operands, (problem.out_shape, problem.out_dtype))
+        sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes]
+        return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         lhs = _operand_map(0, problem, problem.lhs_order, config.tile_m)
@@ -376,11 +352,13 @@ class Tma(CudaFamily[DotProblem, Config]):
         cluster = config.splits if config.reduction == "cluster" else 1
         in_workspace = config.reduction == "workspace"
         args = _args(problem, config).param()
+        out = plan.Pointer(2 + len(problem.epilogue_operands))
+        partials, epilogue = plan.Pointer(out.buffer + 1), _epilogue_params(problem)
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
-            block=(128 * (config.consumers + 1), 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args, plan.Pointer(3 if in_workspace else 2)),
+            block=(config.threads, 1, 1),
+            params=(plan.MapParam(0), plan.MapParam(1), args, *((partials,) if in_workspace else (out, *epilogue))),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
         )
@@ -391,7 +369,7 @@ class Tma(CudaFamily[DotProblem, Config]):
             kernel="reduce_dot",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(plan.Pointer(3), plan.Pointer(2), args, self._reduce_args(problem, config).param()),
+            params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce

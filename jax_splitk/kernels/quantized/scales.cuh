@@ -7,15 +7,7 @@ constexpr int item_bytes(int type) { return type == FLOAT ? 4 : type == NONE ? 0
 
 // A pair as it lies in memory.
 template <int TYPE>
-struct PairOf {
-  using type = uint32_t;
-};
-template <>
-struct PairOf<FLOAT> {
-  using type = float2;
-};
-template <int TYPE>
-using Pair = typename PairOf<TYPE>::type;
+using Pair = cute::conditional_t<TYPE == FLOAT, float2, uint32_t>;
 
 template <int TYPE>
 __device__ inline float2 to_floats(const Pair<TYPE>& pair) {

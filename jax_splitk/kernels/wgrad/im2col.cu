@@ -20,7 +20,7 @@
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_tile.cuh"
 
 using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
@@ -29,23 +29,10 @@ using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 constexpr bool TURNS = X_TILED && !TAIL;
 constexpr int BLOCK_K = 64;
 constexpr int SLOT = 64;  // channels of a box
-constexpr int BOX_BYTES = BLOCK_K * SLOT * 2;
-constexpr int M_BOXES = TILE_M / SLOT, N_BOXES = TILE_N / SLOT;
-constexpr int X_BOXES = SWAP ? N_BOXES : M_BOXES, DY_BOXES = SWAP ? M_BOXES : N_BOXES;
-constexpr int BOXES = M_BOXES + N_BOXES;
-constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+constexpr int X_BOXES = SWAP ? N_BLOCKS : M_BLOCKS, DY_BOXES = SWAP ? M_BLOCKS : N_BLOCKS;
+constexpr int BOXES = M_BLOCKS + N_BLOCKS;
 constexpr int PRODUCERS = BOXES < 4 ? BOXES : 4;  // producer warps
 constexpr int BOXES_PER_WARP = (BOXES + PRODUCERS - 1) / PRODUCERS;
-// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
-constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BOXES;
-constexpr int M_PER_WG = M_BOXES / CONSUMERS;
-constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
-constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int THREADS = 128 + CONSUMER_THREADS;
-// One consumer has enough registers without.
-constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 struct Slot {
   int tap, c0;
@@ -147,7 +134,7 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
     loads.issued[i] = box < BOXES;
     loads.tap[i] = {0, 0, 0};
     // X's boxes are the N side's under SWAP, and that side follows the M side in a stage.
-    loads.offset[i] = (SWAP ? (is_x ? M_BOXES + box : box - X_BOXES) : box) * BOX_BYTES;
+    loads.offset[i] = (SWAP ? (is_x ? M_BLOCKS + box : box - X_BOXES) : box) * BLOCK_BYTES;
     if (is_x) {
       Slot slot = slot_of(g, x_tile * X_BOXES + index);
       if (slot.tap < g.taps) {
@@ -179,7 +166,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     if constexpr (!FIRST) EmptyBarrier::wait(full + STAGES, at.phase);
     if (lead) {
-      FullBarrier::arrive_and_expect_tx(full, loads.boxes * BOX_BYTES);
+      FullBarrier::arrive_and_expect_tx(full, loads.boxes * BLOCK_BYTES);
 #pragma unroll
       for (int i = 0; i < BOXES_PER_WARP; ++i) {
         if (!loads.issued[i]) continue;
@@ -194,43 +181,6 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     advance(g, loads.at);
     at.advance(STAGES);
   }
-}
-
-// ---- consumer --------------------------------------------------------------------------------------------
-
-using Accumulator = float[M_PER_WG][ACCUMULATORS];
-
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int k_tiles,
-                               Accumulator& acc) {
-  Position at;
-  int previous = -1;
-  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
-#pragma unroll 1
-  for (int kt = 0; kt < k_tiles; ++kt) {
-    pipeline.wait_full(at);
-    uint32_t m_side = stages + at.stage * STAGE_BYTES + warpgroup * BOX_BYTES;
-    uint64_t b = operand(stages + at.stage * STAGE_BYTES + M_BOXES * BOX_BYTES, BOX_BYTES);
-    fence(acc);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int k = 0; k < BLOCK_K / 16; ++k) {
-#pragma unroll
-      for (int m = 0; m < M_PER_WG; ++m) {
-        uint64_t a = operand(m_side + m * CONSUMERS * BOX_BYTES, BOX_BYTES);
-        wgmma<Wgmma>(a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), acc[m], scale);
-      }
-      scale = GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
-    // The batch before this one has retired, so the stage it read may be filled again.
-    cute::warpgroup_wait<1>();
-    fence(acc);
-    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
-    previous = at.stage;
-    at.advance(STAGES);
-  }
-  cute::warpgroup_wait<0>();
-  fence(acc);
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -305,7 +255,7 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 // The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of
 // the slot, 16-byte chunk i at i ^ row % 8.
 __device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row, int chunk) {
-  return tile + (slot * DY_BOXES + dy_box) * BOX_BYTES + row * 128 + (chunk ^ row % 8) * 16;
+  return tile + (slot * DY_BOXES + dy_box) * BLOCK_BYTES + row * 128 + (chunk ^ row % 8) * 16;
 }
 
 __device__ inline uint32_t packed(const float* v) {
@@ -338,7 +288,7 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
   constexpr int ROWS = 16, PASSES = SLOT / ROWS;  // rows that a warpgroup stores together
   const int row0 = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
 #pragma unroll
-  for (int i = 0; i < M_PER_WG * N_BOXES; ++i) {
+  for (int i = 0; i < M_PER_WG * N_BLOCKS; ++i) {
     const int box = i * CONSUMERS + warpgroup, slot = box / DY_BOXES, dy_box = box % DY_BOXES;
     const uint32_t from = chunk_at(tile, slot, dy_box, row0, chunk);
     const int k = place.column + dy_box * SLOT + chunk * 8;
@@ -429,7 +379,10 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     Accumulator acc;
     const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
-    consume(stages, pipeline, warpgroup, work.k_tiles, acc);
+    const auto block_at = [=](uint32_t stage, int m) {
+      return stage + warpgroup * BLOCK_BYTES + m * CONSUMERS * BLOCK_BYTES;
+    };
+    consume<Wgmma, MN_MAJOR_STEP, MN_MAJOR_STEP>(stages, pipeline, work.k_tiles, block_at, acc);
     if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;

@@ -10,12 +10,20 @@ padding) are folded into the dimension before them: see `folded`.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.device.wgmma_tile import (
+    MIN_STAGES,
+    TILES,
+    TileCosts,
+    WgmmaTile,
+    depths,
+    max_stages,
+    tile_refusal,
+)
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
@@ -35,22 +43,11 @@ from jax_splitk.runtime.target import Target
 
 BLOCK_K = 64
 SLOT = 64  # channels of a TMA box
-BOX_BYTES = BLOCK_K * SLOT * 2
-SHARED_BYTES = 227 * 1024
-RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
-MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 # Blocks of pixels of a float32 result's split. The error is 2.8e-5 relative over 380 of them (measured).
 MAX_FLOAT32_CHAIN = 128
 MAX_GRID_Z = 65535
 MAX_TAIL_SPLITS = 8
 TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
-
-# (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
-TILES = (
-    *itertools.product((64, 128), (64, 128, 192, 256)),
-    *itertools.product((192,), (64, 128, 192)),
-    *itertools.product((256,), (64, 128)),
-)
 
 LINE_FLOATS = 32  # of an L2 line
 DISCARD_BYTES = 4 << 20
@@ -60,49 +57,20 @@ _IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(WgmmaTile):
     """How a weight gradient is computed.
 
     Attributes:
-      tile_m, tile_n: output tile of a thread block (elements); see `TILES`.
-      stages: depth of the shared-memory pipeline, in blocks of 64 pixels.
+      tile_m, tile_n, stages: see `WgmmaTile`.
       swap: False puts (filter tap, input channel) on the tile's M side and output channels on N; True the reverse.
       splits: parts into which the reduction over N*P*Q is cut; none may be empty.
       whole_tiles: the first so many tiles are not split: whole waves of them, so that the splits of the others fill
         the last one.
     """
 
-    tile_m: int
-    tile_n: int
-    stages: int
     swap: bool
     splits: int
     whole_tiles: int = 0
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) // SLOT * BOX_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + RESERVED_BYTES
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups (CONSUMERS in the device code)."""
-        return 2 if self.tile_m == 256 and self.tile_n <= 128 else self.tile_m // 64
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
-        return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
-
-
-def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
-    """The deepest pipeline that fits in shared memory and is of use."""
-    stage_bytes = (tile_m + tile_n) // SLOT * BOX_BYTES
-    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // stage_bytes
-    return min(MAX_STAGES, room)
 
 
 def k_tiles(problem: ConvWgradProblem) -> int:
@@ -184,37 +152,23 @@ def folded(p: ConvWgradProblem) -> ConvWgradProblem:
 def variants() -> Iterator[Config]:
     """Every config that the tuner may try, up to its splits: what has to compile."""
     for tile_m, tile_n in TILES:
-        depths = {max_stages(tile_m, tile_n)}
-        if tile_m == 64 and tile_n <= 192:
-            depths.add(max_stages(tile_m, tile_n, blocks_per_sm=2))
-        for stages in sorted(depths):
+        for stages in depths(tile_m, tile_n):
             yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
+class Costs(ReductionCosts, TileCosts):
     """The cost model's constants.
 
     Attributes:
-      mma_flops_per_sm: a second, of the tensor cores.
-      one_warpgroup: part of that rate where a single consumer warpgroup issues.
-      narrow: part of it where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in
-        32 clocks, all that it gives.
-      l2_bytes_per_sm: a second, loaded by an SM.
       windows: times as long for X's loads by TMA's im2col mode.
-      shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
       swap_gain: part of the time that swapped tiles save.
       sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
         memory's time.
       wave_seconds: of filling the pipeline, and of the epilogue.
     """
 
-    mma_flops_per_sm: float
-    one_warpgroup: float
-    narrow: float
-    l2_bytes_per_sm: float
     windows: float
-    shadow: float
     swap_gain: float
     sharers: int
     crowded: float
@@ -274,8 +228,8 @@ class Im2col(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        if (config.tile_m, config.tile_n) not in TILES:
-            return f"tile {config.tile_m}x{config.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
+        if (reason := tile_refusal(config)) is not None:
+            return reason
         most = max_stages(config.tile_m, config.tile_n)
         if not MIN_STAGES <= config.stages <= most:
             return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
@@ -350,15 +304,9 @@ class Im2col(SplitFamily[Config]):
         The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
         """
         costs: Costs = self.costs(target)
-        mma = 2 * config.tile_m * config.tile_n * BLOCK_K / costs.mma_flops_per_sm
-        if config.consumers == 1:
-            mma /= costs.one_warpgroup
-        elif config.tile_n == 64:
-            mma /= costs.narrow
         x_bytes = (config.tile_n if config.swap else config.tile_m) // SLOT * BOX_BYTES
-        more = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
-        load = (config.stage_bytes + more) / costs.l2_bytes_per_sm
-        step = max(mma, load) + costs.shadow * min(mma, load)
+        windows = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
+        step = config.step_seconds(costs, windows)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
@@ -390,7 +338,7 @@ class Im2col(SplitFamily[Config]):
         blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
         return Kernel(
-            threads=128 * (config.consumers + 1),
+            threads=config.threads,
             shared_bytes=config.shared_bytes,
             macros={
                 **field_macros(config, "tile_m", "tile_n", "stages", "swap"),

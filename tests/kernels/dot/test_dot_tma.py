@@ -2,16 +2,20 @@
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
-from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
-from jax_splitk.runtime.plan import TiledMap
+from jax_splitk.problems import dot_reference
+from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import dots
 from tests.problems import seeded
 
 LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
@@ -20,13 +24,21 @@ LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float64"}, "dtype float64; accepted: float32, bfloat16, float16, float8_e4m3fn"),
+        ({"dtype": E4M3}, "preferred_element_type float32; accepted: bfloat16, float16"),
+        ({"dtype": E4M3, "out_dtype": "bfloat16"}, "float8_e4m3fn with m and n contiguous; accepted: k in both"),
+        (
+            {"dtype": E4M3, "out_dtype": "bfloat16", "lhs_order": "bmk", "rhs_order": "bnk", "k": 65544},
+            "k=65544, which is contiguous; accepted: multiples of 16",
+        ),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"dtype": "float32"}, "float32 with m and n contiguous; accepted: k in both"),
         ({"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk", "precision": "highest"}, "precision 'highest'"),
         ({"m": 100}, "m=100, which is contiguous; accepted: multiples of 8"),
         ({"rhs_order": "bnk", "n": 6}, "n=6; accepted: multiples of 4"),
         ({"rhs_order": "bnk", "k": 65532}, "k=65532, which is contiguous; accepted: multiples of 8"),
+        ({"bias": "n", "bias_dtype": "float64"}, "bias_dtype float64; accepted: float32, bfloat16, float16"),
+        ({"residual_dtype": "float64"}, "residual_dtype float64; accepted: float32, bfloat16, float16"),
         ({"batch": 70000, "k": 8, "m": 8, "n": 8}, "batch 70000; accepted: at most 65535"),
     ],
 )
@@ -52,14 +64,31 @@ def test_refuses_configs(config: Config, reason: str) -> None:
     assert refusal is not None and refusal.startswith(reason)
 
 
+def test_sums_of_e4m3_are_held_twice() -> None:
+    problem = dataclasses.replace(LONG, dtype=E4M3, out_dtype="bfloat16", lhs_order="bmk", rhs_order="bnk")
+    assert FAMILY.config_refusal(problem, Config(128, 128, 6)) is None
+    for config, sums, most in (
+        (Config(128, 192, 5), 96, 64),
+        (Config(256, 128, 4), 128, 64),
+        (Config(64, 128, 4), 64, 32),
+    ):
+        assert FAMILY.config_refusal(LONG, dataclasses.replace(config, splits=4, reduction="cluster")) is None
+        tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
+        refusal = f"{tile}, {sums} sums a thread, with float8_e4m3fn; accepted: at most {most}"
+        assert FAMILY.config_refusal(problem, config) == refusal
+
+
 MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
     """Any sizes but for those of the contiguous dimensions, which TMA wants in 16 bytes, and n, stored by fours."""
-    dtype, out = str(rng.choice(("bfloat16", "float16", "float32"))), str(rng.choice(tuple(split_k.OUT_CODES)))
-    lhs, rhs = ("bmk", "bnk") if dtype == "float32" else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
-    contiguous = 4 if dtype == "float32" else 8
+    dtype, out = str(rng.choice(tuple(tma.ELEMENT_CODES))), str(rng.choice(tuple(split_k.OUT_CODES)))
+    if dtype == E4M3 and out == "float32":
+        out = "bfloat16"
+    contiguous = {"float32": 4, E4M3: 16}.get(dtype, 8)
+    k_major = contiguous != 8
+    lhs, rhs = ("bmk", "bnk") if k_major else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
 
     def size(letter: str, most: int) -> int:
         multiple = contiguous if letter in (lhs[-1], rhs[-1]) else 4 if letter == "n" else 1
@@ -105,6 +134,29 @@ def test_a_plan_covers_the_product() -> None:
             each, longer = divmod(tma.k_blocks(problem), config.splits)
             assert each >= 1 and each * config.splits + longer == tma.k_blocks(problem)
             assert (len(plan.launches) == 2) == (config.reduction == "workspace")
+
+
+@pytest.mark.parametrize("after", dots.epilogues(), ids=str)
+def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, Any]) -> None:
+    problem = DotProblem(2, 128, 256, 4096, "bkm", "bkn", "bfloat16", "float32", **after)
+    assert problem.epilogue
+    for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
+        plan = FAMILY.plan(problem, config)
+        operands = dot_reference.random_operands(problem, jax.random.key(0))
+        *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
+        assert given == [x.nbytes for x in operands]
+        assert (out, workspace) == (4 * 2 * 128 * 256, FAMILY.workspace_bytes(problem, config))
+        first, last = plan.launches[0], plan.launches[-1]
+        pointers = [[p.buffer for p in launch.params if isinstance(p, Pointer)] for launch in (first, last)]
+        count = len(operands)
+        bias, residual = 2 if "bias" in after else 0, count - 1 if "residual_dtype" in after else 0
+        assert pointers[1][-3 if first is last else 1 :] == [count, bias, residual]
+        assert first is last or pointers[0] == [count + 1]
+        plain = FAMILY.source(problem.product, config)
+        assert set(plan.source.defines) - set(plain.defines) == {(n, v) for n, v in plan.source.defines if n in MACROS}
+
+
+MACROS = ("EPILOGUE", "BIAS", "BIAS_TYPE", "ACTIVATION", "RESIDUAL_TYPE")
 
 
 def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() -> None:

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+import jax_splitk
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.dot import as_wgrad, tma
+from jax_splitk.kernels.device.wgmma_tile import TILES, max_stages
+from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
-from jax_splitk.problems.dot_general import LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import poison
+from tests import dots, poison
 from tests.kernels.dot.test_dot_tma import random_problem
 from tests.problems import SEED, seeded
 
@@ -31,19 +33,15 @@ SOURCES = 64  # kernels of the random problems
 REDUCTIONS = (("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("workspace", 2), ("workspace", 11))
 
 
-def stages(tile_m: int, tile_n: int) -> int:
-    return tma.most_stages(tile_m, tile_n)
-
-
 def exact_runs() -> list[tuple[DotProblem, Config]]:
     """Every tile, reduction and major, none with all others, on sizes that no tile divides."""
     runs = []
     majors = itertools.cycle(itertools.product(LHS_ORDERS, RHS_ORDERS))
     dtypes = itertools.cycle((("bfloat16", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")))
-    for (tile_m, tile_n), (reduction, splits) in itertools.product(tma.TILES, REDUCTIONS[::2]):
+    for (tile_m, tile_n), (reduction, splits) in itertools.product(TILES, REDUCTIONS[::2]):
         (lhs, rhs), (dtype, out) = next(majors), next(dtypes)
         problem = DotProblem(2, 264, 328, 1096, lhs, rhs, dtype, out)
-        runs.append((problem, Config(tile_m, tile_n, stages(tile_m, tile_n), splits, reduction)))
+        runs.append((problem, Config(tile_m, tile_n, max_stages(tile_m, tile_n), splits, reduction)))
     for (lhs, rhs), (reduction, splits) in itertools.product(
         itertools.product(LHS_ORDERS, RHS_ORDERS), REDUCTIONS[1::2]
     ):
@@ -53,37 +51,45 @@ def exact_runs() -> list[tuple[DotProblem, Config]]:
     for reduction, splits in REDUCTIONS:
         problem = DotProblem(2, 131, 268, 1000, "bmk", "nbk", "float32", "float32")
         runs.append((problem, Config(128, 128, 6, splits, reduction)))
+    narrow = ((64, 64, 8), (64, 128, 8), (128, 64, 8), (128, 128, 7), (192, 64, 7), (192, 128, 5), (256, 64, 5))
+    for tile, (reduction, splits) in itertools.product(narrow, REDUCTIONS[::2]):
+        problem = DotProblem(2, 264, 328, 1104, "bmk", "nbk", E4M3, "float16")
+        runs.append((problem, Config(*tile, splits, reduction)))
+    # Every epilogue whose values are exact, on every reduction.
+    exact = [after for after in dots.epilogues() if after.get("activation", "none") in ("none", "relu")]
+    for after, (reduction, splits) in itertools.product(exact, REDUCTIONS[::2]):
+        problem = DotProblem(2, 136, 268, 1000, "bmk", "bnk", "bfloat16", "float32", **after)
+        runs.append((problem, Config(64, 128, 6, splits, reduction)))
     return [(p, c) for p, c in runs if FAMILY.refusal(p, c) is None]
 
 
 EXACT = exact_runs()
 
 
+def epilogue_runs() -> list[tuple[DotProblem, Config]]:
+    """Every epilogue, by several reductions, to every result type."""
+    kinds = itertools.cycle(itertools.product(("float32", "bfloat16", "float16"), REDUCTIONS))
+    return [
+        (DotProblem(2, 200, 136, 1000, "bmk", "bkn", "bfloat16", out, **after), Config(64, 64, 6, splits, reduction))
+        for after, (out, (reduction, splits)) in zip((*dots.epilogues(),) * 3, kinds, strict=False)
+    ]
+
+
 def device_code() -> set[compiler.Source]:
-    return {FAMILY.source(p, c) for p, c in EXACT} | {source(*run) for run in random_runs()}
-
-
-def integers(problem: DotProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng([SEED, seed])
-    lhs, rhs = (rng.integers(-2, 3, shape).astype(np.float64) for shape in (problem.lhs_shape, problem.rhs_shape))
-    return lhs, rhs
-
-
-def exactly(problem: DotProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    letters = f"{problem.lhs_order},{problem.rhs_order}->bmn"
-    return np.einsum(letters, lhs, rhs, optimize=True)
+    ours = {FAMILY.source(p, c) for p, c in (*EXACT, *epilogue_runs())}
+    return ours | {source(*run) for run in random_runs()}
 
 
 def test_covers_every_tile_and_reduction() -> None:
-    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(tma.TILES)
+    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(TILES)
     assert {(c.reduction, c.splits) for _, c in EXACT} == set(REDUCTIONS)
 
 
 @pytest.mark.parametrize(("problem", "config"), EXACT, ids=str)
 def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
-    lhs, rhs = integers(problem, 1)
-    out = poison.run(FAMILY.plan(problem, config), problem, *(jnp.asarray(x, problem.dtype) for x in (lhs, rhs)))
-    expected = np.asarray(jnp.asarray(exactly(problem, lhs, rhs), jnp.float32).astype(problem.out_dtype))
+    operands = dots.integers(problem, np.random.default_rng([SEED, 1]))
+    out = poison.run(FAMILY.plan(problem, config), problem, *map(jnp.asarray, dots.as_given(problem, operands)))
+    expected = np.asarray(jnp.asarray(dots.exactly(problem, *operands), jnp.float32).astype(problem.out_dtype))
     np.testing.assert_array_equal(out.astype(np.float32), expected.astype(np.float32))
 
 
@@ -117,12 +123,12 @@ def source(family: Family, problem: DotProblem, config: Any) -> compiler.Source:
 
 def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str | None:
     """The errors, unless ours is at most twice XLA's."""
-    lhs, rhs = dot_reference.random_operands(problem, jax.random.key(SEED % 2**31 + number))
+    operands = dot_reference.random_operands(problem, jax.random.key(SEED % 2**31 + number))
     plan = family.plan(problem, config)
     assert isinstance(plan, DevicePlan)
-    out = poison.run(plan, problem, lhs, rhs)
-    xla = np.asarray(jax.jit(lambda x, y: dot_reference.dot_general(problem, x, y))(lhs, rhs))
-    exact = exactly(problem, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
+    out = poison.run(plan, problem, *operands)
+    xla = np.asarray(jax.jit(lambda *operands: dot_reference.dot_general(problem, *operands))(*operands))
+    exact = dots.exactly(problem, *(np.asarray(x, np.float64) for x in operands))
     ours, theirs = (float(np.linalg.norm(np.asarray(y, np.float64) - exact)) for y in (out, xla))
     least = 1e-6 * float(np.linalg.norm(exact))
     fine = ours <= 2 * max(theirs, least)
@@ -132,7 +138,7 @@ def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str 
 def test_random_problems_are_of_every_kind_and_few_kernels() -> None:
     runs = random_runs()
     assert len(runs) == RANDOM and len({source(*run) for run in runs}) <= SOURCES
-    assert {p.dtype for _, p, _ in runs} == {"bfloat16", "float16", "float32"}
+    assert {p.dtype for _, p, _ in runs} == {"bfloat16", "float16", "float32", E4M3}
     assert {p.lhs_order for _, p, _ in runs} == set(LHS_ORDERS) and {p.rhs_order for _, p, _ in runs} == set(RHS_ORDERS)
     assert {p.out_dtype for _, p, _ in runs} == set(split_k.OUT_CODES) and {p.batch for _, p, _ in runs} == {1, 2, 3}
     assert all(any(getattr(p, size) % 2 for _, p, _ in runs) for size in "mk")
@@ -140,10 +146,18 @@ def test_random_problems_are_of_every_kind_and_few_kernels() -> None:
 
 
 def test_random_problems_against_float64() -> None:
+    assert_none_is_wrong(random_runs())
+
+
+def test_epilogues_against_float64() -> None:
+    assert_none_is_wrong([(FAMILY, problem, config) for problem, config in epilogue_runs()])
+
+
+def assert_none_is_wrong(runs: list[tuple[Family, DotProblem, Any]]) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:  # XLA compiles a product for each
-        found = list(pool.map(lambda numbered: wrong(numbered[0], *numbered[1]), enumerate(random_runs())))
+        found = list(pool.map(lambda numbered: wrong(numbered[0], *numbered[1]), enumerate(runs)))
     failures = [text for text in found if text]
-    assert not failures, f"{len(failures)} of {RANDOM}\n" + "\n".join(failures)
+    assert not failures, f"{len(failures)} of {len(runs)}\n" + "\n".join(failures)
 
 
 @pytest.mark.parametrize(("reduction", "splits"), REDUCTIONS)
@@ -158,7 +172,7 @@ def test_the_same_bits_in_a_hundred_runs(reduction: str, splits: int) -> None:
 
 def test_nan_and_infinity_reach_what_depends_on_them() -> None:
     problem = DotProblem(1, 128, 128, 1024, "bkm", "bkn", "bfloat16", "float32")
-    lhs, rhs = integers(problem, 2)
+    lhs, rhs = dots.integers(problem, np.random.default_rng([SEED, 2]))
     lhs[0, 700, 5], rhs[0, 30, 77] = math.nan, math.inf
     rhs[0, 30] = np.where(rhs[0, 30] == 0, 1, rhs[0, 30])
     lhs[0, 30] = np.where(lhs[0, 30] == 0, 1, lhs[0, 30])
@@ -169,3 +183,38 @@ def test_nan_and_infinity_reach_what_depends_on_them() -> None:
         expected = np.ones((128, 128), bool)
         expected[5], expected[:, 77] = False, False
         np.testing.assert_array_equal(finite, expected)
+
+
+@pytest.mark.parametrize("activation", dots.ACTIVATIONS)
+def test_nan_and_infinity_after_an_activation_are_xlas(activation: str) -> None:
+    after = {"bias": "n", "bias_dtype": "float32", "activation": activation}
+    problem = DotProblem(1, 64, 64, 64, "bmk", "bkn", "bfloat16", "float32", **after)
+    bias = np.resize(np.float32([math.nan, math.inf, -math.inf, -100, 100, -1e30, 1e30, -1e-30, 0, 1]), 64)
+    zeros = jnp.zeros((1, 64, 64), jnp.bfloat16)
+    out = poison.run(FAMILY.plan(problem, Config(64, 64, 6)), problem, zeros, zeros, jnp.asarray(bias))
+    expected = np.asarray(jax.jit(lambda *operands: dot_reference.dot_general(problem, *operands))(zeros, zeros, bias))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-30)
+
+
+def test_a_layer_and_its_gradient_are_plain_jaxs() -> None:
+    """Through the public function: one launch of ours for the forward pass, and the gradients of plain JAX."""
+    rng = np.random.default_rng(SEED)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2048, 64), (64, 2048)))
+    b, r = jnp.linspace(-1, 1, 64), jnp.ones((64, 64), jnp.bfloat16)
+
+    def ours(x: jax.Array, w: jax.Array, b: jax.Array, r: jax.Array) -> jax.Array:
+        return jax_splitk.matmul(x, w, bias=b, activation="gelu", residual=r, implementation="cutlass")
+
+    def theirs(x: jax.Array, w: jax.Array, b: jax.Array, r: jax.Array) -> jax.Array:
+        sums = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return (jax.nn.gelu(sums + b) + r).astype(jnp.bfloat16)
+
+    assert jax.jit(ours).lower(x, w, b, r).as_text().count("jax_splitk_launch") == 1
+    np.testing.assert_allclose(*(np.asarray(jax.jit(f)(x, w, b, r), np.float32) for f in (ours, theirs)), rtol=1e-2)
+    gradients = [
+        jax.jit(jax.grad(lambda *operands, f=f: f(*operands).astype(jnp.float32).sum(), range(4)))(x, w, b, r)
+        for f in (ours, theirs)
+    ]
+    for got, wanted in zip(*gradients, strict=True):
+        difference = np.asarray(got, np.float64) - np.asarray(wanted, np.float64)
+        assert np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(np.asarray(wanted, np.float64))

@@ -10,6 +10,7 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from tests.problems import of_families
 from tests.products import E4M3, HALF, valid_problem
 
 FAMILIES = kernels.families("quantized_matmul", "cuda")
@@ -79,10 +80,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "last", "beyond", "reason"),
-    [pytest.param(family, *edge, id=f"{family.name}-{edge[2]}") for family, edges in EDGES.items() for edge in edges],
-)
+@pytest.mark.parametrize(("family", "last", "beyond", "reason"), of_families(EDGES))
 def test_limit_is_where_it_is_said_to_be(family: Family, last: Fields, beyond: Fields, reason: str) -> None:
     assert family.refusal(product(family, **last)) is None
     assert family.refusal(product(family, **beyond)) == reason

@@ -12,7 +12,7 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests.problems import conv
+from tests.problems import conv, of_families
 
 FAMILIES = kernels.families("conv_wgrad", "cuda")
 MOST = 2**31 - 1
@@ -254,10 +254,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "last", "beyond", "reason"),
-    [pytest.param(family, *edge, id=f"{family.name}-{edge[2]}") for family, edges in EDGES.items() for edge in edges],
-)
+@pytest.mark.parametrize(("family", "last", "beyond", "reason"), of_families(EDGES))
 def test_limit_is_where_it_is_said_to_be(family: Family, last: Fields, beyond: Fields, reason: str) -> None:
     assert family.refusal(problem(family, **last)) is None
     refused = problem(family, **beyond)

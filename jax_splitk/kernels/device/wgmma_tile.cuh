@@ -1,0 +1,66 @@
+// An output tile of 64-row blocks by WGMMA, from a pipeline whose stages hold rows of 128 bytes under the
+// 128-byte swizzle: TILE_M of A, then TILE_N of B. An operand is K-major (a row is of m or n), or MN-major
+// (a row is of k, and 64 elements along MN).
+//
+// Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
+// WGMMAs that read the stage have retired.
+//
+// Macros: TILE_M, TILE_N, STAGES.
+
+#include "device/pipeline.cuh"
+#include "device/wgmma.cuh"
+
+constexpr int BLOCK_BYTES = 64 * 128;
+constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
+constexpr int A_BYTES = M_BLOCKS * BLOCK_BYTES, STAGE_BYTES = A_BYTES + N_BLOCKS * BLOCK_BYTES;
+// 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
+constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
+constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
+constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int THREADS = 128 + CONSUMER_THREADS;
+// One consumer has enough registers without.
+constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
+
+using Accumulator = float[M_PER_WG][ACCUMULATORS];
+
+// Bytes from one instruction's k to the next's.
+[[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
+
+// acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
+// `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.
+template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>
+__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                               const BlockAt& block_at, Accumulator& acc) {
+  Position at;
+  int previous = -1;
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    pipeline.wait_full(at);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
+    fence(acc);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int m = 0; m < M_PER_WG; ++m) {
+        const uint64_t a = operand(block_at(stage, m), BLOCK_BYTES);
+        wgmma<Wgmma>(a + k * (A_STEP >> 4), b + k * (B_STEP >> 4), acc[m], scale);
+      }
+      scale = GMMA::ScaleOut::One;
+    }
+    cute::warpgroup_commit_batch();
+    // The batch before this one has retired, so the stage it read may be filled again.
+    cute::warpgroup_wait<1>();
+    fence(acc);
+    if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
+    previous = at.stage;
+    at.advance(STAGES);
+  }
+  cute::warpgroup_wait<0>();
+  fence(acc);
+}
