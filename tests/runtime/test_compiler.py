@@ -19,7 +19,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, toolchain
+from jax_splitk.runtime import compiler, disk, pool, toolchain
 from jax_splitk.runtime.compiler import CompilationError
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 from jax_splitk.runtime.source import Source
@@ -61,6 +61,7 @@ class Machine:
         """What a new process starts with."""
         self._monkeypatch.setattr(compiler, "_memory", {})
         self._monkeypatch.setattr(compiler, "_in_flight", {})
+        self._monkeypatch.setattr(compiler, "_pool", pool.Pool())
 
     def file(self) -> pathlib.Path:
         (path,) = self.cache.glob("cubin/*")
