@@ -24,7 +24,7 @@ LONGEST_FUNCTION = 70  # lines, of the package
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
     "ops/lowering.py": ["PROBLEMS", "RULES"],  # which primitive is which operation: filled on import
-    "runtime/compiler.py": ["_memory", "_in_flight"],  # machine code that was compiled or read, each once
+    "runtime/compiler.py": ["_memory", "_in_flight", "_pool"],  # machine code that was compiled or read, each once
     "tuning/session.py": ["_session"],  # what a process remembers of its tuning
 }
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")

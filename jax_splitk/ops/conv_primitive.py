@@ -144,9 +144,6 @@ def _abstract_eval(lhs: Any, g: Any, **params: Any) -> Any:
     return partitioning.with_explicit_sharding(out, _rule_of, (lhs, g), params)
 
 
-conv_wgrad_p.def_abstract_eval(_abstract_eval)
-
-
 # ---- differentiation -----------------------------------------------------------------------------------------------
 
 
@@ -242,4 +239,4 @@ def _with_kernel(
     return between_transposes
 
 
-lowering.define(conv_wgrad_p, _problem_of, _with_xla, _with_kernel, _rule_of)
+lowering.define(conv_wgrad_p, _abstract_eval, _problem_of, _with_xla, _with_kernel, _rule_of)

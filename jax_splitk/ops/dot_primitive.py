@@ -63,9 +63,6 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     return partitioning.with_explicit_sharding(out, _rule_of, (lhs, rhs), params)
 
 
-dot_general_p.def_abstract_eval(_abstract_eval)
-
-
 def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> DotProblem:
     """The canonical problem of an equation, from the types of its operands and its parameters."""
     shapes = [tuple(_compat.static_or_symbolic(size) for size in aval.shape) for aval in avals]
@@ -186,4 +183,4 @@ def _with_kernel(
     return between_reshapes
 
 
-lowering.define(dot_general_p, _problem_of, _with_xla, _with_kernel, _rule_of)
+lowering.define(dot_general_p, _abstract_eval, _problem_of, _with_xla, _with_kernel, _rule_of)

@@ -4,6 +4,7 @@ A primitive rather than an `ffi_call` at trace time, so that the decision is tak
 the final (batched, per-shard) shapes are known.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
+from jax_splitk.tuning import ahead
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select
@@ -40,15 +42,17 @@ RULES: dict[core.Primitive, _RuleOf] = {}
 
 def define(
     primitive: core.Primitive,
+    abstract_eval: Callable[..., Any],
     problem_of: _ProblemOf,
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
     rule_of: _RuleOf,
 ) -> None:
-    """Gives a primitive its implementation outside jit and its lowering, on every platform.
+    """Gives a primitive its type, its implementation outside jit and its lowering, on every platform.
 
     Args:
       primitive: its parameters include `options`, the caller's.
+      abstract_eval: of the types of its operands and its parameters, the result's type.
       problem_of: see `_ProblemOf`.
       with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
@@ -57,6 +61,15 @@ def define(
     """
     PROBLEMS[primitive], RULES[primitive] = problem_of, rule_of
     run_outside_jit(primitive)
+
+    def traced(*avals: Any, **params: Any) -> Any:
+        out = abstract_eval(*avals, **params)
+        with contextlib.suppress(Exception):  # it comes again at lowering
+            if only_xla(problem := problem_of(avals, params)) is None:
+                ahead.traced(problem, params["options"])
+        return out
+
+    primitive.def_abstract_eval(traced)
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
@@ -145,6 +158,8 @@ def _chosen(
     target = target_for(platform)
     # Only what will run here can be measured here.
     measure = undivided is None and not _compat.is_export(ctx) and target.is_local
+    if not _compat.is_automatically_partitioned(ctx):
+        ahead.lowered(problem, options, target, measure)
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
     announce(choice, options)

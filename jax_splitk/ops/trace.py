@@ -9,10 +9,12 @@ from jax.extend import core
 from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
+from jax_splitk.tuning import ahead
 
 
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
-    return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+    with ahead.looking_on():
+        return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
 
 
 def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:

@@ -13,7 +13,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import agreement, decide
+from jax_splitk.tuning import agreement, decide, tuner
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import current
@@ -92,21 +92,24 @@ def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: b
     budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
     found: dict[Key, Entry] = {}
-    for i, (problem, limit) in enumerate(wanted):
-        key = key_for(problem, target)
-        if not ranked(key, limit):
-            continue  # only XLA can compute it: nothing to decide
-        if sys.stderr.isatty() and len(wanted) > 1:
-            print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
-        _, entry = agreement.agree(key, limit, lambda key=key, limit=limit: decide.tuned(key, limit, budget, again)[0])
-        session().decided(key, entry)
-        if key in session().unsaved:
-            where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
-            _logger.warning(
-                "%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where
+    keys = [(key_for(problem, target), limit) for problem, limit in wanted]
+    with tuner.coming(asked for asked in keys if again or not decide.is_held(*asked)):
+        for i, (key, limit) in enumerate(keys):
+            if not ranked(key, limit):
+                continue  # only XLA can compute it: nothing to decide
+            if sys.stderr.isatty() and len(wanted) > 1:
+                print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
+            _, entry = agreement.agree(
+                key, limit, lambda key=key, limit=limit: decide.tuned(key, limit, budget, again)[0]
             )
-        if entry is not None:
-            found[key] = merge(found.get(key), entry)
+            session().decided(key, entry)
+            if key in session().unsaved:
+                where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
+                _logger.warning(
+                    "%s: measured, but not stored (%s): this process and the TuningResult have it", key.problem, where
+                )
+            if entry is not None:
+                found[key] = merge(found.get(key), entry)
     return TuningResult(tuple(found.items()))
 
 

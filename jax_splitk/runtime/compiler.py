@@ -85,19 +85,17 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
     return [compile_source(source) for source in sources]
 
 
-def compile_ahead(sources: Iterable[Source]) -> list[str]:
-    """Begins to compile what will be asked for, in the background, and returns at once: the keys, for `drop`. Whoever
-    asks for one waits for its worker, or compiles it where none is at it yet, and is told what is wrong with it."""
-    keys = {content_key(source): source for source in sources}
-    for key, source in keys.items():
+def compile_ahead(sources: Iterable[Source]) -> None:
+    """Begins to compile what will be asked for, in the background, and returns at once. Whoever asks for it waits for
+    its worker, or compiles it where none is at it yet, and is told what is wrong with it."""
+    for key, source in {content_key(source): source for source in sources}.items():
         if key not in _memory and not _in_flight.setdefault(key, threading.Lock()).locked() and not _is_stored(key):
             _submit(key, source, urgent=False)
-    return list(keys)
 
 
-def drop(keys: Iterable[str]) -> None:
-    """Does without compilations that have not begun."""
-    _pool.drop(keys)
+def drop_ahead() -> None:
+    """Does without what `compile_ahead` was given, as far as that has not begun."""
+    _pool.drop_ahead()
 
 
 def queued() -> int:
@@ -121,7 +119,7 @@ def _start_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_start_anew)
-atexit.register(lambda: _pool.close())
+atexit.register(_pool.close)
 
 
 def content_key(source: Source) -> str:

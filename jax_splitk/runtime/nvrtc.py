@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 

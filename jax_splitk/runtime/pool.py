@@ -73,10 +73,16 @@ class Pool:
                 if future is not None and future.done() and self._futures.get(key) is future:
                     del self._futures[key]
 
-    def drop(self, keys: Iterable[Hashable] | None = None) -> None:
-        """Drops what has not begun of these keys, of all where none are given."""
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Drops what has not begun of these keys."""
         with self._lock:
-            for key in list(self._futures if keys is None else keys):
+            for key in keys:
+                self._drop(key)
+
+    def drop_ahead(self) -> None:
+        """Drops what has not begun, but for what somebody waits for."""
+        with self._lock:
+            for key in list(self._ahead):
                 self._drop(key)
 
     @contextlib.contextmanager
@@ -94,7 +100,7 @@ class Pool:
     def close(self) -> None:
         """Nothing more begins."""
         self._closed = True
-        self.drop()
+        self.drop(list(self._futures))
 
     def _drop(self, key: Hashable) -> None:
         job = self._urgent.pop(key, None) or self._ahead.pop(key, None)

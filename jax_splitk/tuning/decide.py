@@ -58,6 +58,13 @@ def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Foun
     return session().once(("settled", key, workspace_limit), lambda: _agreed(key, workspace_limit))
 
 
+def will_measure(key: Key, workspace_limit: int) -> bool:
+    """Whether a lowering for the local device would measure the problem."""
+    if disk.mode() == "frozen" or not autotune(key.target):
+        return False
+    return session().wants_again(key) or not is_held(key, workspace_limit)
+
+
 def _agreed(key: Key, workspace_limit: int) -> Found | None:
     """The same in every process of the job."""
     where = "process 0's decision"
@@ -112,6 +119,12 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         if not store.save(entry):
             session().unsaved[key] = merge(session().unsaved.get(key), entry)
         return entry, "measured now"
+
+
+def is_held(key: Key, workspace_limit: int) -> bool:
+    """Whether a caller of that limit has an answer without a measurement."""
+    held = _held(key, workspace_limit)
+    return held is not None and held[0].is_searched(workspace_limit)
 
 
 def _held(key: Key, workspace_limit: int) -> Found | None:

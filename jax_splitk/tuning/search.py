@@ -10,25 +10,30 @@ import dataclasses
 import datetime
 import importlib.metadata
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jax_splitk import kernels
+from jax_splitk.runtime import compiler
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime.pool import cores
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
+from jax_splitk.tuning.measure import Bench, Contestant, compile_together, plans_of
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 _logger = logging.getLogger("jax_splitk")
 
-FIRST_ROUND = 24  # candidates that are timed at first
+FIRST_ROUND = 24  # candidates at most that are timed at first
+FEWEST = 6  # likewise at least, where the model is sure
+KERNELS = 10  # at most that are compiled for it
+CLOSE = 1.2  # candidates whose predicted times are within this factor of the best may be the fastest
 BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
 FINALISTS = 4
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
@@ -39,6 +44,11 @@ NOISE = 0.02  # a challenger must be faster by more than this, and by more than 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
     """Every legal candidate that fits the limit, the one that the cost model predicts to be fastest first."""
+    return [candidate for _, candidate in predicted(key, workspace_limit)]
+
+
+def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
+    """The same, each with the seconds that the cost model predicts."""
     problem, target = key.problem, key.target
     found: list[tuple[float, int, Candidate]] = []
     for family in kernels.families(problem.op, target.platform):
@@ -46,7 +56,7 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
             for candidate in (Candidate(family, config) for config in family.candidates(problem, target)):
                 if _is_allowed(candidate, key, workspace_limit):
                     found.append((family.estimate(problem, candidate.config, target), len(found), candidate))
-    return [candidate for _, _, candidate in sorted(found)]
+    return [(seconds, candidate) for seconds, _, candidate in sorted(found)]
 
 
 def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
@@ -70,7 +80,8 @@ class Search:
         self._started = time.monotonic()
         self._deadline = self._started + SEARCH_SHARE * seconds
         self.key = key
-        self.ranking = ranked(key, workspace_limit)
+        ranking = predicted(key, workspace_limit)
+        self.ranking = [candidate for _, candidate in ranking]
         self.bench: Bench | None = None
         self.xla: Contestant | None = None
         self.contestants: list[Contestant] = []
@@ -79,6 +90,7 @@ class Search:
         self.given_up = threading.Event()
         self._limit = workspace_limit
         self._old = old
+        self._first = first_round(ranking)
 
     def stuck(self) -> Candidate | None:
         """What has been running on the device for longer than anything that comes back."""
@@ -114,21 +126,28 @@ class Search:
     def _predicted(self) -> Candidate | None:
         return self.ranking[0] if self.ranking else None
 
+    def compile_first(self) -> None:
+        """Begins to compile what the search will ask for, as far as that is known: its first candidates, and the steps
+        from what the model predicts to be the fastest."""
+        first = self._first_candidates()
+        steps = self._neighbours(first[0]) if first else []
+        plans = plans_of(self.key.problem, [*first, *steps])
+        compiler.compile_ahead(plan.source for plan in plans.values() if isinstance(plan, DevicePlan))
+
     def _first_candidates(self) -> list[Candidate]:
         """The best of an earlier entry, and the best by the model."""
-        first = _spread_over_variants(self.ranking, FIRST_ROUND)
         if self._old is None:
-            return first
+            return self._first
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
         # Only an entry's choice was checked.
         allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
         again = sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]
-        return list(dict.fromkeys([m.candidate for m in again] + first))
+        return list(dict.fromkeys([m.candidate for m in again] + self._first))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
         """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
-            meanwhile.submit(compile_ahead, self.key.problem, first[: max(BATCH, os.cpu_count() or 1)], self.given_up)
+            meanwhile.submit(compile_together, self.key.problem, first[: max(BATCH, cores())], self.given_up)
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
             prepared, failed = bench.prepare([XLA])
         if not prepared:
@@ -222,17 +241,20 @@ def _measurement(contestant: Contestant) -> Measurement:
     return Measurement(contestant.candidate, us, contestant.error)
 
 
-def _spread_over_variants(ranking: list[Candidate], count: int) -> list[Candidate]:
-    """The best by the model, and beyond them the best of each other kernel variant: models err by whole tiles."""
-    first = ranking[: count * 2 // 3]
-    seen = {_variant(c) for c in first}
-    for candidate in ranking[len(first) :]:
-        if len(first) == count:
-            break
-        if _variant(candidate) not in seen:
-            seen.add(_variant(candidate))
-            first.append(candidate)
-    return first
+def first_round(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The candidates that are timed at first: as many as the model predicts to be close to the best, few where it is
+    sure. The last third of them are the best of other kernel variants, if there are such: models err by whole tiles."""
+    close = sum(seconds <= CLOSE * ranking[0][0] for seconds, _ in ranking)
+    count = min(FIRST_ROUND, max(FEWEST, close))
+    candidates = [candidate for _, candidate in ranking]
+    compiled = set(list(dict.fromkeys(map(_variant, candidates)))[:KERNELS])
+    candidates = [candidate for candidate in candidates if _variant(candidate) in compiled]
+    best, others = candidates[: count * 2 // 3], candidates[count * 2 // 3 :]
+    seen = {_variant(candidate) for candidate in best}
+    # The later of two with the same key is kept.
+    others_best = {_variant(c): c for c in reversed(others) if _variant(c) not in seen}
+    new = [candidate for candidate in others if others_best.get(_variant(candidate)) == candidate]
+    return list(dict.fromkeys([*best, *new, *others]))[:count]
 
 
 def _variant(candidate: Candidate) -> Any:
