@@ -97,7 +97,7 @@ def tune(
 
 
 def _compile_ahead(search: Search, workspace_limit: int) -> None:
-    """Begins to compile what this search will ask for, and the first candidates of the problems that come next, until
+    """Begins to compile what this search will ask for, and the first candidates of the next problem, and of more until
     there is enough to do for every core while this one is measured. It is done now, while the search waits for XLA:
     later Python that runs beside it would disturb the measurement."""
     if search.key.target.platform != "cuda":
@@ -106,9 +106,11 @@ def _compile_ahead(search: Search, workspace_limit: int) -> None:
     coming.pop((search.key, workspace_limit), None)
     with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
         search.compile_first()
-        while coming and compiler.queued() < 2 * cores():
+        enough = False
+        while coming and not enough:
             (key, limit), _ = coming.popitem(last=False)
             Search(key, limit, None, 0.0).compile_first()
+            enough = compiler.queued() >= 2 * cores()
 
 
 @contextlib.contextmanager
