@@ -40,7 +40,10 @@ from tests.problems import random_case
 CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
-ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S")
+ENVIRONMENT = (
+    *("CACHE_DIR", "CACHE_PATH", "CACHE_MODE"),
+    *("AUTOTUNE", "COMPILE_AHEAD", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"),
+)
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:

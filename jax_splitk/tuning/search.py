@@ -6,6 +6,7 @@ waves) is the order of the ranking.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -130,9 +131,12 @@ class Search:
         """Begins to compile what the search will ask for, as far as that is known: its first candidates, and the steps
         from what the model predicts to be the fastest."""
         first = self._first_candidates()
-        steps = self._neighbours(first[0]) if first else []
-        plans = plans_of(self.key.problem, [*first, *steps])
-        compiler.compile_ahead(plan.source for plan in plans.values() if isinstance(plan, DevicePlan))
+        self._compile_ahead([*first, *(step for best in first[:1] for step in self._neighbours(best))])
+
+    def _compile_ahead(self, candidates: list[Candidate]) -> None:
+        plans = plans_of(self.key.problem, candidates).values()
+        with contextlib.suppress(Exception):  # errors come again, and are recorded
+            compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
 
     def _first_candidates(self) -> list[Candidate]:
         """The best of an earlier entry, and the best by the model."""
@@ -170,7 +174,16 @@ class Search:
                 break
             self.contestants += self._prepare(bench, batch)
             taken = time.monotonic() - preparing
+            self._compile_steps(bench)
         return taken
+
+    def _compile_steps(self, bench: Bench) -> None:
+        """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
+        first round are prepared and timed."""
+        if self.key.target.platform == "cuda":
+            bench.time([c for c in self.contestants if not c.times], 1, self._deadline)
+            if (best := _fastest(_working(self.contestants))) is not None:
+                self._compile_ahead(self._neighbours(best.candidate))
 
     def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
         """Steps to the neighbours of the fastest until none is faster, or the time is over."""

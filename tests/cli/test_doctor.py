@@ -14,6 +14,7 @@ from jax_splitk.cli import doctor
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.command_line import command, refused, run, text
+from tests.tuning_cache import ENVIRONMENT
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a machine without a GPU")
 
@@ -69,7 +70,7 @@ def test_without_a_backend_it_says_so() -> None:
 
 def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -> None:
     def set_to(**values: str) -> None:
-        for name in ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
+        for name in ENVIRONMENT:
             monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
         for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
             monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
@@ -80,6 +81,7 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report["settings"] == {
         "JAX_SPLITK_CACHE_MODE": "update",
         "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
+        "JAX_SPLITK_COMPILE_AHEAD": "on",
         "JAX_SPLITK_TUNE_BUDGET_S": "10",
         "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
         "JAX_SPLITK_CACHE_DIR": str(tmp_path / "new" / "cache"),

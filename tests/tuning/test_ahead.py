@@ -16,9 +16,10 @@ from jax_splitk.runtime import compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import ahead, search, select, session, tuner
-from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
 from tests.tuning_cache import put, wgrad
 
@@ -297,6 +298,31 @@ def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     assert [key for key, _ in session.session().coming] == KEYS
     searches.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])
+
+
+def test_the_steps_from_the_fastest_compile_while_others_are_timed(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have kernels of their own, and are asked for when the first round is over."""
+    key = KEYS[1]
+    one = search.Search(key, LIMIT, None, 1e3)
+    first = one._first_candidates()
+    fastest = next(c for c in first if {n.plan(key.problem).source for n in one._neighbours(c)} - first_kernels(key))
+    bench = Bench.__new__(Bench)
+    bench.problem, bench.given_up = key.problem, one.given_up
+    prepared: list[Candidate] = []
+
+    def prepare(candidates: list[Candidate]) -> tuple[list[Contestant], list[Any]]:
+        if fastest in prepared:
+            compilations.wait_for(*{n.plan(key.problem).source for n in one._neighbours(fastest)})
+        prepared.extend(candidates)
+        return [Contestant(c, lambda: None) for c in candidates], []
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+    monkeypatch.setattr(bench, "_round", lambda c: 5.0 if c.candidate == fastest else 9.0)
+    one._prepare_first(bench, [fastest, *(c for c in first if c != fastest)])
+    assert len(prepared) == len(first) > search.BATCH
+    assert all(contestant.times for contestant in one.contestants)
 
 
 # ---- the first round -------------------------------------------------------------------------------------------------
