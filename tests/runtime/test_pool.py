@@ -114,7 +114,9 @@ def test_what_is_ahead_of_what_anybody_asks_for_is_bounded(
     cores(1)
     monkeypatch.setattr(pool, "MAX_AHEAD", 2)
     one = Pool()
-    first, _ = one.submit("a", work("a")), one.submit("b", work("b"))
+    first = one.submit("a", work("a"))
+    work.wait_for(1)
+    one.submit("b", work("b"))
     assert one.submit("c", work("c")) is None
     assert one.submit("urgent", work("urgent"), urgent=True) is not None
     one.drop_ahead()

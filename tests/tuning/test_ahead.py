@@ -1,18 +1,20 @@
 """Kernels that are compiled before the lowering, or the search, that needs them: which, when and how often. No test
 here compiles: machine code is played."""
 
+import dataclasses
 import pathlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import WGRAD_CASES, Case
-from jax_splitk.runtime import compiler, pool, toolchain
+from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import ahead, search, select, session, tuner
@@ -166,6 +168,27 @@ def test_what_begins_is_what_would_be_lowered(what: str, count: int, compilation
     assert (begun == [own]) is (what in ("config", "eval_shape"))
 
 
+@pytest.mark.parametrize(("divided", "started", "count"), [(False, True, 0), (True, True, 1), (True, False, 0)])
+def test_over_several_devices_only_what_shard_map_has_divided_begins(
+    divided: bool, started: bool, count: int, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jit may divide the rest. Backends that are not started are left so: it is not known what there is."""
+    monkeypatch.setattr(ahead, "local_platform", lambda: "cuda")
+    monkeypatch.setattr(_compat, "backends_are_started", lambda: started)
+    devices = jax.device_count()
+    case = dataclasses.replace(CASES[0], batch=CASES[0].batch // devices)
+    x, g = operands(CASES[0] if divided else case)
+    run = lambda x, g: wgrad(x, g, case)[None]  # noqa: E731
+    if divided:
+        over = jax.sharding.PartitionSpec("data")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=over, out_specs=over)
+    assert devices > 1
+    jax.eval_shape(run, x, g)
+    own = compiler.content_key(source(case))
+    assert list(compiler._pool._futures) == [own] * count
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_trace_neither_fails_nor_speaks(
     cache: pathlib.Path, compilations: Compilations, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -231,14 +254,15 @@ LIMIT = Options().workspace_limit
 
 
 def test_the_next_problems_kernels_compile_while_one_is_measured(
-    compilations: Compilations, searches: Searches
+    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searches.during = lambda key: compilations.wait_for(*(s for other in KEYS[:2] for s in first_kernels(other)))
+    monkeypatch.setattr(tuner, "cores", lambda: 1000)
+    every = set().union(*map(first_kernels, KEYS))
+    searches.during = lambda key: compilations.wait_for(*every)
     with tuner.coming((key, LIMIT) for key in KEYS):
-        tuner.tune(KEYS[0])
-        assert set(compilations.workers) >= first_kernels(KEYS[0]) | first_kernels(KEYS[1])
-        searches.during = lambda key: compilations.wait_for(*(s for other in KEYS for s in first_kernels(other)))
-        tuner.tune(KEYS[1])
+        for key in KEYS:
+            tuner.tune(key)
+    assert searches.keys == KEYS
     assert len(compilations.workers) == len(set(compilations.workers)), "each once, whichever problems share it"
     assert session.session().coming == {}
 
