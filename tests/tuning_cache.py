@@ -41,7 +41,7 @@ CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
 ENVIRONMENT = (
-    *("CACHE_DIR", "CACHE_PATH", "CACHE_MODE"),
+    *("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "PROGRESS"),
     *("AUTOTUNE", "COMPILE_AHEAD", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"),
 )
 
