@@ -16,7 +16,7 @@ from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, decide
+from jax_splitk.tuning import agreement, certainty, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
@@ -136,7 +136,8 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
 def _predicted(
     serving: Sequence[Family], problem: Problem, target: Target, options: Options, refusals: dict[str, str]
 ) -> Choice | None:
-    """The cost model's best legal config; where there is none, None and the reasons in `refusals`."""
+    """The cost model's best legal config, or XLA where that is predicted to be faster and nothing was asked for; where
+    there is none, None and the reasons in `refusals`."""
     limit = options.workspace_limit
     found: list[tuple[float, int, Candidate]] = []
     total = 0
@@ -151,6 +152,10 @@ def _predicted(
     if not found:
         return None
     seconds, _, candidate = min(found)
+    faster = None if options.explicit else certainty.faster_xla(candidate, seconds, problem, target)
+    if faster is not None:
+        said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
+        return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")
     times = Times(seconds * 1e6, predicted=True)
     return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 

@@ -330,7 +330,9 @@ def test_short_kernels_are_screened_by_device_time(scripted: Any) -> None:
         assert entry.loads(found.dumps(), key) == found
 
 
-def test_ctrl_c_ends_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_a_lock", [False, True])
+def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python's own locks make another error of it."""
     key = wide(generator(22))
     reached, held = threading.Event(), threading.Event()
 
@@ -342,7 +344,11 @@ def test_ctrl_c_ends_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) 
 
     def interrupted(*_: Any) -> None:
         assert reached.wait(60)
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        finally:
+            if at_a_lock:
+                raise RuntimeError("release unlocked lock")
 
     script = scripted(us)
     with monkeypatch.context() as patch:
