@@ -27,7 +27,7 @@ def main(checkout: pathlib.Path, *pages: str) -> None:
         problems.append("the description has links, which would lead nowhere on an index, or is not there")
     if not importlib.resources.files("jax_splitk").joinpath("py.typed").is_file():
         problems.append("py.typed is missing")
-    for folder in ("kernels/device", "tables/nvidia_h200"):
+    for folder in ("kernels/cost_models", "kernels/device", "tables/nvidia_h200"):
         if not importlib.resources.files("jax_splitk").joinpath(folder).is_dir():
             problems.append(f"{folder} is missing")
     if problems:

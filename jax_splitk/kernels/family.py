@@ -1,10 +1,12 @@
 """What a kernel family is: a Config, what it refuses, which configs are worth a try, their cost and their plan."""
 
 import abc
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from jax_splitk.kernels import cost_model, xla
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
@@ -31,8 +33,12 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     implementation: ClassVar[str]
     ABI: ClassVar[int]
 
-    def __init__(self, config: type[_Config]) -> None:
+    def __init__(self, config: type[_Config], costs: type[Any] | None = None) -> None:
+        """With a frozen dataclass of its configs, and one of its cost model's constants, if those are data of the
+        package (see `cost_model`)."""
         self.Config = config
+        self.Costs = costs
+        self._costs: Any = None
 
     def __repr__(self) -> str:
         return self.name
@@ -82,6 +88,22 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     @abc.abstractmethod
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds."""
+
+    def costs(self, target: Target) -> Any:
+        """The constants of its estimates on `target`, a `Costs`."""
+        if self._costs is None and self.Costs is not None:
+            return cost_model.constants(self.Costs, self.name, target.platform, target.device_kind)
+        return self._costs
+
+    def with_costs(self, costs: Any) -> "Family[_Problem, _Config]":
+        """The family with these constants on every device; for those who fit them."""
+        other = copy.copy(self)
+        other._costs = costs
+        return other
+
+    def uncertainty(self, problem: Any, target: Target) -> float:
+        """How far the logarithms of its estimates usually lie from those of the times (their standard deviation)."""
+        return cost_model.uncertainty(self.name, xla.class_of(problem), target)
 
     @abc.abstractmethod
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:

@@ -21,11 +21,24 @@ _TILE_COLUMNS = 64
 _CHUNK = 24
 _ROWS_AT_ONCE = 6
 
-# What one core of an AMD EPYC (Zen 5) did. Only their proportions matter: they rank the configs of one problem.
-_FLOPS = 1e11  # a second
-_SUM_RATE = 2e10  # bytes a second
-_TASK_SECONDS = 1e-6
-_CALL_SECONDS = 1e-5
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Constants of the cost model, of one core.
+
+    Attributes:
+      row_rate, column_rate: elements of the two operands that are loaded in a second.
+      flops: a second.
+      sum_bytes: a second, of partial sums that are added.
+      task_seconds, call_seconds: of a task and of a call, however small.
+    """
+
+    row_rate: float
+    column_rate: float
+    flops: float
+    sum_bytes: float
+    task_seconds: float
+    call_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +85,17 @@ class Product:
         slot_bytes = 4 * (self.depth * (_TILE_COLUMNS + _CHUNK) + sums)
         return _ALIGN + self.partial_bytes + self.slots * slot_bytes
 
-    def seconds(self, target: Target, row_rate: float, column_rate: float) -> float:
-        """The largest task as often as one thread has its turn, then the sum of the partial sums.
-
-        The rates are those of loading the two operands, in elements a second.
-        """
+    def seconds(self, target: Target, costs: Costs) -> float:
+        """The largest task as often as one thread has its turn, then the sum of the partial sums."""
         rows, columns = min(self.row_block, self.rows), min(_TILE_COLUMNS, self.columns)
         products = _rounded_up(rows, _ROWS_AT_ONCE) * _rounded_up(columns, _TILE_COLUMNS // 2)
-        each = rows / row_rate + columns / column_rate + 2 * products / _FLOPS
-        task = _TASK_SECONDS + ceil_div(self.k, self.splits) * each
+        each = rows / costs.row_rate + columns / costs.column_rate + 2 * products / costs.flops
+        task = costs.task_seconds + ceil_div(self.k, self.splits) * each
         rounds = ceil_div(self.tasks, max(1, min(target.cores, self.slots)))
-        sums = _TASK_SECONDS + 2 * self.partial_bytes / (_SUM_RATE * min(target.cores, 4)) if self.splits > 1 else 0.0
-        return _CALL_SECONDS + rounds * task + sums
+        sums = 0.0
+        if self.splits > 1:
+            sums = costs.task_seconds + 2 * self.partial_bytes / (costs.sum_bytes * min(target.cores, 4))
+        return costs.call_seconds + rounds * task + sums
 
 
 class HostFamily(Family[_Problem, _Config]):
@@ -103,6 +115,9 @@ class HostFamily(Family[_Problem, _Config]):
     @abc.abstractmethod
     def attributes(self, problem: _Problem, config: _Config) -> dict[str, Any]:
         """What the handler is told."""
+
+    def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
+        return self.product(problem, config).seconds(target, self.costs(target))
 
     def neighbours(self, problem: _Problem, config: Any, target: Target) -> list[Any]:
         """Each of the config's numbers doubled and halved."""

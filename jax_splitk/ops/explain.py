@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jax_splitk.kernels import xla
 from jax_splitk.ops import trace
 from jax_splitk.ops.explanation import Decision, Explanation, decision
 from jax_splitk.ops.lax_convolutions import weight_gradients
@@ -13,7 +14,6 @@ from jax_splitk.ops.lowering import choose, only_xla
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import table
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options, current
 from jax_splitk.tuning.select import select
@@ -118,8 +118,7 @@ def _gain(d: Decision, target: Target) -> str:
         return "none"
     if d.xla_us is not None:
         return f"{d.count * (d.xla_us - d.us):.1f} of {d.count * d.xla_us:.1f} us"
-    ratios = table.ratios(d.problem.op, target.device_kind, d.family)
-    if not ratios:
-        return "not known: XLA was not measured"
-    times = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-    return f"not measured; XLA takes {times} times as long at the {len(ratios)} shapes known"
+    if (of_xla := xla.estimate(d.problem, target)) is not None:
+        xla_us = of_xla.seconds * 1e6
+        return f"about {d.count * (xla_us - d.us):.1f} of {d.count * xla_us:.1f} us, both predicted"
+    return "not known: XLA was not measured"

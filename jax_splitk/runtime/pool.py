@@ -7,21 +7,17 @@ for when it ends.
 import concurrent.futures
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
+
+from jax_splitk.runtime.cores import usable_cores as cores
 
 _Future = concurrent.futures.Future[Any]
 _Job = tuple[_Future, Callable[[], Any]]
 
 # Work that nobody has asked for yet, results included: what is wanted ahead of that is refused.
 MAX_AHEAD = 256
-
-
-def cores() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:

@@ -1,18 +1,27 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
+import contextlib
+import functools
 import itertools
 import json
 import logging
+from collections.abc import Collection
+from typing import Any
+
+import jax
 
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import Target
-from jax_splitk.tuning import agreement, store, table, tuner
+from jax_splitk.tuning import agreement, flips, store, table, tuner
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.progress import Run
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
+
+_ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 # An entry and where it comes from.
 Found = tuple[Entry, str]
@@ -113,8 +122,12 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         held = _held(key, workspace_limit)
         if held is not None and not again and held[0].is_searched(workspace_limit):
             return held
+        _listen()
         old = next(store.found(key), (None, ""))[0]
-        entry = tuner.tune(key, workspace_limit, old, seconds)
+        seconds = tuner.budget_seconds() if seconds is None else seconds
+        with session().progress.measuring(key, seconds) as measured:
+            entry = flips.noted(old, tuner.tune(key, workspace_limit, old, seconds))
+            measured.append(entry)
         session().measured(key)
         if not store.save(entry):
             session().unsaved[key] = merge(session().unsaved.get(key), entry)
@@ -125,6 +138,25 @@ def is_held(key: Key, workspace_limit: int) -> bool:
     """Whether a caller of that limit has an answer without a measurement."""
     held = _held(key, workspace_limit)
     return held is not None and held[0].is_searched(workspace_limit)
+
+
+def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
+    """A run of `tuned`, in which the user sees how many of the keys, each with a workspace limit, have to be measured,
+    which `again` all of them have."""
+    known = 0 if again else sum(is_held(*each) for each in asked)
+    return session().progress.run(len(asked) - known, known)
+
+
+@functools.cache
+def _listen() -> None:
+    """A run of measurements that a lowering began ends with it, or with the compilation, where XLA's partitioner asks
+    for a device's part."""
+
+    def ended(event: str, duration_secs: float, **_: Any) -> None:
+        if event in _ENDS:
+            session().progress.lowered()
+
+    jax.monitoring.register_event_duration_secs_listener(ended)
 
 
 def _held(key: Key, workspace_limit: int) -> Found | None:

@@ -16,7 +16,7 @@ from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, decide
+from jax_splitk.tuning import agreement, certainty, decide
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
@@ -63,7 +63,14 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         raise NotImplementedError(
             f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
-    return Choice(problem, XLA, reason)
+    return Choice(problem, XLA, reason, costs=would_serve(problem, target))
+
+
+def would_serve(problem: Problem, target: Target) -> bool:
+    """Whether a kernel for Hopper that is likely to be faster than XLA's takes the problem by itself."""
+    families = kernels.families(problem.op, "cuda") if target.is_hopper else ()
+    able = (family for family in families if family.refusal(problem, None, target) is None)
+    return any(family.unmeasured_refusal(problem) is None for family in able)
 
 
 def _in_words(refusals: dict[str, str]) -> str:
@@ -129,7 +136,8 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
 def _predicted(
     serving: Sequence[Family], problem: Problem, target: Target, options: Options, refusals: dict[str, str]
 ) -> Choice | None:
-    """The cost model's best legal config; where there is none, None and the reasons in `refusals`."""
+    """The cost model's best legal config, or XLA where that is predicted to be faster and nothing was asked for; where
+    there is none, None and the reasons in `refusals`."""
     limit = options.workspace_limit
     found: list[tuple[float, int, Candidate]] = []
     total = 0
@@ -144,6 +152,10 @@ def _predicted(
     if not found:
         return None
     seconds, _, candidate = min(found)
+    faster = None if options.explicit else certainty.faster_xla(candidate, seconds, problem, target)
+    if faster is not None:
+        said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
+        return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")
     times = Times(seconds * 1e6, predicted=True)
     return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 
@@ -158,9 +170,12 @@ def _best_by_model(family: Family, problem: Problem, target: Target, workspace_l
 
 
 def announce(choice: Choice, options: Options) -> None:
-    """One log line for each problem and outcome: falling back is never silent."""
+    """One log line for each problem and outcome: falling back is never silent, and a warning for each reason where that
+    costs time."""
     session().lowered(choice, options)
-    if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
+    if choice.costs and session().is_first("costs", choice.because):
+        _logger.warning("%s: XLA where a kernel would serve: %s (said once for a reason)", choice.problem, choice.why)
+    elif _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
 
@@ -195,7 +210,8 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         if agreed:
             found = agreement.obstacle(key_for(problem, target), candidate, found)
         if found is not None:
-            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+            level = logging.WARNING if session().is_first("costs", found) else logging.INFO
+            _logger.log(level, "%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
     # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other

@@ -12,6 +12,7 @@ from jax_splitk.tuning.choice import Choice
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.progress import Progress
 
 _T = TypeVar("_T")
 
@@ -48,11 +49,13 @@ class Session:
       coming: what may be measured next: keys and the callers' limits.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
+      progress: what the user sees of it.
       alone: names on which this process went its own way: it need not wait for the others a second time.
     """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
+        self.progress = Progress()
         self.search: tuple[Any, threading.Thread] | None = None
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.untold: list[str] = []

@@ -67,14 +67,6 @@ def lookup(key: Key) -> Entry | None:
         return None
 
 
-def ratios(op: str, device_kind: str, family: str) -> list[float]:
-    """XLA's time over ours of every shipped row that a family computes, ascending."""
-    path = path_for(op, device_kind)
-    rows = session().once(("table", path), lambda: _read_or_warn(path)).rows.values()
-    timed = [(row.get("us"), row.get("xla_us")) for row in rows if row.get("family") == family]
-    return sorted(xla_us / us for us, xla_us in timed if us and xla_us)
-
-
 def _read_or_warn(path: pathlib.Path) -> Table:
     try:
         return read(path)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from jax_splitk.runtime import compiler, settings, toolchain
-from jax_splitk.runtime.pool import cores
+from jax_splitk.runtime.cores import usable_cores as cores
 from jax_splitk.tuning import agreement, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
@@ -84,15 +84,21 @@ def tune(
         _compile_ahead(search, workspace_limit)
         while not result.done():
             concurrent.futures.wait([result], _WATCH_SECONDS)
+            session().progress.tick(key)
             if (stuck := search.stuck()) is not None and not result.done():
                 return _without(search, stuck)
         session().search = None
         return result.result()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         search.given_up.set()
         _forget_coming()
         if not result.done() and (entry := search.unfinished()) is not None:
             store.save(entry)
+        if isinstance(error, RuntimeError):
+            raise KeyboardInterrupt from error
         raise
 
 

@@ -49,6 +49,10 @@ TILES = (
     (256, 64),
     (256, 128),
 )
+# Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
+_LIBRARY_FLOPS, _LIBRARY_BYTES = 790e12, 4.3e12
+_FEW_TILES = 64
+_SHORT_SECONDS = 10e-6
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
@@ -156,6 +160,41 @@ def _operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> pla
     return plan.TiledMap(buffer, problem.dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants.
+
+    Attributes:
+      mma_flops_per_sm: a second, of the tensor cores and 16-bit operands.
+      one_warpgroup: part of that rate where a single consumer warpgroup issues.
+      narrow: part of it where several warpgroups share 64 columns.
+      l2_bytes_per_sm: a second, loaded by an SM.
+      shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
+      hbm_bytes_per_second: of device memory.
+      partial_bytes_per_second: at which partial sums are written and read again.
+      wave_seconds: of filling the pipeline.
+      launch_seconds, reduce_seconds, cluster_seconds: of a launch, of the second kernel, and of sums in a cluster,
+        however little there is to do.
+      cluster_bytes_per_sm, epilogue_bytes_per_sm: a second, of a tile's sums in a cluster, and without splits.
+      cluster_loss: multiprocessors that clusters of so many blocks leave empty.
+    """
+
+    mma_flops_per_sm: float
+    one_warpgroup: float
+    narrow: float
+    l2_bytes_per_sm: float
+    shadow: float
+    hbm_bytes_per_second: float
+    partial_bytes_per_second: float
+    wave_seconds: float
+    launch_seconds: float
+    reduce_seconds: float
+    cluster_seconds: float
+    cluster_bytes_per_sm: float
+    epilogue_bytes_per_sm: float
+    cluster_loss: dict[int, int]
+
+
 class Tma(CudaFamily[DotProblem, Config]):
     """Chosen wherever it is legal and predicted to be the fastest."""
 
@@ -206,7 +245,7 @@ class Tma(CudaFamily[DotProblem, Config]):
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
         """XLA's library is as fast where tiles fill the machine by themselves, and on long products."""
         tiles = -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
-        seconds = max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _HBM_BYTES)
+        seconds = max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _LIBRARY_BYTES)
         if tiles <= _FEW_TILES and seconds < _SHORT_SECONDS:
             return None
         return f"{problem} was not measured, and XLA's product is as fast as ours for most of its size"
@@ -267,29 +306,30 @@ class Tma(CudaFamily[DotProblem, Config]):
 
     def estimate(self, problem: DotProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
+        costs: Costs = self.costs(target)
         itemsize = jnp.dtype(problem.dtype).itemsize
-        mma = 2 * config.tile_m * config.tile_n * (ROW_BYTES // itemsize) / (_MMA_FLOPS_PER_SM * 2 / itemsize)
+        mma = 2 * config.tile_m * config.tile_n * (ROW_BYTES // itemsize) / (costs.mma_flops_per_sm * 2 / itemsize)
         if config.consumers == 1:
-            mma /= _ONE_WARPGROUP
+            mma /= costs.one_warpgroup
         elif config.tile_n == 64:
-            mma /= _NARROW
-        load = config.stage_bytes / _L2_BYTES_PER_SM
-        step = max(mma, load) + _SHADOW * min(mma, load)
+            mma /= costs.narrow
+        load = config.stage_bytes / costs.l2_bytes_per_sm
+        step = max(mma, load) + costs.shadow * min(mma, load)
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
-            resident -= _CLUSTER_LOSS[config.splits] * config.blocks_per_sm
+            resident -= costs.cluster_loss[config.splits] * config.blocks_per_sm
         waves = -(-blocks // resident)
         busiest = waves * config.blocks_per_sm if config.reduction == "cluster" else -(-blocks // target.cores)
-        seconds = busiest * -(-k_blocks(problem) // config.splits) * step + waves * _WAVE_SECONDS
+        seconds = busiest * -(-k_blocks(problem) // config.splits) * step + waves * costs.wave_seconds
         share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
-        seconds = max(seconds, problem.bytes_moved / (_HBM_BYTES * share)) + _LAUNCH_SECONDS
+        seconds = max(seconds, problem.bytes_moved / (costs.hbm_bytes_per_second * share)) + costs.launch_seconds
         if config.reduction == "workspace":
-            seconds += _REDUCE_SECONDS + 2 * self.workspace_bytes(problem, config) / _PARTIAL_BYTES
+            seconds += costs.reduce_seconds + 2 * self.workspace_bytes(problem, config) / costs.partial_bytes_per_second
         elif config.reduction == "cluster":
-            seconds += _CLUSTER_SECONDS + config.tile_m * config.tile_n * 4 * waves / _CLUSTER_BYTES_PER_SM
+            seconds += costs.cluster_seconds + config.tile_m * config.tile_n * 4 * waves / costs.cluster_bytes_per_sm
         else:
-            seconds += config.tile_m * config.tile_n * 4 * waves / _EPILOGUE_BYTES_PER_SM
+            seconds += config.tile_m * config.tile_n * 4 * waves / costs.epilogue_bytes_per_sm
         return seconds
 
     # ---- plan ------------------------------------------------------------------------------------------------------
@@ -365,25 +405,4 @@ class Tma(CudaFamily[DotProblem, Config]):
         return Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
 
-# Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
-_LIBRARY_FLOPS = 790e12
-_FEW_TILES = 64
-_SHORT_SECONDS = 10e-6
-# Those of wgrad_im2col, and what was measured of clusters.
-_MMA_FLOPS_PER_SM = 990e12 / 132
-_ONE_WARPGROUP = 0.86
-_NARROW = 0.95
-_L2_BYTES_PER_SM = 167e9
-_SHADOW = 0.31
-_HBM_BYTES = 4.3e12
-_PARTIAL_BYTES = 6.5e12
-_WAVE_SECONDS = 0.3e-6
-_LAUNCH_SECONDS = 2.6e-6
-_REDUCE_SECONDS = 1.2e-6
-_CLUSTER_SECONDS = 0.8e-6
-_CLUSTER_BYTES_PER_SM = 60e9
-_EPILOGUE_BYTES_PER_SM = 100e9
-# Multiprocessors that clusters of so many blocks leave empty.
-_CLUSTER_LOSS = {2: 0, 3: 6, 4: 12, 5: 12, 6: 12, 7: 13, 8: 12}
-
-FAMILY = Tma(Config)
+FAMILY = Tma(Config, Costs)

@@ -69,21 +69,32 @@ def _fits(problem: QuantizedMatmulProblem, config: Config) -> bool:
     return _registers(problem, config, 1) + (problem.scale_dtype == "float32") <= MAX_REGISTERS
 
 
-# Fitted to an H200's times at 256 to 4096 rows (2.4% rms, 8% at most), before promotion read fewer registers.
-_CLOCK = 1.755e9
-_MMA_PER_COLUMN = 2  # clocks of a warpgroup's 64 features and 128 k
-# Instructions of a warp for 128 k, but for what depends on the tile: decoding and the loop.
-_ISSUE = {"int4": 146, "uint4": 106, "float4_e2m1fn": 138, "float8_e4m3fn": 94}
-_ISSUE_PER_CHUNK = {1: 40, 2: 16}  # of each period, by sets of partial sums: waits, too; the first one is a guess
-_PROMOTION = 0.8  # of an instruction, now that half of them read a register less
-# Neither hides much of the other: both need the registers' ports.
-_MMA_PART, _ISSUE_PART = 0.826, 0.771
-_BLOCK_CLOCKS = 88
-_L2_BYTES_PER_CLOCK = 30
-_IN_PARTS = 0.85  # times a block's clocks, of which more warps hide more
-_PIECE_SECONDS = 1.4e-6  # of a piece of work: its last sums are waited for, and stored
-# Where a tile's ranges are a cluster; as in quantized_tiled, and two times of 64 rows.
-_SPLIT_PIECE_SECONDS = 0.25e-6
+@dataclasses.dataclass(frozen=True)
+class Costs(tiles.Costs):
+    """The cost model's constants.
+
+    Attributes:
+      mma_per_column: clocks of a warpgroup's 64 features and 128 k, for each of the tile's columns.
+      issue: instructions of a warp for 128 k by format, but for what depends on the tile: decoding and the loop.
+      issue_per_chunk: of each period, by sets of partial sums: waits, too.
+      promotion: of a partial sum; half of its instructions read a register less.
+      mma_part, issue_part: neither hides much of the other: both need the registers' ports.
+      block_clocks: of a block of 128 k, besides.
+      in_parts: times a block's clocks with two k_warpgroups, of which more warps hide more.
+      piece_seconds: of a piece of work: its last sums are waited for, and stored.
+      split_piece_seconds: the same where a tile's ranges are a cluster.
+    """
+
+    mma_per_column: float
+    issue: dict[str, float]
+    issue_per_chunk: dict[int, float]
+    promotion: float
+    mma_part: float
+    issue_part: float
+    block_clocks: float
+    in_parts: float
+    piece_seconds: float
+    split_piece_seconds: float
 
 
 class Fp8(tiles.TileFamily[Config]):
@@ -100,9 +111,6 @@ class Fp8(tiles.TileFamily[Config]):
     k_warpgroups_tiles_m = (128,)
     counted_tile = (128, 256)
     queues = False
-
-    launch_seconds = 3.9e-6
-    reduce_seconds = 1.4e-6
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if problem.qtype not in QTYPES:
@@ -165,21 +173,22 @@ class Fp8(tiles.TileFamily[Config]):
 
     def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
         """The time of tensor cores and instruction issue together, or that of L2."""
-        del target
+        costs: Costs = self.costs(target)
         periods = BLOCK_K // period(problem, config)
-        mma = config.m_warpgroups * _MMA_PER_COLUMN * config.tile_n
-        per_chunk = _ISSUE_PER_CHUNK[2 if config.warpgroups > 2 else sums(problem, config)]  # others hide it
-        promotion = config.tile_n / 2 * _PROMOTION + per_chunk * config.tile_n / config.chunk
-        issue = config.m_warpgroups * (_ISSUE[problem.qtype] + periods * promotion)
-        busy = _MMA_PART * mma + _ISSUE_PART * issue + _BLOCK_CLOCKS
-        busy *= _IN_PARTS if config.k_warpgroups > 1 else 1
+        mma = config.m_warpgroups * costs.mma_per_column * config.tile_n
+        per_chunk = costs.issue_per_chunk[2 if config.warpgroups > 2 else sums(problem, config)]  # others hide it
+        promotion = config.tile_n / 2 * costs.promotion + per_chunk * config.tile_n / config.chunk
+        issue = config.m_warpgroups * (costs.issue[problem.qtype] + periods * promotion)
+        busy = costs.mma_part * mma + costs.issue_part * issue + costs.block_clocks
+        busy *= costs.in_parts if config.k_warpgroups > 1 else 1
         load = BLOCK_K * config.tile_n / config.multicast + dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
-        return max(busy, load / _L2_BYTES_PER_CLOCK) / _CLOCK, 0.0
+        return max(busy, load / costs.l2_bytes_per_clock) / costs.clock, 0.0
 
-    def piece_seconds(self, config: Config) -> float:
+    def piece_seconds(self, config: Config, target: Target) -> float:
+        costs: Costs = self.costs(target)
         if config.splits == 1:
-            return _PIECE_SECONDS
-        return _SPLIT_PIECE_SECONDS + tile_bytes(config) // config.splits / tiles.STORE_BYTES_PER_SM
+            return costs.piece_seconds
+        return costs.split_piece_seconds + tile_bytes(config) // config.splits / costs.store_bytes_per_sm
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
@@ -196,4 +205,4 @@ class Fp8(tiles.TileFamily[Config]):
         return plan.TiledMap(buffer=0, dtype="float16", dims=dims, strides=(problem.k,), box=box)
 
 
-FAMILY = Fp8(Config)
+FAMILY = Fp8(Config, Costs)

@@ -23,10 +23,6 @@ from jax_splitk.runtime.target import Target
 
 _MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc has the same
 
-# Elements a second and core, as in kernels/host.py.
-_DECODE_RATE = 2e9
-_ACTIVATION_RATE = 1e11
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -82,9 +78,6 @@ class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
         sizes = (problem.rows, problem.k, problem.features)
         return Product(*sizes, 1, config.splits, depth=TILE, row_block=config.row_block)
 
-    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
-        return self.product(problem, config).seconds(target, _ACTIVATION_RATE, _DECODE_RATE)
-
     def attributes(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, Any]:
         return {
             "values": _values(problem.qtype),
@@ -102,4 +95,4 @@ def _values(qtype: str) -> np.ndarray:
         return np.asarray(formats.values(fmt, formats.from_codes(fmt, jnp.arange(2**fmt.bits))))
 
 
-FAMILY = QuantizedHost(Config)
+FAMILY = QuantizedHost(Config, host.Costs)

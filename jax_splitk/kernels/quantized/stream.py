@@ -121,32 +121,47 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
-# Fitted to 74 device times of int4 weights on one H200, 1 to 64 rows of e4m3 and 8 to 32 of bfloat16; with less weight
-# to an earlier fit of 120 times of bfloat16. Of these, the slice of x and few stages again, to the times of 1 to 16
-# rows that the shipped tables hold. Of other formats the instructions are counted.
-_CLOCK = 1.755e9
-_HBM_BYTES = 4.5e12
-_X_BYTES_PER_SM = 60e9  # the slice of x, while the first row tiles are loaded
-_X_BYTES_PER_SM_HIDDEN = 400e9  # up to 16 rows of 16 bits, whose instructions take longer
-_DECODE = {
-    "int4": 78,
-    "uint4": 78,
-    "int8": 84,
-    "float8_e4m3fn": 132,
-    "float4_e2m1fn": 117,
-    "nf4": 172,
-}  # clocks, a tile
-_DECODE_E4M3 = {"int4": 62, "uint4": 42, "float8_e4m3fn": 36, "float4_e2m1fn": 58}  # for products of e4m3
-_ROW, _ROW_E4M3 = 0.95, 1.18  # clocks of a tile for each row of x
-_ONE_WARPGROUP = 1.16  # times its tiles: nothing runs while it waits for products
-_STAGE = 155  # clocks of a stage beside its tiles
-_WAITED = 96  # more of them where a warpgroup waits for each tile's products (IN_FLIGHT of the device code)
-_FILL, _FILL_E4M3 = 2100, 1560  # clocks from a stage's end to its next words
-_ROUND = 170  # clocks at the end of a row tile
-_SUM = 0.9  # more of them for each row of x, warpgroup and block, whose sums are added
-_ONE_STAGE = 240  # more of them where the row tile was a single stage
-_SHADOW = 0.12  # part of the shorter of memory's and instructions' time that the longer does not hide
-_LAUNCH_SECONDS = 2.97e-6
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      clock: a second.
+      hbm_bytes_per_second: of device memory.
+      x_bytes_per_sm: a second, of the slice of x, while the first row tiles are loaded.
+      x_bytes_per_sm_hidden: the same up to 16 rows of 16 bits, whose instructions take longer.
+      decode, decode_e4m3: clocks of a tile by format, and of one for products of e4m3.
+      row, row_e4m3: clocks of a tile for each row of x.
+      one_warpgroup: times its tiles: nothing runs while it waits for products.
+      stage: clocks of a stage beside its tiles.
+      waited: more of them where a warpgroup waits for each tile's products (IN_FLIGHT of the device code).
+      fill, fill_e4m3: clocks from a stage's end to its next words.
+      round: clocks at the end of a row tile.
+      sum: more of them for each row of x, warpgroup and block, whose sums are added.
+      one_stage: more of them where the row tile was a single stage.
+      shadow: part of the shorter of memory's and instructions' time that the longer does not hide.
+      launch_seconds: of the kernel, however little there is to do.
+    """
+
+    clock: float
+    hbm_bytes_per_second: float
+    x_bytes_per_sm: float
+    x_bytes_per_sm_hidden: float
+    decode: dict[str, float]
+    decode_e4m3: dict[str, float]
+    row: float
+    row_e4m3: float
+    one_warpgroup: float
+    stage: float
+    waited: float
+    fill: float
+    fill_e4m3: float
+    round: float
+    sum: float
+    one_stage: float
+    shadow: float
+    launch_seconds: float
 
 
 def _by_tma(p: QuantizedMatmulProblem) -> bool:
@@ -242,27 +257,32 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
 
     def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
+        costs: Costs = self.costs(target)
         rounds = -(-problem.feature_tiles // config.clusters)
         stages = -(-k_stages(problem, config) // config.cluster)
         zero = has_zero(problem)
         e4m3 = products(problem) == "float8_e4m3fn"
         if e4m3:
-            tile = _DECODE_E4M3[problem.qtype] + _ROW_E4M3 * config.tile_n
+            tile = costs.decode_e4m3[problem.qtype] + costs.row_e4m3 * config.tile_n
         else:
-            tile = _DECODE[problem.qtype] + _ROW * config.tile_n * (3 if zero else 1)
-        tile *= _ONE_WARPGROUP if config.warpgroups == 1 else 1
+            tile = costs.decode[problem.qtype] + costs.row * config.tile_n * (3 if zero else 1)
+        tile *= costs.one_warpgroup if config.warpgroups == 1 else 1
         waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
-        stage = _STAGE + (_WAITED if waited else 0) + stage_tiles(config) * tile
+        stage = costs.stage + (costs.waited if waited else 0) + stage_tiles(config) * tile
         # Or as fast as few stages fill.
-        stage = max(stage, ((_FILL_E4M3 if e4m3 else _FILL) + stage) / config.stages)
-        end = _ROUND + _SUM * config.tile_n * (config.warpgroups + config.cluster) + (_ONE_STAGE if stages == 1 else 0)
-        busy = rounds * (stages * stage + end) / _CLOCK
+        stage = max(stage, ((costs.fill_e4m3 if e4m3 else costs.fill) + stage) / config.stages)
+        end = (
+            costs.round
+            + costs.sum * config.tile_n * (config.warpgroups + config.cluster)
+            + (costs.one_stage if stages == 1 else 0)
+        )
+        busy = rounds * (stages * stage + end) / costs.clock
         sms = min(config.clusters * config.cluster, target.cores)
-        memory = problem.bytes_moved / _HBM_BYTES * target.cores / sms * rounds * config.clusters
+        memory = problem.bytes_moved / costs.hbm_bytes_per_second * target.cores / sms * rounds * config.clusters
         memory /= problem.feature_tiles
         hidden = not e4m3 and config.tile_n <= WIDEST_OF_FOUR
-        x = x_bytes(problem, config) / (_X_BYTES_PER_SM_HIDDEN if hidden else _X_BYTES_PER_SM)
-        return max(busy, memory) + _SHADOW * min(busy, memory) + x + _LAUNCH_SECONDS
+        x = x_bytes(problem, config) / (costs.x_bytes_per_sm_hidden if hidden else costs.x_bytes_per_sm)
+        return max(busy, memory) + costs.shadow * min(busy, memory) + x + costs.launch_seconds
 
     def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         return 0
@@ -312,4 +332,4 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
         return (launch,)
 
 
-FAMILY = Stream(Config)
+FAMILY = Stream(Config, Costs)

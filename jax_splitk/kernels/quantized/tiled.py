@@ -140,23 +140,34 @@ def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
     return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
 
 
-# Fitted to an H200, int4 weights and 64 to 4096 rows. Long runs take up to a tenth longer: the clock falls.
-_CLOCK = 1.755e9
-_MMA_PER_COLUMN = 0.5  # clocks of m64nNk16 for each of N
-_MMA_LEAST = 13.0
-# Clocks of a scheduler for what a warp issues for a tile of 16 features and 64 k: bit operations take two.
-_ISSUE = {"int4": 56, "uint4": 56, "int8": 80, "float8_e4m3fn": 120, "float4_e2m1fn": 90, "nf4": 150}
-_ISSUE_SCALE = 20  # "weight"
-_ISSUE_FOLDED = 8  # the same for integers
-_ISSUE_LOOP = 32
-_FEW_WARPS = {1: 1.6, 2: 1.1}  # longer, where so few warps of a scheduler hide each other's waits
-# The part of the shorter of tensor cores' and issue time that the longer does not hide, by which one is the longer:
-# of issue time the less, the shorter it is.
-_BEHIND_MMA = 0.7
-_BEHIND_ISSUE = 0.68
-_L2_BYTES_PER_CLOCK = 54
-_PIECE_SECONDS = 0.2e-6  # of a piece of work: its last sums are waited for, and stored
-_PREPARE_SECONDS = 2.0e-6
+@dataclasses.dataclass(frozen=True)
+class Costs(tiles.Costs):
+    """The cost model's constants. Long runs take up to a tenth longer: the clock falls.
+
+    Attributes:
+      mma_per_column, mma_least: clocks of an m64nNk16 for each of N, and at least.
+      issue: clocks of a scheduler by format, for what a warp issues for a tile of 16 features and 64 k: bit operations
+        take two.
+      issue_scale, issue_folded: more of them with the scaling "weight", and with that of integers.
+      issue_loop: more of them for the loop.
+      few_warps: times as long, where so few warps of a scheduler hide each other's waits.
+      behind_mma, behind_issue: part of the shorter of tensor cores' and issue time that the longer does not hide, by
+        which one is the longer: of issue time the less, the shorter it is.
+      piece_seconds: of a piece of work: its last sums are waited for, and stored.
+      prepare_seconds: of prepare_x, however small x is.
+    """
+
+    mma_per_column: float
+    mma_least: float
+    issue: dict[str, float]
+    issue_scale: float
+    issue_folded: float
+    issue_loop: float
+    few_warps: dict[int, float]
+    behind_mma: float
+    behind_issue: float
+    piece_seconds: float
+    prepare_seconds: float
 
 
 class Tiled(tiles.TileFamily[Config]):
@@ -172,9 +183,6 @@ class Tiled(tiles.TileFamily[Config]):
     k_warpgroups_tiles_m = (64, 128)
     counted_tile = (128, 128)  # the smallest one of the most general scaling
     queues = True
-
-    launch_seconds = 3.1e-6  # the first stage's load comes on top
-    reduce_seconds = 1.5e-6
 
     def x_sums_bytes(self, problem: QuantizedMatmulProblem, tile_n: int) -> int:
         return BLOCK_K // period(problem) * tile_n * 4 if has_zero(problem) else 0
@@ -238,31 +246,35 @@ class Tiled(tiles.TileFamily[Config]):
                 yield dataclasses.replace(other, stages=self.max_stages(problem, other)), False
 
     def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
-        """The time of tensor cores and instruction issue, which hide each other in part, or that of L2."""
+        """The time of tensor cores and instruction issue, which hide each other in part, or that of L2; the first
+        stage's load comes on top."""
+        costs: Costs = self.costs(target)
         together = min(self.blocks_per_sm(problem, config), -(-config.blocks // target.cores))
         warpgroups = config.warpgroups * together
-        mma = 8 * warpgroups * max(config.tile_n * _MMA_PER_COLUMN, _MMA_LEAST)
-        issue = _ISSUE[problem.qtype] + _ISSUE_LOOP
+        mma = 8 * warpgroups * max(config.tile_n * costs.mma_per_column, costs.mma_least)
+        issue = costs.issue[problem.qtype] + costs.issue_loop
         if config.scaling == "weight":
-            issue += _ISSUE_FOLDED if FORMATS[problem.qtype].integer else _ISSUE_SCALE
+            issue += costs.issue_folded if FORMATS[problem.qtype].integer else costs.issue_scale
         if config.scaling == "sum":
             issue += config.tile_n / 2 * (2 if has_zero(problem) else 1) * 64 / period(problem)
-        issue *= 2 * warpgroups * _FEW_WARPS.get(warpgroups, 1)
-        busy = mma + _BEHIND_MMA * issue * issue / mma if mma > issue else issue + _BEHIND_ISSUE * mma
+        issue *= 2 * warpgroups * costs.few_warps.get(warpgroups, 1)
+        busy = mma + costs.behind_mma * issue * issue / mma if mma > issue else issue + costs.behind_issue * mma
         # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
         if config.scaling == "sum":
             busy = max(busy, max(mma, issue) + min(mma, issue) / warpgroups)
         busy /= config.k_warpgroups  # each has a block of its own
-        load = together * self.stage_bytes(problem, config) / _L2_BYTES_PER_CLOCK
-        return max(busy, load) / _CLOCK, load / _CLOCK
+        load = together * self.stage_bytes(problem, config) / costs.l2_bytes_per_clock
+        return max(busy, load) / costs.clock, load / costs.clock
 
-    def piece_seconds(self, config: Config) -> float:
-        return _PIECE_SECONDS + tile_bytes(config) // config.splits / tiles.STORE_BYTES_PER_SM
+    def piece_seconds(self, config: Config, target: Target) -> float:
+        costs: Costs = self.costs(target)
+        return costs.piece_seconds + tile_bytes(config) // config.splits / costs.store_bytes_per_sm
 
     def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
         seconds = super().estimate(problem, config, target)
         if _prepared(problem):
-            seconds += _PREPARE_SECONDS + 2 * problem.rows * problem.k * 2 / tiles.HBM_BYTES
+            costs: Costs = self.costs(target)
+            seconds += costs.prepare_seconds + 2 * problem.rows * problem.k * 2 / costs.hbm_bytes_per_second
         return seconds
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
@@ -300,4 +312,4 @@ class Tiled(tiles.TileFamily[Config]):
         return operands, (launch,)
 
 
-FAMILY = Tiled(Config)
+FAMILY = Tiled(Config, Costs)

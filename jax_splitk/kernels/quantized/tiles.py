@@ -32,14 +32,36 @@ STAGING_BYTES = 16 * 48  # of a warp's 16-bit results on their way to memory
 MIN_STAGES = {1: 2, 2: 3}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
 SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
 
-# Costs that all have in common.
-HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 6.7e12  # partial sums stay in L2 for the most part
-STORE_BYTES_PER_SM = 66e9  # of fp32 sums
-_SPLIT_SECONDS = 0.1e-6  # a larger launch, and waiting for the last: of each block of a cluster but the first
-_SPLIT_BYTES_PER_SM = 55e9  # distributed shared memory
-_K_WARPGROUP_SECONDS = 0.25e-6  # adding up two warpgroups' sums
-_MULTICAST_SECONDS = 0.2e-6  # a larger launch, and two barriers
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Constants of the cost models; clocks are of one SM.
+
+    Attributes:
+      clock: a second.
+      l2_bytes_per_clock: loaded.
+      hbm_bytes_per_second: of device memory.
+      partial_bytes_per_second: of partial sums, which stay in L2 for the most part.
+      store_bytes_per_sm: a second, of fp32 sums.
+      split_seconds: a larger launch, and waiting for the last: of each block of a cluster but the first.
+      split_bytes_per_sm: a second, by distributed shared memory.
+      k_warpgroup_seconds: adding up two warpgroups' sums.
+      multicast_seconds: a larger launch, and two barriers.
+      launch_seconds: of the kernel, however little there is to do.
+      reduce_seconds: of the second kernel, likewise.
+    """
+
+    clock: float
+    l2_bytes_per_clock: float
+    hbm_bytes_per_second: float
+    partial_bytes_per_second: float
+    store_bytes_per_sm: float
+    split_seconds: float
+    split_bytes_per_sm: float
+    k_warpgroup_seconds: float
+    multicast_seconds: float
+    launch_seconds: float
+    reduce_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,35 +332,33 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
 
     # ---- cost --------------------------------------------------------------------------------------------------------
 
-    launch_seconds: ClassVar[float]
-    reduce_seconds: ClassVar[float]
-
     @abc.abstractmethod
     def block_seconds(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> tuple[float, float]:
         """(for a k block of the busiest multiprocessor, for the first load)."""
 
     @abc.abstractmethod
-    def piece_seconds(self, config: C) -> float:
+    def piece_seconds(self, config: C, target: Target) -> float:
         """For the end of a tile, or of a range: its last sums are waited for, and stored."""
 
     def estimate(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> float:
         """Predicted seconds: the busiest multiprocessor's k blocks, at least the time of device memory, plus launch and
         second kernel."""
+        costs: Costs = self.costs(target)
         step, first = self.block_seconds(problem, config, target)
         resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
         rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
         given = schedule(problem, config)
-        seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config))
-        seconds = max(seconds, problem.bytes_moved / HBM_BYTES) + self.launch_seconds
+        seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config, target))
+        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second) + costs.launch_seconds
         if config.splits > 1:
             sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
-            seconds += (config.splits - 1) * (_SPLIT_SECONDS + sent / _SPLIT_BYTES_PER_SM)
-            seconds += _K_WARPGROUP_SECONDS * (config.k_warpgroups - 1)
+            seconds += (config.splits - 1) * (costs.split_seconds + sent / costs.split_bytes_per_sm)
+            seconds += costs.k_warpgroup_seconds * (config.k_warpgroups - 1)
         if config.multicast > 1:
-            seconds += _MULTICAST_SECONDS
+            seconds += costs.multicast_seconds
         if is_cut(problem, config):
             slots = config.blocks + given.rest * config.multicast
-            seconds += self.reduce_seconds + 2 * slots * tile_bytes(config) / _PARTIAL_BYTES
+            seconds += costs.reduce_seconds + 2 * slots * tile_bytes(config) / costs.partial_bytes_per_second
         return seconds
 
     # ---- plan --------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, one_block_apart
-from jax_splitk.kernels.wgrad.geometry import geometry
+from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -293,18 +293,33 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return None
 
 
-# Of an H200; fitted to the device times of 7x7 filters with 16 channels. Cycles are of one SM.
-_CLOCK = 1.755e9
-_SHARED_BYTES_PER_CYCLE = 128
-_L2_BYTES_PER_CYCLE = 30
-_MMA_CYCLES = 1.5  # m16n8k16
-_PIXEL_CYCLES = 1.3  # of a loaded pixel, however few its channels
-_LATENCY_CYCLES = 1400  # of a load, while a stage's bytes are in flight at most
-_BLOCK_CYCLES = 450  # waiting and latencies that other warps do not hide
-_SHADOW = 0.2  # part of the shared-memory and tensor-core times that is not hidden by the longest
-_START_SECONDS = 2.5e-6  # first loads and the epilogue of a thread block
-_HBM_BYTES = 4.0e12
-_LAUNCH_SECONDS = 4.5e-6
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      clock: a second.
+      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
+      mma_clocks: of an m16n8k16.
+      pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
+      pixel_clocks: of a loaded pixel, however few its channels.
+      latency_clocks: of a load, while a stage's bytes are in flight at most.
+      block_clocks: waiting and latencies that other warps do not hide.
+      shadow: part of the shared-memory, tensor-core and warps' times that is not hidden by the longest.
+      start_seconds: first loads and the epilogue of a thread block.
+    """
+
+    clock: float
+    shared_bytes_per_clock: float
+    l2_bytes_per_clock: float
+    mma_clocks: float
+    pass_clocks: float
+    warp_mma_clocks: float
+    pixel_clocks: float
+    latency_clocks: float
+    block_clocks: float
+    shadow: float
+    start_seconds: float
 
 
 class Depthwise(SplitFamily[Config]):
@@ -381,24 +396,32 @@ class Depthwise(SplitFamily[Config]):
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
+        costs: Costs = self.costs(target)
         g, t = axes(problem), tiling(problem, config)
         blocks = -(-t.blocks // config.splits) + 1
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
-        shared = (written + operands + 2 * t.sums_bytes / CHAIN) / _SHARED_BYTES_PER_CYCLE
-        mma = config.channels * g.width.size * t.segment // 4 * _MMA_CYCLES
-        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch
+        shared = (written + operands + 2 * t.sums_bytes / CHAIN) / costs.shared_bytes_per_clock
+        products = g.width.size * t.segment // 4  # of a channel
+        mma = config.channels * products * costs.mma_clocks
+        # A warp's channels come one after the other.
+        alone = config.channels / config.warps * (costs.pass_clocks + products * costs.warp_mma_clocks)
+        images = -(-problem.batch // config.images) * config.images
+        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch * problem.batch / images
         pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
         sectors = pixels * max(config.channels * 2, 32)
-        load = max(sectors / _L2_BYTES_PER_CYCLE, pixels * _PIXEL_CYCLES, _LATENCY_CYCLES / config.stages)
-        longest = max(shared, mma, load)
-        cycles = longest + _SHADOW * (shared + mma - min(shared + mma, longest)) + _BLOCK_CYCLES
+        load = max(
+            sectors / costs.l2_bytes_per_clock, pixels * costs.pixel_clocks, costs.latency_clocks / config.stages
+        )
+        longest = max(shared, mma, load, alone)
+        hidden = max(0.0, shared + mma + alone - longest)
+        cycles = longest + costs.shadow * hidden + costs.block_clocks
         waves = self.waves(problem, config, target)
-        seconds = waves * blocks * cycles / _CLOCK
-        seconds = max(seconds, problem.bytes_moved * blocks / (blocks - 0.25) / _HBM_BYTES)
-        seconds += waves * _START_SECONDS + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config)
+        seconds = waves * blocks * cycles / costs.clock
+        seconds = max(seconds, bytes_touched(problem) * blocks / (blocks - 0.25) / costs.hbm_bytes_per_second)
+        seconds += waves * costs.start_seconds + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to all but the batch, stages and splits."""
@@ -432,4 +455,4 @@ class Depthwise(SplitFamily[Config]):
         )
 
 
-FAMILY = Depthwise(Config)
+FAMILY = Depthwise(Config, Costs)

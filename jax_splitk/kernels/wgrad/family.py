@@ -72,6 +72,23 @@ def reduction(kernel: str, grid: tuple[int, int, int], *params: Param) -> Launch
     return Launch(kernel, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class ReductionCosts:
+    """What estimates of all these families take.
+
+    Attributes:
+      launch_seconds: of the kernels, however little there is to do.
+      hbm_bytes_per_second: of device memory.
+      reduce_seconds: of the second kernel, however few partial sums there are.
+      partial_bytes_per_second: at which partial sums are written and read again.
+    """
+
+    launch_seconds: float
+    hbm_bytes_per_second: float
+    reduce_seconds: float
+    partial_bytes_per_second: float
+
+
 class _Split(Protocol):
     """A frozen dataclass with a split count."""
 
@@ -156,12 +173,10 @@ class SplitFamily(WgradFamily[_Config]):
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
         return sorted(found, key=_splits_of)
 
-    def reduce_seconds(
-        self, problem: ConvWgradProblem, config: _Config, least: float = 0.7e-6, bytes_per_second: float = 4.8e12
-    ) -> float:
+    def reduce_seconds(self, problem: ConvWgradProblem, config: _Config, costs: "ReductionCosts") -> float:
         """Of the second kernel. Partial sums stay in L2 for the most part."""
         moved = 2 * self.workspace_bytes(problem, config)
-        return 0.0 if config.splits == 1 else least + moved / bytes_per_second
+        return 0.0 if config.splits == 1 else costs.reduce_seconds + moved / costs.partial_bytes_per_second
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
-from jax_splitk.kernels.wgrad.geometry import axis_macros
+from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -176,36 +176,52 @@ def _columns(v: Volume) -> list[int]:
 
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
-_CLOCK = 1.6e9  # under load
-_SHARED_BYTES_PER_CLOCK = 128
-_L2_BYTES_PER_CLOCK = 40  # one SM's loads
-_HBM_BYTES = 4.0e12
-_OVERLAP = {1: 0.82, 2: 0.87}  # of the busiest unit's rate is reached, by thread blocks on an SM
-_FRAGMENT_CLOCKS = {1: 90, 2: 220, 3: 320}  # from a warpgroup's loads to its WGMMA, by parts
-_STAGE_CLOCKS = 120  # of a thread block, besides
-_WAVE_SECONDS = 3e-6  # filling the pipeline and the epilogue
-_LAUNCH_SECONDS = 4.5e-6
+
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      clock: a second, under load.
+      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
+      overlap: part of the busiest unit's rate that is reached, by thread blocks on an SM.
+      second: part of the second busiest unit's time that is not hidden.
+      fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
+      conversion: instructions of a warp that make a fragment, by parts.
+      stage_clocks: of a thread block's stage, besides.
+      wave_seconds: of filling the pipeline, and of the epilogue.
+    """
+
+    clock: float
+    shared_bytes_per_clock: float
+    l2_bytes_per_clock: float
+    overlap: dict[int, float]
+    second: float
+    fragment_clocks: dict[int, float]
+    conversion: dict[int, float]
+    stage_clocks: float
+    wave_seconds: float
 
 
-def clocks(v: Volume, config: Config) -> dict[str, float]:
+def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     """Clocks of each of an SM's units for one thread block's stage; `latency`: of one warpgroup's fragments in turn."""
     x = layout(v, config)
     blocks, steps = config.consumers * config.blocks, config.pixels // STEP
     loads = 4 * (1 if x.paired else 2)  # of a warp, for a block's fragment
     dy_bytes, b_bytes = config.pixels * config.tile_n * 2 * v.copies, STEP * config.tile_n * 2 * v.products
     x_items = config.images * v.kernel[0] * x.rows * x.columns * config.slice
-    conversion = {1: 4, 2: 44, 3: 76}[v.parts]
+    conversion = costs.conversion[v.parts]
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    shared = steps * blocks * (4 * loads * conflicts(x, v, config.tile) + b_bytes / _SHARED_BYTES_PER_CLOCK)
-    shared += (dy_bytes + x_items * v.item) / _SHARED_BYTES_PER_CLOCK
+    shared = steps * blocks * (4 * loads * conflicts(x, v, config.tile) + b_bytes / costs.shared_bytes_per_clock)
+    shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
     return {
         "tensor": steps * blocks * v.products * config.tile_n / 2,
         "shared": shared,
         "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
-        "latency": steps * config.blocks * _FRAGMENT_CLOCKS[v.parts] / blocks_per_sm(v, config),
-        "l2": (x_items + config.pixels * config.tile_n) * v.item / _L2_BYTES_PER_CLOCK,
+        "latency": steps * config.blocks * costs.fragment_clocks[v.parts] / blocks_per_sm(v, config),
+        "l2": (x_items + config.pixels * config.tile_n) * v.item / costs.l2_bytes_per_clock,
     }
 
 
@@ -323,14 +339,17 @@ class Gather(RankedFamily[Config]):
 
         What tiles reach beyond the problem counts as work; device memory bounds the whole from below.
         """
+        costs: Costs = self.costs(target)
         together = blocks_per_sm(volume(problem), config)
         blocks = self.thread_blocks(problem, config) * config.splits
-        units = sorted(clocks(volume(problem), config).values())
-        step = ((units[-1] + 0.25 * units[-2]) / _OVERLAP[together] + _STAGE_CLOCKS / together) / _CLOCK
+        units = sorted(clocks(volume(problem), config, costs).values())
+        step = (
+            (units[-1] + costs.second * units[-2]) / costs.overlap[together] + costs.stage_clocks / together
+        ) / costs.clock
         stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
-        seconds = stages * step + self.waves(problem, config, target) * _WAVE_SECONDS
-        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config)
+        seconds = stages * step + self.waves(problem, config, target) * costs.wave_seconds
+        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second) + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window, channels and tiles, not to batch, sizes or splits."""
@@ -377,4 +396,4 @@ class Gather(RankedFamily[Config]):
         )
 
 
-FAMILY = Gather(Config)
+FAMILY = Gather(Config, Costs)

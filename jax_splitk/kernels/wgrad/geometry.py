@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+
+from jax import numpy as jnp
 
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
@@ -45,6 +48,16 @@ def geometry(p: ConvWgradProblem, rank: int) -> Geometry:
         full(p.lhs_dilation),
         full(p.rhs_dilation),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_touched(p: ConvWgradProblem) -> float:
+    """The fewest bytes that must be moved: without input pixels that no window touches, as where strides are larger
+    than the filter."""
+    axes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, strict=True)
+    share = math.prod(min(1.0, out * kernel / size) if kernel < stride else 1.0 for size, out, kernel, stride in axes)
+    lhs_bytes = math.prod(p.lhs_shape) * jnp.dtype(p.dtype).itemsize
+    return p.bytes_moved - (1 - share) * lhs_bytes
 
 
 def axis_macros(**sizes: tuple[int, ...]) -> dict[str, int]:

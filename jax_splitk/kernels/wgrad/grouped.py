@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
-from jax_splitk.kernels.wgrad.geometry import axis_macros, geometry
+from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
@@ -259,22 +259,38 @@ def _column_counts(out_w: int) -> list[int]:
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
-# From the hardware's rates, not fitted.
-_CLOCK = 1.755e9
-_MMA_CLOCKS = 1.7  # of an SM for one m16n8k16
-_SHARED_BYTES_PER_CLOCK = 128
-_L2_BYTES_PER_CLOCK = 64
-_ISSUE_PER_CLOCK = 3.0  # instructions of an SM
-_STRIP_INSTRUCTIONS = 40
-_ROW_CLOCKS = 40  # of a warp for a row of X, before its MMAs
-_WARP_MMA_CLOCKS = 8  # of a warp for one MMA
-_SHADOW = 0.2  # part of all but the longest that is not hidden by it
-_HBM_BYTES = 3.8e12
-_RAMP_SECONDS = 2.0e-6  # filling the pipeline and the epilogue
-_LAUNCH_SECONDS = 4.5e-6
+
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      clock: a second.
+      mma_clocks: of an m16n8k16.
+      shared_bytes_per_clock, l2_bytes_per_clock: written by loads, loaded.
+      issue_per_clock: instructions.
+      strip_instructions: of a strip, beside its loads and MMAs.
+      row_clocks: of a warp for a row of X, before its MMAs.
+      warp_mma_clocks: of a warp for one MMA.
+      tile_clocks: of a tile, besides: its barriers, and loads that nothing hides.
+      shadow: part of all but the longest that is not hidden by it.
+      ramp_seconds: of filling the pipeline, and of the epilogue.
+    """
+
+    clock: float
+    mma_clocks: float
+    shared_bytes_per_clock: float
+    l2_bytes_per_clock: float
+    issue_per_clock: float
+    strip_instructions: float
+    row_clocks: float
+    warp_mma_clocks: float
+    tile_clocks: float
+    shadow: float
+    ramp_seconds: float
 
 
-def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], float]:
+def tile_clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> tuple[dict[str, float], float]:
     """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
     g, t = geometry(p, 2), tiling(p, config)
     strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
@@ -284,15 +300,15 @@ def tile_clocks(p: ConvWgradProblem, config: Config) -> tuple[dict[str, float], 
     conflicts = math.gcd(g.stride[1], 8)
     wavefronts = strips * x_rows * t.pairs * 4 * conflicts + steps * t.warp_out * 2
     loads = strips * x_rows * t.pairs + steps * -(-t.warp_out // 2)
-    issued = steps * row_mmas + 3 * loads + strips * (_STRIP_INSTRUCTIONS + 4 * t.pairs)
+    issued = steps * row_mmas + 3 * loads + strips * (costs.strip_instructions + 4 * t.pairs)
     shared_by_all = {
-        "mma": steps * row_mmas * _MMA_CLOCKS,
-        "shared": wavefronts + t.stage_bytes / _SHARED_BYTES_PER_CLOCK,
-        "issue": issued / _ISSUE_PER_CLOCK,
-        "l2": t.stage_bytes / _L2_BYTES_PER_CLOCK,
+        "mma": steps * row_mmas * costs.mma_clocks,
+        "shared": wavefronts + t.stage_bytes / costs.shared_bytes_per_clock,
+        "issue": issued / costs.issue_per_clock,
+        "l2": t.stage_bytes / costs.l2_bytes_per_clock,
     }
     of_warp = -(-t.strips // config.slices)
-    return shared_by_all, of_warp * x_rows * _ROW_CLOCKS + of_warp * config.rows * row_mmas * _WARP_MMA_CLOCKS
+    return shared_by_all, of_warp * x_rows * costs.row_clocks + of_warp * config.rows * row_mmas * costs.warp_mma_clocks
 
 
 class Grouped(SplitFamily[Config]):
@@ -435,19 +451,21 @@ class Grouped(SplitFamily[Config]):
 
         Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
         """
+        costs: Costs = self.costs(target)
         blocks = self.thread_blocks(problem, config) * config.splits
         each = -(-self.reduction_blocks(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
         together = min(self.blocks_per_sm(problem, config), sharing)
-        shared_by_all, alone = tile_clocks(problem, config)
+        shared_by_all, alone = tile_clocks(problem, config, costs)
         clocks = sorted([*shared_by_all.values(), alone / together])
-        busy = sharing * each * (clocks[-1] + _SHADOW * sum(clocks[:-1])) / _CLOCK
+        tile = clocks[-1] + costs.shadow * sum(clocks[:-1]) + costs.tile_clocks / together
+        busy = sharing * each * tile / costs.clock
         # The memory's rate is shared by the thread blocks there are.
         filled = min(1.0, blocks / target.cores)
-        memory = problem.bytes_moved / _HBM_BYTES / filled
-        ramps = self.waves(problem, config, target) * _RAMP_SECONDS
-        seconds = max(busy, memory) + _SHADOW * min(busy, memory) + ramps + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config)
+        memory = bytes_touched(problem) / costs.hbm_bytes_per_second / filled
+        ramps = self.waves(problem, config, target) * costs.ramp_seconds
+        seconds = max(busy, memory) + costs.shadow * min(busy, memory) + ramps + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window, the groups and the image's tiles, not to splits."""
@@ -482,4 +500,4 @@ class Grouped(SplitFamily[Config]):
         )
 
 
-FAMILY = Grouped(Config)
+FAMILY = Grouped(Config, Costs)

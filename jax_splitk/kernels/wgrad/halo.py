@@ -15,7 +15,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor
 from jax_splitk.kernels.family import field_macros
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, reduction
+from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, reduction
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -146,17 +146,23 @@ def _strips_of_width(family: "Halo", problem: ConvWgradProblem, tile_q: int) -> 
             yield strip
 
 
-# Fitted to measurements of seven shapes on one H200.
-_MMA_FLOPS_PER_SM = 840e12 / 132
-# Part of that rate: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
-_MMA_EFFICIENCY = {1: 0.6, 2: 0.85, 3: 1.0}
-_BATCH_SECONDS = 0.31e-6  # least time of a batch of products
-_UNIT_SECONDS = 0.3e-6
-_HBM_BYTES = 4.0e12
-_PARTIAL_BYTES = 8.0e12
-_L2_BYTES_PER_SM = 111e9
-_LAUNCH_SECONDS = 4.0e-6
-_REDUCE_SECONDS = 1.0e-6
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants.
+
+    Attributes:
+      mma_flops_per_sm: a second, of the tensor cores.
+      mma_efficiency: part of that rate by taps_w: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
+      batch_seconds: least time of a batch of products.
+      unit_seconds: of a strip, beside its products.
+      l2_bytes_per_sm: a second, loaded by an SM.
+    """
+
+    mma_flops_per_sm: float
+    mma_efficiency: dict[int, float]
+    batch_seconds: float
+    unit_seconds: float
+    l2_bytes_per_sm: float
 
 
 class Halo(SplitFamily[Config]):
@@ -229,17 +235,18 @@ class Halo(SplitFamily[Config]):
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
+        costs: Costs = self.costs(target)
         blocks = self.thread_blocks(problem, config) * config.splits
         units = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         height = problem.output_spatial[0]
         rows = height / -(-height // config.tile_p)  # of a strip, on average
         together = batch_rows(problem, config)
         flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
-        batch = max(flops / (_MMA_FLOPS_PER_SM * _MMA_EFFICIENCY[config.taps_w]), _BATCH_SECONDS)
+        batch = max(flops / (costs.mma_flops_per_sm * costs.mma_efficiency[config.taps_w]), costs.batch_seconds)
         load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
-        seconds = units * max(rows / together * batch + _UNIT_SECONDS, load / _L2_BYTES_PER_SM)
-        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES) + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config, _REDUCE_SECONDS, _PARTIAL_BYTES)
+        seconds = units * max(rows / together * batch + costs.unit_seconds, load / costs.l2_bytes_per_sm)
+        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second) + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """fp32 partial sums, in whole tiles."""
@@ -297,4 +304,4 @@ class Halo(SplitFamily[Config]):
         return main, reduction("reduce_tiles", grid, partials, out, kernel.struct.param())
 
 
-FAMILY = Halo(Config)
+FAMILY = Halo(Config, Costs)

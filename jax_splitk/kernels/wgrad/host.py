@@ -24,10 +24,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ROW_BLOCK = 96
 _MIN_BLOCK, _MAX_BLOCK = 8, 4096
 
-# Elements a second and core, as in kernels/host.py.
-_GATHER_RATE = 2e9
-_COPY_RATE = 8e9
-
 _SPAN_CHANNELS = 32
 
 # Input times output channels from which a dense convolution whose windows overlap is left to XLA.
@@ -113,9 +109,6 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         span, groups = _span(problem), problem.feature_group_count
         return Product(span * m, k, span * n, groups // span, config.splits, config.block, _ROW_BLOCK, span)
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        return self.product(problem, config).seconds(target, _GATHER_RATE, _COPY_RATE)
-
     def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
         p, g = problem, geometry(problem, 3)
         sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
@@ -128,4 +121,4 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         }
 
 
-FAMILY = WgradHost(Config)
+FAMILY = WgradHost(Config, host.Costs)

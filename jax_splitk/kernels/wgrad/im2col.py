@@ -20,6 +20,7 @@ from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
     Kernel,
+    ReductionCosts,
     SplitFamily,
     box_map,
     nearby,
@@ -27,7 +28,7 @@ from jax_splitk.kernels.wgrad.family import (
     partial_stride,
     reduction,
 )
-from jax_splitk.kernels.wgrad.geometry import geometry, is_matrix_product, is_plain
+from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry, is_matrix_product, is_plain
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -190,22 +191,34 @@ def variants() -> Iterator[Config]:
             yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
 
 
-# Fitted to 430 device times of 21 suite shapes on one H200: over these the config that the model puts first is on
-# average 3% slower than the fastest (worst 13%).
-_MMA_FLOPS_PER_SM = 990e12 / 132
-_ONE_WARPGROUP = 0.86  # of that rate, where a single consumer warpgroup issues
-# Part of the rate where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in 32
-# clocks, all that it gives.
-_NARROW = 0.95
-_L2_BYTES_PER_SM = 167e9
-_SHADOW = 0.31  # part of the shorter of arithmetic and loads that is not hidden by the longer
-_SWAP_GAIN = 0.008
-_HBM_BYTES = 4.3e12
-_SHARERS, _CROWDED = 8, 1.03  # where more tiles than that read the same inputs, they do not stay together for long
-_PARTIAL_BYTES = 6.5e12
-_WAVE_SECONDS = 0.3e-6  # filling the pipeline and the epilogue
-_LAUNCH_SECONDS = 3.0e-6
-_REDUCE_SECONDS = 0.8e-6
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants.
+
+    Attributes:
+      mma_flops_per_sm: a second, of the tensor cores.
+      one_warpgroup: part of that rate where a single consumer warpgroup issues.
+      narrow: part of it where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in
+        32 clocks, all that it gives.
+      l2_bytes_per_sm: a second, loaded by an SM.
+      windows: times as long for X's loads by TMA's im2col mode.
+      shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
+      swap_gain: part of the time that swapped tiles save.
+      sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
+        memory's time.
+      wave_seconds: of filling the pipeline, and of the epilogue.
+    """
+
+    mma_flops_per_sm: float
+    one_warpgroup: float
+    narrow: float
+    l2_bytes_per_sm: float
+    windows: float
+    shadow: float
+    swap_gain: float
+    sharers: int
+    crowded: float
+    wave_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,25 +349,28 @@ class Im2col(SplitFamily[Config]):
 
         The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
         """
-        mma = 2 * config.tile_m * config.tile_n * BLOCK_K / _MMA_FLOPS_PER_SM
+        costs: Costs = self.costs(target)
+        mma = 2 * config.tile_m * config.tile_n * BLOCK_K / costs.mma_flops_per_sm
         if config.consumers == 1:
-            mma /= _ONE_WARPGROUP
+            mma /= costs.one_warpgroup
         elif config.tile_n == 64:
-            mma /= _NARROW
-        load = config.stage_bytes / _L2_BYTES_PER_SM
-        step = max(mma, load) + _SHADOW * min(mma, load)
+            mma /= costs.narrow
+        x_bytes = (config.tile_n if config.swap else config.tile_m) // SLOT * BOX_BYTES
+        more = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
+        load = (config.stage_bytes + more) / costs.l2_bytes_per_sm
+        step = max(mma, load) + costs.shadow * min(mma, load)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
         steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
-        seconds = steps * step * (1 - _SWAP_GAIN * config.swap) + waves * _WAVE_SECONDS
-        crowd = _CROWDED if math.prod(self.tile_counts(problem, config)) > _SHARERS else 1.0
+        seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * costs.wave_seconds
+        crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:
-            crowd *= 1 - _SWAP_GAIN  # of 128x128 tiles either is the better one at times
-        seconds = max(seconds, problem.bytes_moved / _HBM_BYTES * crowd) + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config, _REDUCE_SECONDS, _PARTIAL_BYTES)
+            crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
+        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second * crowd) + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Where only the last tiles are split, theirs."""
@@ -417,4 +433,4 @@ class Im2col(SplitFamily[Config]):
         return main, reduction("reduce_tail", reduce_grid, kernel.struct.param(), tail, partials, out)
 
 
-FAMILY = Im2col(Config)
+FAMILY = Im2col(Config, Costs)

@@ -12,8 +12,8 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, box_map, partial_stride
-from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry, is_matrix_product
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, partial_stride
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry, is_matrix_product
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -202,20 +202,33 @@ def _heights(v: View) -> list[int]:
 
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
-# Fitted to 17 device times of an H200, the worst of them 4.4% off.
-_CLOCK = 1.84e9
-_SHARED_BYTES_PER_CLOCK = 128
-_L2_BYTES_PER_CLOCK = 40  # one SM's loads
-_HBM_BYTES = 3.94e12
-_LINE_CLOCKS = 545  # of a line, beside its products
-_STEP_CLOCKS = 37  # of a warpgroup's step, likewise; the other warpgroups fill it
-_STRIP_CLOCKS = 200
-_LOAD_CLOCKS, _LOAD_BYTES_PER_CLOCK = 1500, 30  # until a line is there, while a stage of the pipeline waits for it
-_WAVE_SECONDS = 3e-6  # filling the pipelines and the epilogue
-_LAUNCH_SECONDS = 4.5e-6
+
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      clock: a second.
+      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
+      line_clocks: of a line, beside its products.
+      step_clocks: of a warpgroup's step, likewise; the other warpgroups fill it.
+      strip_clocks: of a strip, likewise.
+      load_clocks, load_bytes_per_clock: until a line is there, while a stage of the pipeline waits for it.
+      wave_seconds: of filling the pipelines, and of the epilogue.
+    """
+
+    clock: float
+    shared_bytes_per_clock: float
+    l2_bytes_per_clock: float
+    line_clocks: float
+    step_clocks: float
+    strip_clocks: float
+    load_clocks: float
+    load_bytes_per_clock: float
+    wave_seconds: float
 
 
-def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
+def clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> dict[str, float]:
     """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
     until lines of X have come, as far as its other stages do not hide it."""
     v = view(p)
@@ -226,12 +239,12 @@ def clocks(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     loaded = lines * line
     dy = rows * _row_bytes(config)
     shared = products * config.tile_n * 32 + config.consumers * lines * steps * 2048 + loaded + 3 * dy
-    waits = lines * (_LINE_CLOCKS + steps * _STEP_CLOCKS / config.consumers)
+    waits = lines * (costs.line_clocks + steps * costs.step_clocks / config.consumers)
     return {
-        "tensor": products * config.tile_n / 2 + waits + _STRIP_CLOCKS,
-        "shared": shared / _SHARED_BYTES_PER_CLOCK,
-        "l2": (loaded + dy) / _L2_BYTES_PER_CLOCK,
-        "stages": lines * (_LOAD_CLOCKS + line / _LOAD_BYTES_PER_CLOCK) / (config.stages - 1),
+        "tensor": products * config.tile_n / 2 + waits + costs.strip_clocks,
+        "shared": shared / costs.shared_bytes_per_clock,
+        "l2": (loaded + dy) / costs.l2_bytes_per_clock,
+        "stages": lines * (costs.load_clocks + line / costs.load_bytes_per_clock) / (config.stages - 1),
     }
 
 
@@ -353,11 +366,13 @@ class Tf32(RankedFamily[Config]):
         What tiles reach beyond the problem counts as work. Device memory bounds the whole from below, and slows it
         where the two are near each other.
         """
+        costs: Costs = self.costs(target)
         strips = -(-self.reduction_blocks(problem, config) // config.splits)
-        wave_seconds = strips * max(clocks(problem, config).values()) / _CLOCK + _WAVE_SECONDS
+        wave_seconds = strips * max(clocks(problem, config, costs).values()) / costs.clock + costs.wave_seconds
         busy = self.waves(problem, config, target) * wave_seconds
-        seconds = math.hypot(busy**2, (problem.bytes_moved / _HBM_BYTES) ** 2) ** 0.5 + _LAUNCH_SECONDS
-        return seconds + self.reduce_seconds(problem, config)
+        memory = bytes_touched(problem) / costs.hbm_bytes_per_second
+        seconds = math.hypot(busy**2, memory**2) ** 0.5 + costs.launch_seconds
+        return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window's geometry and the tile, not to sizes or splits."""
@@ -405,4 +420,4 @@ class Tf32(RankedFamily[Config]):
         )
 
 
-FAMILY = Tf32(Config)
+FAMILY = Tf32(Config, Costs)

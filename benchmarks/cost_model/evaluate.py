@@ -1,0 +1,221 @@
+"""How good choices are on problems that no fit has seen: untuned, tuned, and against XLA. See README.md of benchmarks.
+
+python -m benchmarks.cost_model.evaluate OUT.jsonl [--earlier FILE ...] [--problems 300] [--seconds 540]
+python -m benchmarks.cost_model.evaluate OUT.jsonl [MORE.jsonl ...] --report TABLE.md PLOT.svg
+
+Each problem is chosen for by the cost model alone, tuned, and every few problems tuned again; then all that was chosen,
+the fastest that tuning saw and XLA are timed once more against each other, which decides who was right. Like a sweep it
+adds a line for each problem, and goes on where it was cut off.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.cost_model import problems, records
+from benchmarks.cost_model.problems import Drawn
+from benchmarks.cost_model.sweep import CPU_FLOPS, measured
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import Target, local_platform, target_for
+from jax_splitk.tuning import tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import key_for, problem_as_dict
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
+
+SEED = 2  # no sweep that anything is fitted to has it
+OPS = ("conv_wgrad", "quantized_matmul")
+AGAIN = 5  # one of so many problems is tuned twice
+FASTEST = 4  # of those that tuning saw, timed once more
+TIE = 0.02  # a winner within so much of another is none
+CHOICES = ("first", "untuned", "tuned", "again")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One problem's figures, from the last measurement, microseconds.
+
+    Attributes:
+      us: of each of `CHOICES` that was made: the cost model's first choice of ours, what is lowered untuned, after
+        tuning, and after tuning again. XLA may be any but the first.
+      best_us: of the fastest of all.
+    """
+
+    problem: str
+    op: str
+    kind: str
+    us: dict[str, float]
+    xla_us: float
+    best_us: float
+    tuning_seconds: float
+
+    def regret(self, choice: str) -> float:
+        return self.us[choice] / self.best_us - 1
+
+    def over_xla(self, choice: str) -> float:
+        """How much slower than XLA."""
+        return self.us[choice] / self.xla_us - 1
+
+    @property
+    def flipped(self) -> bool:
+        """Whether tuning again came to something that is not as fast."""
+        fast, slow = sorted((self.us["tuned"], self.us["again"]))
+        return slow > fast * (1 + TIE)
+
+
+def evaluated(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> Outcome:
+    """Chooses, tunes and measures.
+
+    Raises:
+      RuntimeError: XLA cannot compute the problem, or one of the choices cannot be timed.
+    """
+    problem, key = drawn.problem, key_for(drawn.problem, target)
+    entries = [tuner.tune(key, seconds=seconds) for _ in range(1 + again)]
+    chosen = {"untuned": untuned(problem, target), "tuned": entries[0].choice}
+    if entries[0].predicted is not None:
+        chosen["first"] = entries[0].predicted
+    if again:
+        chosen["again"] = entries[1].choice
+    others = [c for c in dict.fromkeys([*chosen.values(), *fastest(entries)]) if c != XLA]
+    timed = {t.candidate: t.us for t in measured(problem, target, others, threading.Event()) if t.us is not None}
+    missing = [str(c) for c in chosen.values() if c not in timed]
+    if missing:
+        raise RuntimeError(f"not timed: {', '.join(missing)}")
+    us = {name: timed[candidate] for name, candidate in chosen.items()}
+    spent = sum(float(entry.metadata["seconds"]) for entry in entries) / len(entries)
+    text = json.dumps(problem_as_dict(problem))
+    return Outcome(text, problem.op, drawn.kind, us, timed[XLA], min(timed.values()), spent)
+
+
+def untuned(problem: Problem, target: Target) -> Candidate:
+    """What is lowered where no cache or table has an answer."""
+    return select(problem, target, Options()).candidate
+
+
+def fastest(entries: Iterable[Entry]) -> list[Candidate]:
+    """Of ours, by what tuning measured."""
+    us: dict[Candidate, float] = {}
+    for entry in entries:
+        for m in entry.measurements:
+            if m.us is not None and m.candidate != XLA:
+                us[m.candidate] = min(m.us, us.get(m.candidate, m.us))
+    return sorted(us, key=lambda c: us[c])[:FASTEST]
+
+
+def run(options: argparse.Namespace) -> int:
+    """The number of problems that were evaluated."""
+    target, deadline, count = target_for(local_platform()), time.monotonic() + options.seconds, 0
+    known = [line for path in (*options.earlier, *options.out) for line in records.lines(path)]
+    begun = {line["index"] for line in known if "index" in line}
+    wanted = options.problems - sum("us" in line for line in known)
+    options.out[0].parent.mkdir(parents=True, exist_ok=True)
+    with options.out[0].open("a") as out:
+        for index, drawn in problems.stream(options.seed, target, OPS, options.max_flops):
+            if count >= wanted or time.monotonic() > deadline:
+                return count
+            if index in begun:
+                continue
+            print(json.dumps({"index": index}), file=out, flush=True)
+            try:
+                outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
+            except RuntimeError as error:
+                report.say(f"{drawn.problem}: {error}")
+                continue
+            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+            count += 1
+            report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
+    return count
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def read(paths: Iterable[pathlib.Path]) -> list[Outcome]:
+    return [Outcome(**line) for path in paths for line in records.lines(path) if "us" in line]
+
+
+def table(found: Sequence[Outcome]) -> list[list[str]]:
+    """Rows of figures, the first of which is the header."""
+    rows = [["problems", "figure", "by the cost model", "untuned, XLA too", "tuned"]]
+    names = ("first", "untuned", "tuned")
+    for op in ("all", *dict.fromkeys(o.op for o in found)):
+        some = [o for o in found if op in ("all", o.op)]
+        label = f"{op}, {len(some)}"
+        of = {n: [o for o in some if n in o.us] for n in names}
+        regrets = {n: [o.regret(n) for o in of[n]] for n in names}
+        over = {n: np.array([o.over_xla(n) for o in of[n]]) for n in names}
+        rows.append([label, "regret, mean", *(f"{np.mean(regrets[n]):.1%}" for n in names)])
+        rows.append(["", "regret, 99th percentile", *(f"{np.percentile(regrets[n], 99):.1%}" for n in names)])
+        rows.append(["", "over 2% slower than XLA", *(f"{np.mean(over[n] > 0.02):.1%}" for n in names)])
+        rows.append(["", "over 5% slower than XLA", *(f"{np.mean(over[n] > 0.05):.1%}" for n in names)])
+        rows.append(["", "XLA / ours, geometric mean", *(f"{np.exp(-np.mean(np.log1p(over[n]))):.2f}" for n in names)])
+        twice = [o for o in some if "again" in o.us]
+        if twice:
+            flips = f"{np.mean([o.flipped for o in twice]):.1%} of {len(twice)}"
+            rows.append(["", f"winners that flip by over {TIE:.0%}", "", "", flips])
+    return rows
+
+
+def plot(found: Sequence[Outcome]) -> Any:
+    """Share of problems by regret, and by how much slower than XLA."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - the device machine may lack it
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    labels = {"first": "the cost model's first choice", "untuned": "untuned", "tuned": "tuned"}
+    figures = ("regret against the best known", Outcome.regret), ("slower than XLA by", Outcome.over_xla)
+    for axes, (what, value) in zip(figure.subplots(1, 2), figures, strict=True):
+        for name, label in labels.items():
+            values = np.sort([100 * value(o, name) for o in found if name in o.us])
+            axes.plot(values, 100 * np.arange(1, len(values) + 1) / len(values), label=label)
+        axes.set_xlabel(f"{what}, %", fontsize=8)
+        axes.set_ylabel("problems with at most so much, %", fontsize=8)
+        axes.set_xlim(-1 if value is Outcome.regret else -80, 20)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8)
+    figure.suptitle(f"{len(found)} random problems that no fit has seen", fontsize=10)
+    return figure
+
+
+def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> None:
+    """The table where a name ends in .md, else the plot."""
+    for path in paths:
+        if path.suffix == ".md":
+            path.write_text(report.markdown(table(found)) + "\n")
+        else:
+            plot(found).savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=pathlib.Path, nargs="+", metavar="OUT.jsonl", help="the first is written")
+    parser.add_argument("--earlier", type=pathlib.Path, nargs="+", default=[], metavar="FILE", help="of earlier runs")
+    parser.add_argument("--problems", type=int, default=300, metavar="N", help="with those of earlier runs; 300")
+    parser.add_argument("--seconds", type=float, default=540, help="after which no problem is begun; 540")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of tuning a problem")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--max-flops", type=float, default=problems.MAX_FLOPS if report.on_gpu() else CPU_FLOPS)
+    parser.add_argument(
+        "--report", type=pathlib.Path, nargs="+", metavar="FILE", help="made of what there is: .md, .svg"
+    )
+    options = parser.parse_args(argv)
+    if not options.report:
+        return 0 if run(options) else 1
+    found = read([*options.earlier, *options.out])
+    print(report.markdown(table(found)))
+    write_report(found, options.report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Fits the constants of the cost models to what sweeps measured, and writes them as the package's data. See README.md
+of benchmarks.
+
+python -m benchmarks.cost_model.fit SWEEP.jsonl [MORE.jsonl ...] [--write]
+
+Times are compared by their logarithms, robustly, and constants keep near what they were where no time depends on them.
+A fifth of the problems is held out: by these the models are judged, before and after.
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize
+
+from benchmarks.cost_model import constants, records, xla_fit
+from benchmarks.cost_model.records import Record
+from benchmarks.report import markdown
+from jax_splitk import kernels
+from jax_splitk.kernels import Family, cost_model, xla
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+
+HELD_OUT = 0.2
+NOISE = 0.05  # of logarithms of times; what is farther off counts less and less
+WIDTH = 0.4  # by which the logarithm of a constant usually changes
+LEAST_RECORDS = 8  # problems of a family; with fewer its constants stay
+MAX_TIMES = 4000  # of a family, the rest is passed over
+EVALUATIONS = 25
+UNTESTED = 0.15  # the least uncertainty where nothing was held out
+MAX_SPREAD = 0.25  # of the rounds of a time that counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """A family's candidate for a problem; `best_us`: of all candidates."""
+
+    problem: Problem
+    target: Target
+    config: Any
+    us: float
+    best_us: float
+
+    @property
+    def weight(self) -> float:
+        """Only the fast ones need be told apart."""
+        return self.best_us / self.us
+
+
+def times_of(found: Iterable[Record], family: Family) -> list[Time]:
+    """What was measured of a family."""
+    every = []
+    for record in found:
+        us = record.times()
+        steady = {t.candidate for t in record.timed if t.spread <= MAX_SPREAD}
+        own = [c for c in us if c.family is family and c in steady]
+        best = min(us.values(), default=0.0)
+        every += [Time(record.problem, record.target, c.config, us[c], best) for c in own]
+    return every
+
+
+def errors(family: Family, times: Sequence[Time]) -> np.ndarray:
+    """Logarithms of estimates over times."""
+    return np.array([math.log(family.estimate(t.problem, t.config, t.target) * 1e6 / t.us) for t in times])
+
+
+def uncertainties(family: Family, times: Sequence[Time], least: float) -> dict[str, float]:
+    """By class of problems: the root mean square of the errors, the fast candidates' for the most part."""
+    names = [xla.class_of(t.problem) for t in times]
+    found = xla_fit.uncertainties(names, errors(family, times), np.array([t.weight for t in times]))
+    return {name: max(least, value) for name, value in found.items()}
+
+
+def fit(family: Family, times: Sequence[Time], seed: int = 0) -> Any:
+    """The family's constants."""
+    costs = family.costs(times[0].target)
+    names = list(constants.fitted(costs))
+    chosen = np.random.default_rng(seed).permutation(len(times))[:MAX_TIMES]
+    some = [times[i] for i in sorted(chosen)]
+    scale = np.sqrt([t.weight for t in some]) / NOISE
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        off = errors(family.with_costs(constants.scaled(costs, names, x)), some) * scale
+        # A robust loss of the errors, of the constants' changes the square.
+        soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
+        return np.concatenate([soft, x / WIDTH])
+
+    start = np.zeros(len(names))
+    found = optimize.least_squares(
+        residuals, start, bounds=(start - 2, start + 2), max_nfev=EVALUATIONS, diff_step=1e-3
+    )
+    old = constants.fitted(costs)
+    new = {name: constants.rounded(old[name] * math.exp(x)) for name, x in zip(names, found.x, strict=True)}
+    return constants.replaced(costs, {n: v if abs(v / old[n] - 1) > 1e-3 else old[n] for n, v in new.items()})
+
+
+# ---- what the models are judged by -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """Of first choices among what was measured: how much slower they are than the fastest."""
+
+    mean: float
+    percentile_99: float
+    worst: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1%} / {self.percentile_99:.1%} / {self.worst:.1%}"
+
+
+def judged(found: Iterable[Record], fitted: Mapping[str, Family]) -> Judgement | None:
+    """By the families' estimates; None without problems of several candidates."""
+    regrets = []
+    for record in found:
+        us = record.times()
+        if len(us) < 2:
+            continue
+        estimates = {
+            c: fitted.get(c.name, c.family).estimate(record.problem, c.config, record.target)
+            for c in us
+            if c.family is not None
+        }
+        regrets.append(us[min(estimates, key=lambda c: estimates[c])] / min(us.values()) - 1)
+    if not regrets:
+        return None
+    return Judgement(statistics.fmean(regrets), float(np.percentile(regrets, 99)), max(regrets), len(regrets))
+
+
+def fit_families(seen: Sequence[Record], held: Sequence[Record]) -> tuple[dict[str, Family], list[list[str]]]:
+    """The families with new constants, and rows of a table of what it gave."""
+    found, rows = {}, [["family", "problems", "times", "mean error", "held out, before", "after"]]
+    for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
+        times = times_of(seen, family)
+        if family.Costs is None or len({t.problem for t in times}) < LEAST_RECORDS:
+            continue
+        found[family.name] = family.with_costs(fit(family, times))
+        others = times_of(held, family)
+        cells = [
+            f"{np.mean(np.abs(errors(f, some))):.1%}" if some else ""
+            for f, some in ((found[family.name], times), (family, others), (found[family.name], others))
+        ]
+        rows.append([family.name, str(len({t.problem for t in times})), str(len(times)), *cells])
+    return found, rows
+
+
+def fit_xla(seen: Sequence[Record]) -> dict[str, Any]:
+    """Of every operation."""
+    with_xla = [record for record in seen if record.xla_us is not None]
+    by_op = {op: [record for record in with_xla if record.problem.op == op] for op in kernels.FAMILIES}
+    return {op: xla_fit.fit(found) for op, found in by_op.items() if len(found) >= LEAST_RECORDS}
+
+
+def xla_rows(before: Mapping[str, Any], after: Mapping[str, Any], found: Sequence[Record]) -> list[list[str]]:
+    """A table of how far estimates of XLA's time are off, of those problems whose time is said to be known; "far off":
+    by more than two uncertainties."""
+    rows = [
+        ["XLA, held out", "problems", "known before", "mean error", "known after", "mean error", "over 2 uncertainties"]
+    ]
+    for op in after:
+        some = [record for record in found if record.problem.op == op and record.xla_us is not None]
+        row = [op, str(len(some))]
+        beyond: list[bool] = []
+        for models in (before, after):
+            given = [(xla.estimate_by(models[op], r.problem, r.target), r) for r in some if op in models]
+            off = [(abs(math.log(e.seconds * 1e6 / (r.xla_us or 1))), e.uncertainty) for e, r in given if e is not None]
+            beyond = [error > 2 * doubt for error, doubt in off]
+            row += [str(len(off)), f"{statistics.fmean(error for error, _ in off):.1%}" if off else ""]
+        rows.append([*row, f"{statistics.fmean(beyond):.0%}" if beyond else ""])
+    return rows
+
+
+def model(old: Mapping[str, Any], seen: Sequence[Record], held: Sequence[Record], fitted: Mapping[str, Family]) -> Any:
+    """A device's file: constants of what was fitted, uncertainties by what was held out, or by all, of every family
+    that was measured, and XLA's time."""
+    families = {name: dict(value) for name, value in old["families"].items()}
+    for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
+        new, held_times = fitted.get(family.name, family), times_of(held, family)
+        tested = len({t.problem for t in held_times}) >= LEAST_RECORDS
+        times = held_times if tested else times_of([*seen, *held], family)
+        if times:
+            entry = families.get(family.name, {"constants": {}})
+            given = dataclasses.asdict(new.costs(times[0].target)) if family.name in fitted else entry["constants"]
+            of_class = uncertainties(new, times, 0.0 if tested else UNTESTED)
+            families[family.name] = {"uncertainty": of_class, "constants": given}
+    return {"families": families, "xla": {**old["xla"], **fit_xla(seen)}}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model.fit", description=__doc__)
+    parser.add_argument("sweeps", nargs="*", type=pathlib.Path, metavar="SWEEP.jsonl")
+    parser.add_argument("--write", type=pathlib.Path, nargs="?", const=True, help="the package's file, or another")
+    parser.add_argument("--held-out", type=float, default=HELD_OUT, metavar="SHARE", help="of the problems; 0.2")
+    parser.add_argument("--keep", action="store_true", help="constants: fit uncertainties and XLA only")
+    parser.add_argument("--shipped", action="store_true", help="also the rows of an H200's tables and of data/")
+    options = parser.parse_args(argv)
+    paths = [*options.sweeps, *(sorted(records.DATA.glob("*.jsonl")) if options.shipped else ())]
+    found = records.read(dict.fromkeys(path.resolve() for path in paths))
+    found += records.shipped(DEFAULT_CUDA) if options.shipped else []
+    kinds = {record.target.device_kind for record in found}
+    if len(kinds) != 1:
+        parser.error(f"records of {', '.join(sorted(kinds)) or 'nothing'}; accepted: of one device")
+    (kind,) = kinds
+    old = constants.read(kind)
+    held = [record for record in found if records.is_held_out(record.problem, options.held_out)]
+    seen = [record for record in found if not records.is_held_out(record.problem, options.held_out)]
+    fitted, rows = ({}, []) if options.keep else fit_families(seen, held)
+    print(markdown(rows) if rows else "")
+    for name, some in (("fitted", seen), ("held out", held)):
+        before, after = judged(some, {}), judged(some, fitted)
+        count = 0 if before is None else before.count
+        print(f"regret of the first choice (mean / 99% / worst), {count} problems {name}: {before}, then {after}")
+    new = model(old, seen, held, fitted)
+    print(markdown(xla_rows(old["xla"], new["xla"], held)))
+    if options.write is not None:
+        path = cost_model.path_for(kind) if options.write is True else options.write
+        constants.write(path, new)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What a sweep measured, as lines of JSON: a problem, the machine, and the time of each candidate."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import Target
+from jax_splitk.tuning import table
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import candidate_from
+from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A candidate's microseconds, and how far apart its rounds were, relative; or why there are none."""
+
+    candidate: Candidate
+    us: float | None
+    spread: float = 0.0
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {**self.candidate.as_dict(), "us": self.us, "spread": round(self.spread, 4)}
+        return found if self.error is None else {**found, "error": self.error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One problem.
+
+    Attributes:
+      index: its number among those of a seed.
+      kind: what it was drawn as.
+    """
+
+    problem: Problem
+    target: Target
+    timed: tuple[Timed, ...]
+    index: int = -1
+    kind: str = ""
+
+    def times(self) -> dict[Candidate, float]:
+        """Of ours that were measured, microseconds."""
+        return {t.candidate: t.us for t in self.timed if t.us is not None and t.candidate != XLA}
+
+    @property
+    def xla_us(self) -> float | None:
+        return next((t.us for t in self.timed if t.candidate == XLA), None)
+
+    def dumps(self) -> str:
+        fields = {
+            "index": self.index,
+            "kind": self.kind,
+            "problem": problem_as_dict(self.problem),
+            "target": dataclasses.asdict(self.target),
+            "timed": [t.as_dict() for t in self.timed],
+        }
+        return json.dumps(fields)
+
+
+def loads(text: str) -> Record:
+    """Inverse of `Record.dumps`. Candidates that this version does not have are left out."""
+    data = json.loads(text)
+    op = data["problem"].pop("op")
+    timed = []
+    for each in data["timed"]:
+        try:
+            candidate = candidate_from(op, {name: each[name] for name in ("family", "config")})
+        except ValueError:
+            continue
+        timed.append(Timed(candidate, each["us"], each.get("spread", 0.0), each.get("error")))
+    problem = problem_from_dict(op, data["problem"])
+    return Record(problem, Target(**data["target"]), tuple(timed), data["index"], data["kind"])
+
+
+def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file, none where there is no file. A last line that was cut off is left out."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def read(paths: Iterable[pathlib.Path]) -> list[Record]:
+    """The records in some files."""
+    return [loads(json.dumps(found)) for path in paths for found in lines(path) if "timed" in found]
+
+
+def shipped(target: Target) -> list[Record]:
+    """The rows of the tables that ship with the package for a device."""
+    found = []
+    for op in ("conv_wgrad", "quantized_matmul"):
+        shipped = table.read(table.path_for(op, target.device_kind))
+        for text, row in shipped.rows.items():
+            ours = Timed(candidate_from(op, {name: row[name] for name in ("family", "config")}), row["us"])
+            timed = tuple(t for t in (ours, Timed(XLA, row["xla_us"])) if t.us is not None)
+            found.append(Record(problem_from_dict(op, json.loads(text)), target, timed, kind="suite"))
+    return found
+
+
+def is_held_out(problem: Problem, share: float) -> bool:
+    """Whether a problem is one of the share that no fit sees: always the same ones."""
+    digest = hashlib.sha256(json.dumps(problem_as_dict(problem), sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:4], "big") < share * 2**32

@@ -1,0 +1,41 @@
+"""What follows from how sure the cost models are."""
+
+import math
+from collections.abc import Sequence
+
+from jax_splitk.kernels import xla
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import Target
+from jax_splitk.tuning.choice import Candidate
+
+# Estimates of one family err together for the most part: what is left of its uncertainty between two of its configs.
+_WITHIN_FAMILY = 0.5
+
+
+def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: Target) -> list[Candidate]:
+    """Those of the candidates that may well be the fastest: few where the models are sure.
+
+    Args:
+      ranking: candidates of ours with their predicted seconds, the fastest first.
+    """
+    if not ranking:
+        return []
+    best_seconds, best = ranking[0]
+    families = {c.name: c.family for _, c in ranking if c.family is not None}
+    of = {name: family.uncertainty(problem, target) for name, family in families.items()}
+
+    def may_win(seconds: float, candidate: Candidate) -> bool:
+        own = of[candidate.name]
+        apart = own * _WITHIN_FAMILY if candidate.name == best.name else math.hypot(own, of[best.name])
+        return math.log(seconds / best_seconds) <= apart
+
+    return [candidate for seconds, candidate in ranking if may_win(seconds, candidate)]
+
+
+def faster_xla(candidate: Candidate, seconds: float, problem: Problem, target: Target) -> float | None:
+    """XLA's predicted seconds where a candidate of ours, of so many, is slower beyond both models' uncertainties."""
+    of_xla = xla.estimate(problem, target)
+    if of_xla is None or candidate.family is None:
+        return None
+    doubt = math.hypot(of_xla.uncertainty, candidate.family.uncertainty(problem, target))
+    return of_xla.seconds if math.log(seconds / of_xla.seconds) > doubt else None

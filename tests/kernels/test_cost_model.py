@@ -1,0 +1,107 @@
+"""Constants of the cost models as the package's data, and the estimate of XLA's time."""
+
+import copy
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+
+from benchmarks.cost_model import constants, records
+from jax_splitk import kernels
+from jax_splitk.kernels import cost_model, xla
+from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+
+H100 = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
+EVERY = [(op, family) for op in kernels.FAMILIES for family in kernels.families(op)]
+
+
+@pytest.mark.parametrize("file", ["nvidia_h200.json", "cpu.json"])
+def test_shipped_constants_are_whole_and_as_the_fit_writes_them(file: str) -> None:
+    path = cost_model.FOLDER / file
+    data = json.loads(path.read_text())
+    assert constants.text_of(data) == path.read_text()
+    platform = "cpu" if file == "cpu.json" else "cuda"
+    with_data = {f.name: f for _, f in EVERY if f.platform == platform and f.Costs is not None}
+    assert set(with_data) <= set(data["families"])
+    for name, family in with_data.items():
+        costs = family.costs(Target(platform, "another", "9.0", 100))  # which has no file of its own
+        assert constants.fitted(costs).keys() >= {"launch_seconds"} or platform == "cpu"
+        assert cost_model.record_of(family.Costs, json.loads(json.dumps(dataclasses.asdict(costs)))) == costs, name
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda d: "{", "is damaged"),
+    (lambda d: json.dumps([d]), "is damaged"),
+    (lambda d: json.dumps({**d, "families": {}}), "NoneType"),
+    (lambda d: json.dumps(d).replace("shadow", "shade"), "shade, shadow are missing or unknown"),
+    (lambda d: json.dumps(d).replace('"narrow": 0.95', '"narrow": "0"'), "narrow='0'; accepted: numbers above 0"),
+    (lambda d: json.dumps(d).replace('"narrow": 0.95', '"narrow": 0'), "narrow=0; accepted"),
+    (lambda d: json.dumps(d).replace('"sharers": 8', '"sharers": 8.5'), "sharers=8.5; accepted"),
+])  # fmt: skip
+def test_a_damaged_file_is_said(
+    damage: Any, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    data = json.loads(cost_model.path_for("NVIDIA H200").read_text())
+    monkeypatch.setattr(cost_model, "FOLDER", tmp_path)
+    device = Target("cuda", f"NVIDIA {tmp_path}", "9.0", 132)  # a name that nothing remembers
+    cost_model.path_for(device.device_kind).write_text(damage(data))
+    with pytest.raises(ValueError, match=message) as error:
+        im2col.FAMILY.costs(device)
+    assert "install jax_splitk again" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_other_constants_change_estimates_of_that_family_object_alone() -> None:
+    problem = next(r.problem for r in records.shipped(DEFAULT_CUDA) if im2col.FAMILY.refusal(r.problem) is None)
+    config = im2col.FAMILY.candidates(problem, DEFAULT_CUDA)[0]
+    before = im2col.FAMILY.estimate(problem, config, DEFAULT_CUDA)
+    costs = im2col.FAMILY.costs(DEFAULT_CUDA)
+    slow = im2col.FAMILY.with_costs(dataclasses.replace(costs, launch_seconds=costs.launch_seconds + 1))
+    assert slow.estimate(problem, config, H100) == pytest.approx(1 + before)
+    assert im2col.FAMILY.estimate(problem, config, H100) == before  # an H200's constants
+
+
+def test_uncertainty_is_that_of_the_class_of_problems() -> None:
+    stem, dense, small = (
+        next(r.problem for r in records.shipped(DEFAULT_CUDA) if xla.class_of(r.problem) == name)
+        for name in ("few channels half 2d", "dense half 2d", "grouped half 2d")
+    )
+    assert im2col.FAMILY.uncertainty(stem, DEFAULT_CUDA) == cost_model.UNKNOWN  # which it was not measured on
+    assert 0 < im2col.FAMILY.uncertainty(dense, DEFAULT_CUDA) < cost_model.UNKNOWN
+    assert im2col.FAMILY.uncertainty(small, H100) == im2col.FAMILY.uncertainty(small, DEFAULT_CUDA)
+    outside = copy.copy(im2col.FAMILY)
+    outside.name = "outside"
+    assert outside.uncertainty(dense, DEFAULT_CUDA) == math.inf
+    empty = dataclasses.replace(dense, batch=0)
+    assert im2col.FAMILY.uncertainty(empty, DEFAULT_CUDA) == cost_model.UNKNOWN
+
+
+def test_xlas_time_is_known_where_it_was_measured() -> None:
+    """Of the problems of the suites, within the uncertainty that is said."""
+    found = [*records.shipped(DEFAULT_CUDA), *records.read([records.DATA / "dot_h200.jsonl"])]
+    errors = []
+    for record in found:
+        estimate = xla.estimate(record.problem, DEFAULT_CUDA)
+        assert estimate is not None, record.problem
+        errors.append(math.log(estimate.seconds * 1e6 / record.xla_us) / estimate.uncertainty)
+    assert len(found) == 28 + 30 + 16
+    assert sum(abs(error) < 2 for error in errors) > 0.9 * len(errors)
+
+
+@pytest.mark.parametrize("changes", [{"rows": 0}, {"qtype": "nf4"}, {"x_dtype": "float16"}, {"k": 512}, {"rows": 2}])
+def test_xlas_time_is_not_known_elsewhere(changes: dict[str, Any]) -> None:
+    known = QuantizedMatmulProblem(16, 8192, 8192, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
+    assert xla.estimate(known, DEFAULT_CUDA) is not None
+    assert xla.estimate(dataclasses.replace(known, **changes), DEFAULT_CUDA) is None
+    assert xla.estimate(known, Target("cpu", "cpu", "", 4)) is None
+
+
+def test_xlas_time_depends_on_the_number_of_cores() -> None:
+    big = max(records.shipped(DEFAULT_CUDA), key=lambda r: r.xla_us).problem
+    whole, half = (xla.estimate(big, dataclasses.replace(DEFAULT_CUDA, cores=cores)) for cores in (132, 110))
+    assert whole.seconds < half.seconds < 1.4 * whole.seconds
