@@ -26,6 +26,7 @@ from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
@@ -140,12 +141,14 @@ def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
 
 def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad") -> Key:
     """A key with at least four legal candidates."""
+    if not kernels.families(op, target.platform):
+        pytest.skip("no kernel")
     dtypes = ("bfloat16", "float16") if target.platform == "cuda" else ("float32", "bfloat16", "float16")
     while True:
         dtype = str(rng.choice(dtypes))
         out_dtype = str(rng.choice([dtype, "float32"]))
-        if op == "conv_wgrad":
-            problem = random_case(rng, dtype).problem(out_dtype)
+        if op.startswith("conv_"):
+            problem = OPERATIONS[op].problem(**vars(random_case(rng, dtype).problem(out_dtype)))
         elif op == "dot_general":
             m, n, k = (8 * int(rng.integers(1, 40)) for _ in range(3))
             problem = DotProblem(1, m, n, 8 * k, "bkm", "bkn", dtype, out_dtype)
