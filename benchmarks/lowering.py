@@ -136,7 +136,7 @@ def measure(model: str, batch: int | None, tune: bool) -> dict[str, Any]:
         after_trace = time.perf_counter()
         traced.lower(lowering_platforms=("cuda",))
         ended = time.perf_counter()
-        problems = {problem for _, problem in trace.ours(traced.jaxpr.jaxpr)}
+        problems = {problem for _, problem in trace.ours(traced.jaxpr.jaxpr, "cuda")}
         found = {"problems": len(problems), "trace_s": after_trace - began, "lower_s": ended - after_trace}
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     workers = sum(in_worker for in_worker, *_ in compilations.done)

@@ -26,6 +26,7 @@ from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
@@ -148,8 +149,12 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
     while True:
         dtype = str(rng.choice(dtypes))
         out_dtype = str(rng.choice([dtype, "float32"]))
-        if op == "conv_wgrad":
-            problem = random_case(rng, dtype).problem(out_dtype)
+        if op.startswith("conv_"):
+            fields = vars(random_case(rng, dtype).problem(out_dtype))
+            if op != "conv_wgrad" and target.platform == "cuda":  # there is a kernel for
+                channels = dict.fromkeys(("out_channels", "feature_group_count"), fields["in_channels"])
+                fields = {**fields, **channels}
+            problem = OPERATIONS[op].problem(**fields)
         elif op == "dot_general":
             m, n, k = (8 * int(rng.integers(1, 40)) for _ in range(3))
             problem = DotProblem(1, m, n, 8 * k, "bkm", "bkn", dtype, out_dtype)

@@ -35,16 +35,21 @@ _ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
 # How an operation is divided among devices, likewise; or why it is not.
 _RuleOf = Callable[[Sequence[Any], dict[str, Any]], Rule | str]
 
+# Of (problem, parameters, the result's type), the function of an equation's operands in plain lax; without a problem of
+# one that is lax's, as lax would trace it.
+_InLax = Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]]
+
 # Our primitives.
 PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
 RULES: dict[core.Primitive, _RuleOf] = {}
+IN_LAX: dict[core.Primitive, _InLax] = {}
 
 
 def define(
     primitive: core.Primitive,
     abstract_eval: Callable[..., Any],
     problem_of: _ProblemOf,
-    with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
+    with_xla: _InLax,
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
     rule_of: _RuleOf,
 ) -> None:
@@ -54,18 +59,18 @@ def define(
       primitive: its parameters include `options`, the caller's.
       abstract_eval: of the types of its operands and its parameters, the result's type.
       problem_of: see `_ProblemOf`.
-      with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
+      with_xla: see `_InLax`.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
         custom call; None where its operands and result are the primitive's as they are.
       rule_of: see `_RuleOf`.
     """
-    PROBLEMS[primitive], RULES[primitive] = problem_of, rule_of
+    PROBLEMS[primitive], RULES[primitive], IN_LAX[primitive] = problem_of, rule_of, with_xla
     run_outside_jit(primitive)
 
     def traced(*avals: Any, **params: Any) -> Any:
         out = abstract_eval(*avals, **params)
         with contextlib.suppress(Exception):  # it comes again at lowering
-            if only_xla(problem := problem_of(avals, params)) is None:
+            if not params["options"].quiet and only_xla(problem := problem_of(avals, params)) is None:
                 ahead.traced(problem, params["options"])
         return out
 
@@ -73,7 +78,9 @@ def define(
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
-            problem = problem_of(ctx.avals_in, params)
+            problem = routed(primitive, ctx.avals_in, params, platform)
+            if problem is None:
+                return in_lax(primitive, ctx, operands, params)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
                 division = division_rule(ctx, primitive, params, platform)
@@ -89,6 +96,25 @@ def define(
             return mlir.lower_fun(function, False)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def routed(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str) -> Problem | None:
+    """The problem of an equation; None where it is lax's: a quiet one for which no family of `platform` competes."""
+    options: Options = params["options"]
+    if not options.quiet:
+        return PROBLEMS[primitive](avals, params)
+    sizes = [size for aval in avals for size in aval.shape]
+    if options.implementation == "xla" or not _compat.is_known(*sizes) or 0 in sizes:
+        return None
+    problem, target = PROBLEMS[primitive](avals, params), target_for(platform)
+    competing = (family for family in kernels.families(problem.op, platform) if family.competes)
+    return problem if any(family.refusal(problem, None, target) is None for family in competing) else None
+
+
+def in_lax(primitive: core.Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Lowers an equation that is lax's as lax does."""
+    (out,) = ctx.avals_out
+    return mlir.lower_fun(IN_LAX[primitive](None, params, out), False)(ctx, *operands)
 
 
 def run_outside_jit(primitive: core.Primitive) -> None:
@@ -144,11 +170,13 @@ def choose(
 
 def division_rule(ctx: Any, primitive: core.Primitive, params: dict[str, Any], platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem, implementation = PROBLEMS[primitive](ctx.avals_in, params), params["options"].implementation
-    if implementation == "xla":
+    problem, options = PROBLEMS[primitive](ctx.avals_in, params), params["options"]
+    if options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):
         return f"no kernel for platform {platform}"
+    if options.quiet and select(problem, target_for(platform), options).candidate == XLA:
+        return "no kernel is chosen for the whole"
     return only_xla(problem) or partitioning.refusal(ctx) or RULES[primitive](ctx.avals_in, params)
 
 

@@ -77,6 +77,8 @@ def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) ->
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if lowering.routed(primitive, ctx.avals_in, params, platform) is None:
+            return lowering.in_lax(primitive, ctx, operands, params)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
         equation, rule = _Marked(primitive, shapes, params), None
         if _compat.is_automatically_partitioned(ctx):

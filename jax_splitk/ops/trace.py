@@ -22,14 +22,17 @@ def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any
     each device computes them."""
     if _spans_devices(jaxpr, (args, kwargs)):
         return propagation.operations(fn, args, kwargs, platform)
-    return [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr)]
+    return [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr, platform)]
 
 
-def ours(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Problem]]:
-    """Our equations, also those inside other equations' functions, and what they compute."""
+def ours(jaxpr: core.Jaxpr, platform: str) -> Iterator[tuple[core.JaxprEqn, Problem]]:
+    """Our equations, also those inside other equations' functions, and what they compute; without those that are lax's
+    on that platform."""
     for eqn in equations(jaxpr):
         if eqn.primitive in lowering.PROBLEMS:
-            yield eqn, lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params)
+            problem = lowering.routed(eqn.primitive, [var.aval for var in eqn.invars], eqn.params, platform)
+            if problem is not None:
+                yield eqn, problem
 
 
 def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:

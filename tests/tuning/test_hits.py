@@ -51,7 +51,7 @@ def traced() -> list[Any]:
 def device_code() -> list[Source]:
     sources = []
     for each in traced():
-        ((_, problem),) = trace.ours(each.jaxpr.jaxpr)
+        ((_, problem),) = trace.ours(each.jaxpr.jaxpr, "cuda")
         choice = select.select(problem, DEFAULT_CUDA, Options())
         assert choice.why.startswith("shipped table: "), choice
         plan = choice.candidate.plan(choice.problem)
