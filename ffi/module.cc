@@ -48,6 +48,7 @@ NB_MODULE(_ffi, m) {
     type["type_info"] = nb::capsule(const_cast<XLA_FFI_TypeInfo*>(js::LaunchStateTypeInfo()));
     return type;
   });
+  m.def("host_conv_handler", [] { return HandlerCapsule(JaxSplitkHostConv); });
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
   m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedMatmul); });
 

@@ -9,7 +9,7 @@ _argv = _sys.argv or [""]
 _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
 if _module != "jax_splitk" and not _script:
-    from jax_splitk.ops.conv import conv_general_dilated, conv_wgrad
+    from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
     from jax_splitk.ops.explain import explain
@@ -33,6 +33,8 @@ __all__ = [
     "PackedWeight",
     "QuantizedArray",
     "TuningResult",
+    "conv_dgrad",
+    "conv_fprop",
     "conv_general_dilated",
     "conv_wgrad",
     "cost",

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test measures, settles and is told is not another's."""
     monkeypatch.setattr(session, "_session", session.Session())
-    disk.warn_once.cache_clear()
+    disk._warn.cache_clear()
 
 
 @pytest.fixture

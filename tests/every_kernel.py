@@ -12,12 +12,14 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.conv import depthwise as conv_depthwise
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.quantized import prepack
@@ -60,17 +62,17 @@ class Run:
             return _product(self.product)
         if isinstance(self.problem, DotProblem):
             return _dot_operands(self.problem)
-        assert isinstance(self.problem, ConvWgradProblem)
-        return _gradient(self.problem)
+        assert isinstance(self.problem, ConvProblem)
+        return _convolution(self.problem)
 
 
 @functools.cache
-def _gradient(p: ConvWgradProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+def _convolution(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     rng = np.random.default_rng(SEED)
-    lhs, g = (rng.integers(-2, 3, shape).astype(np.float64) for shape in (p.lhs_shape, p.g_shape))
-    exact = float64.conv_wgrad_on_host(p, lhs, g)
+    x, y = (rng.integers(-2, 3, shape).astype(np.float64) for shape in p.operand_shapes)
+    exact = float64.ON_HOST[p.op](p, x, y)
     dtype = jnp.dtype(p.dtype)
-    return (lhs.astype(dtype), g.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    return (x.astype(dtype), y.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
 
 
 @functools.cache
@@ -189,6 +191,26 @@ def _depthwise() -> Iterator[Run]:
         yield from _splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
+# ---- other passes --------------------------------------------------------------------------------------------------
+
+
+def _depthwise_passes() -> Iterator[Run]:
+    pairs = ((conv_depthwise.FPROP, ConvFpropProblem), (conv_depthwise.DGRAD, ConvDgradProblem))
+    for (family, kind), (size, kernel, changes, config) in itertools.product(
+        pairs,
+        (
+            ((9, 10), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
+            ((9, 11), (3, 5), {"stride": 2, "dtype": HALF, "out_dtype": HALF}, (2, 2)),
+            ((8, 9), (7, 7), {"padding": 3}, (6, 64)),
+            ((17,), (4,), {"padding": ((3, 0),), "dtype": "float32"}, (16, 1)),
+            ((5, 6, 7), (3, 3, 3), {"padding": 1, "stride": (2, 1, 3), "out_dtype": "bfloat16"}, (6, 2)),
+            ((12, 9), (3, 4), {"rhs_dilation": (2, 1), "dtype": "float32", "out_dtype": HALF}, (4, 7)),
+        ),
+    ):
+        p = kind(**vars(conv(size, kernel, (20, 20), groups=20, **changes)))
+        yield Run(family, p, conv_depthwise.Config(*config))
+
+
 # ---- matrix products -----------------------------------------------------------------------------------------------
 
 
@@ -281,7 +303,7 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

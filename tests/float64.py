@@ -1,4 +1,5 @@
-"""Weight gradients in float64, by matrix products over windows of the input: independent of any convolution code."""
+"""Passes of a convolution in float64, by matrix products over windows of the input: independent of any convolution
+code."""
 
 import itertools
 import math
@@ -7,7 +8,8 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_passes import other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 
 # Of one operand's images in float64, at a time: processes that share a GPU keep what they once had of its memory.
 PART_BYTES = 256 << 20
@@ -64,6 +66,31 @@ def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray
     """The same by one matrix product for each feature group in NumPy, for small problems; batch groups are not
     covered."""
     p, groups = problem, problem.feature_group_count
+    group_in, group_out = p.in_channels // groups, p.out_channels // groups
+    columns = g.astype(np.float64).reshape(p.reduction_size, groups, group_out)
+    # [groups, taps * C/groups, pixels] @ [groups, pixels, K/groups]
+    left = _rows(p, lhs).transpose(2, 1, 3, 0).reshape(groups, p.taps * group_in, p.reduction_size)
+    product = (left @ columns.transpose(1, 0, 2)).reshape(groups, p.taps, group_in, group_out)
+    return product.transpose(1, 2, 0, 3).reshape(p.out_shape)
+
+
+def conv_fprop_on_host(p: ConvProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """The forward pass likewise."""
+    groups = p.feature_group_count
+    weight = rhs.astype(np.float64).reshape(p.taps, p.group_channels[0], groups, p.group_channels[1])
+    return np.einsum("xtgc,tcgk->xgk", _rows(p, lhs), weight).reshape(p.g_shape)
+
+
+def conv_dgrad_on_host(p: ConvProblem, g: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """The input gradient likewise, as a forward pass."""
+    (c, k), groups = p.group_channels, p.feature_group_count
+    taps = rhs.astype(np.float64).reshape(p.taps, c, groups, k)[::-1].transpose(0, 3, 2, 1)
+    return conv_fprop_on_host(other_way(p), g, taps)
+
+
+def _rows(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
+    """What the windows hold: [output pixels, taps, groups, C/groups]."""
+    groups = p.feature_group_count
     # What the windows cover of the dilated and padded (or cropped) input.
     covered = [
         (out - 1) * stride + (k - 1) * dilation + 1
@@ -91,10 +118,7 @@ def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray
         ),
         writeable=False,
     )
-    group_in, group_out = p.in_channels // groups, p.out_channels // groups
-    rows = windows.reshape(p.reduction_size, p.taps, groups, group_in)
-    columns = g.astype(np.float64).reshape(p.reduction_size, groups, group_out)
-    # [groups, taps * C/groups, pixels] @ [groups, pixels, K/groups]
-    left = rows.transpose(2, 1, 3, 0).reshape(groups, p.taps * group_in, p.reduction_size)
-    product = (left @ columns.transpose(1, 0, 2)).reshape(groups, p.taps, group_in, group_out)
-    return product.transpose(1, 2, 0, 3).reshape(p.out_shape)
+    return windows.reshape(math.prod(p.g_shape[:-1]), p.taps, groups, p.in_channels // groups)
+
+
+ON_HOST = {"conv_fprop": conv_fprop_on_host, "conv_dgrad": conv_dgrad_on_host, "conv_wgrad": conv_wgrad_on_host}

@@ -220,7 +220,7 @@ def test_fuzz(subject: Callable[[Rng, pathlib.Path], Trial], seconds: float, cac
         until = time.monotonic() + seconds
         while time.monotonic() < until or not outcomes:
             outcomes[trial()] += 1
-            disk.warn_once.cache_clear()
+            disk._warn.cache_clear()
     print(subject.__name__, dict(outcomes))
     # It means something only if much is refused, and some is taken.
     assert sum(outcomes.values()) < 200 or min(outcomes["taken"], outcomes["refused"]) > 0, outcomes

@@ -23,8 +23,8 @@ LONGEST_FUNCTION = 70  # lines, of the package
 # What a module of the package may hold that changes.
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
-    "ops/lowering.py": ["PROBLEMS", "RULES"],  # which primitive is which operation: filled on import
-    "runtime/compiler.py": ["_memory", "_in_flight"],  # machine code that was compiled or read, each once
+    "ops/lowering.py": ["PROBLEMS", "RULES", "IN_LAX"],  # which primitive is which operation: filled on import
+    "runtime/compiler.py": ["_memory", "_in_flight", "_pool"],  # machine code that was compiled or read, each once
     "tuning/session.py": ["_session"],  # what a process remembers of its tuning
 }
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")
@@ -138,7 +138,7 @@ def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
     """What is registered is a target or a literal of the same form."""
     calls = [node for node in ast.walk(parsed(PACKAGE / "runtime" / "registration.py")) if isinstance(node, ast.Call)]
     calls = [call for call in calls if ast.unparse(call.func).startswith("jax.ffi.register_ffi")]
-    assert len(calls) == 4
+    assert len(calls) == 5
     first = [call.args[0] for call in calls]
     names = [str(arg.value) if isinstance(arg, ast.Constant) else getattr(plan, ast.unparse(arg)) for arg in first]
     assert set(names) >= set(plan.TARGETS)

@@ -26,6 +26,7 @@ from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
@@ -41,7 +42,10 @@ CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
 TINY = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
-ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S", "PROGRESS")
+ENVIRONMENT = (
+    *("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "PROGRESS"),
+    *("AUTOTUNE", "COMPILE_AHEAD", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"),
+)
 
 
 # Of modules that tune the CPU's family.
@@ -157,8 +161,12 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
     while True:
         dtype = str(rng.choice(dtypes))
         out_dtype = str(rng.choice([dtype, "float32"]))
-        if op == "conv_wgrad":
-            problem = random_case(rng, dtype).problem(out_dtype)
+        if op.startswith("conv_"):
+            fields = vars(random_case(rng, dtype).problem(out_dtype))
+            if op != "conv_wgrad" and target.platform == "cuda":  # there is a kernel for
+                channels = dict.fromkeys(("out_channels", "feature_group_count"), fields["in_channels"])
+                fields = {**fields, **channels}
+            problem = OPERATIONS[op].problem(**fields)
         elif op == "dot_general":
             m, n, k = (8 * int(rng.integers(1, 40)) for _ in range(3))
             problem = DotProblem(1, m, n, 8 * k, "bkm", "bkn", dtype, out_dtype)

@@ -31,7 +31,7 @@ def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return _COMPLETE[op](fields)
 
 
-def _conv_wgrad(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _convolution(fields: Mapping[str, Any]) -> dict[str, Any]:
     spatial, dtype = fields["input_spatial"], fields.get("dtype", "bfloat16")
     ones = [1] * _length(spatial)
     counts = {"feature_group_count": 1, "batch_group_count": 1}
@@ -70,7 +70,9 @@ def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "conv_wgrad": _conv_wgrad,
+    "conv_fprop": _convolution,
+    "conv_dgrad": _convolution,
+    "conv_wgrad": _convolution,
     "dot_general": _dot_general,
     "quantized_matmul": _quantized_matmul,
 }

@@ -1,24 +1,28 @@
 """The fields of problems as people write them. Nothing is imported, so that `--help` takes no time."""
 
+_CONVOLUTION: dict[str, tuple[str, str]] = {
+    "batch": ("", "images"),
+    "input_spatial": ("", "one to three sizes, e.g. [56, 56]"),
+    "in_channels": ("", "C"),
+    "out_channels": ("", "K"),
+    "kernel_spatial": ("", "the filter's sizes, e.g. [3, 3]"),
+    "window_strides": ("1 each", "strides"),
+    "padding": ('"SAME"', '"SAME", "SAME_LOWER", "VALID" or [low, high] for each dimension'),
+    "lhs_dilation": ("1 each", "of the input, as in a transposed convolution; padding is in numbers then"),
+    "rhs_dilation": ("1 each", "of the filter"),
+    "output_spatial": ("computed", "checked where it is given"),
+    "feature_group_count": ("1", "feature groups"),
+    "batch_group_count": ("1", "batch groups"),
+    "dtype": ('"bfloat16"', "of both operands: bfloat16, float16, float32 or float64"),
+    "out_dtype": ("dtype", "of the result"),
+    "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
+}
+
 # By operation and field: what it is where it is left out, in words ("" where it must be there), and what it means.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
-    "conv_wgrad": {
-        "batch": ("", "images"),
-        "input_spatial": ("", "one to three sizes, e.g. [56, 56]"),
-        "in_channels": ("", "C"),
-        "out_channels": ("", "K"),
-        "kernel_spatial": ("", "the filter's sizes, e.g. [3, 3]"),
-        "window_strides": ("1 each", "strides"),
-        "padding": ('"SAME"', '"SAME", "SAME_LOWER", "VALID" or [low, high] for each dimension'),
-        "lhs_dilation": ("1 each", "of the input, as in a transposed convolution; padding is in numbers then"),
-        "rhs_dilation": ("1 each", "of the filter"),
-        "output_spatial": ("computed", "checked where it is given"),
-        "feature_group_count": ("1", "feature groups"),
-        "batch_group_count": ("1", "batch groups"),
-        "dtype": ('"bfloat16"', "of input and cotangent: bfloat16, float16, float32 or float64"),
-        "out_dtype": ("dtype", "of the weight gradient"),
-        "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
-    },
+    "conv_fprop": _CONVOLUTION,
+    "conv_dgrad": _CONVOLUTION,
+    "conv_wgrad": _CONVOLUTION,
     "dot_general": {
         "batch": ("1", "matrix products"),
         "m": ("", "rows of the result"),

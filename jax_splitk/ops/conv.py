@@ -10,8 +10,10 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops import conv_forward
-from jax_splitk.ops.conv_primitive import bind_wgrad
+from jax_splitk.ops import conv_dgrad as _dgrad  # noqa: F401 - the passes' rules
+from jax_splitk.ops import conv_fprop as _fprop  # noqa: F401
+from jax_splitk.ops import conv_wgrad as _wgrad  # noqa: F401
+from jax_splitk.ops.conv_primitives import bind_dgrad, bind_fprop, bind_wgrad, with_output_of
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
@@ -90,6 +92,118 @@ def conv_wgrad(
     return bind_wgrad(conv, lhs, g, shape, out_dtype, options)
 
 
+def conv_fprop(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: Padding,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    lhs_dilation: Sequence[int] | None = None,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    config: Any = None,
+    implementation: str | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """The forward pass of a convolution by itself: `jax.lax.conv_general_dilated`, whose kernel can be chosen.
+
+    `conv_general_dilated` uses it. With `lhs_dilation` and unit strides it is a transposed convolution, which is
+    computed as the input gradient of another one: `explain` shows it as `conv_dgrad`. Its cotangents are `conv_dgrad`
+    and `conv_wgrad`. Works under the transformations that `conv_wgrad` works under.
+
+    Args:
+      lhs: the convolution's input, e.g. [N, H, W, C], of dtype bfloat16, float16, float32 or float64.
+      rhs: its weight, e.g. [R, S, C/groups, K], of lhs's dtype.
+      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
+        precision: as in `jax.lax.conv_general_dilated`.
+      preferred_element_type: dtype of the result, one of those above; None for lhs's.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or nobody measured, is
+        XLA's.
+
+    Returns:
+      The convolution, e.g. [N, P, Q, K].
+
+    Raises:
+      ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as `conv_wgrad` does.
+
+    Examples:
+      >>> lhs, rhs = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 16))
+      >>> numbers = ("NHWC", "HWIO", "NHWC")
+      >>> jax_splitk.conv_fprop(lhs, rhs, (2, 2), "SAME", dimension_numbers=numbers).shape
+      (2, 4, 4, 16)
+    """
+    options = settled("conv_fprop", Options(config, implementation, workspace_limit_bytes))
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    _check_operands(lhs, rhs, converted=False, or_else="")
+    geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    conv = convolution(lhs.shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or lhs.dtype
+    return bind_fprop(lhs, rhs, conv, lhs.dtype, out_dtype, None, options, options.of_another_pass(quiet=False))
+
+
+def conv_dgrad(
+    g: jax.Array,
+    rhs: jax.Array,
+    lhs_shape: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Padding,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    lhs_dilation: Sequence[int] | None = None,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    config: Any = None,
+    implementation: str | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """Gradient of a convolution with respect to its input (its "lhs"); with strides, a transposed convolution.
+
+    For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
+    `lhs`. Its own cotangents are `conv_fprop` and `conv_wgrad`. Works under the transformations that `conv_wgrad` works
+    under.
+
+    Args:
+      g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of dtype bfloat16, float16, float32 or float64.
+      rhs: the weight, e.g. [R, S, C/groups, K], of g's dtype.
+      lhs_shape: shape of the input, in the order that `dimension_numbers` gives it, e.g. (N, H, W, C).
+      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
+        `jax.lax.conv_general_dilated`.
+      dimension_numbers, feature_group_count, batch_group_count, precision: likewise.
+      preferred_element_type: dtype of the result, one of those above; None for g's.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or nobody measured, is
+        XLA's.
+
+    Returns:
+      The input gradient, of shape `lhs_shape`.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError, FrozenCacheMiss: as `conv_wgrad` does.
+
+    Examples:
+      >>> g, rhs = jnp.ones((2, 4, 4, 16)), jnp.ones((3, 3, 4, 16))
+      >>> numbers = ("NHWC", "HWIO", "NHWC")
+      >>> jax_splitk.conv_dgrad(g, rhs, (2, 8, 8, 4), (2, 2), "SAME", dimension_numbers=numbers).shape
+      (2, 8, 8, 4)
+    """
+    options = settled("conv_dgrad", Options(config, implementation, workspace_limit_bytes))
+    g, rhs = jnp.asarray(g), jnp.asarray(rhs)
+    _check_dtypes(g, "rhs", rhs, of="g")
+    _check_ranks(g, "rhs", rhs, of="g")
+    shape = integers("lhs_shape", lhs_shape, g.ndim, least=0)
+    geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    conv = convolution(shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
+    conv = with_output_of(conv, shape, rhs.shape, g.shape)
+    out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or g.dtype
+    return bind_dgrad(conv, g, rhs, shape, out_dtype, None, options, options.of_another_pass(quiet=False))
+
+
 def conv_general_dilated(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -111,10 +225,11 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
 
-    The first twelve parameters are lax's, in lax's order. The forward convolution and the input gradient are lax's, and
-    so is forward mode. Works under every transformation of lax's: jit, grad and jvp (of any order), linear_transpose,
-    checkpoint, vmap, scan and shard_map. Under vmap a mapped input widens the batch of one convolution and of one
-    weight gradient, and a mapped weight makes groups (with a mapped input) or more output channels (without).
+    The first twelve parameters are lax's, in lax's order. The forward convolution and the input gradient are
+    `conv_fprop` and `conv_dgrad`, which are lax's where no kernel is faster, and so is forward mode. Works under every
+    transformation of lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map.
+    Under vmap a mapped input widens the batch of one convolution and of one weight gradient, and a mapped weight makes
+    groups (with a mapped input) or more output channels (without).
 
     Operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats) are lax's with their
     gradients, as the log says.
@@ -126,7 +241,8 @@ def conv_general_dilated(
         float32 and holds the kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent
         of the output is converted to compute_dtype.
       config, implementation, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient: under vmap of that
-        of the one convolution.
+        of the one convolution. The other passes are chosen by themselves, but for implementation="xla", which is for
+        all three.
 
     Returns:
       The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.
@@ -156,13 +272,13 @@ def conv_general_dilated(
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
     if out_sharding is not None:
         out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return conv_forward.bind(lhs, rhs, conv, compute, out_dtype, out_sharding, options)
+    return bind_fprop(lhs, rhs, conv, compute, out_dtype, out_sharding, options.of_another_pass(), options)
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool) -> None:
+def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: str = ", or compute_dtype=") -> None:
     """Of the forward convolution, which `compute_dtype` converts or not."""
     if not converted:
-        _check_dtypes(lhs, "rhs", rhs, ", or compute_dtype=")
+        _check_dtypes(lhs, "rhs", rhs, or_else)
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
         raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
     if lhs.ndim != rhs.ndim:
@@ -190,15 +306,15 @@ def _out_sharding(conv: Convolution, lhs: jax.Array, rhs: jax.Array, out_shardin
     return out.sharding
 
 
-def _check_dtypes(lhs: jax.Array, name: str, other: jax.Array, or_else: str = "") -> None:
+def _check_dtypes(lhs: jax.Array, name: str, other: jax.Array, or_else: str = "", of: str = "lhs") -> None:
     if lhs.dtype != other.dtype or lhs.dtype.name not in DTYPES:
         accepted = f"one of {', '.join(DTYPES)} for both{or_else}"
-        raise TypeError(f"lhs is {lhs.dtype} and {name} is {other.dtype}; accepted: {accepted}")
+        raise TypeError(f"{of} is {lhs.dtype} and {name} is {other.dtype}; accepted: {accepted}")
 
 
-def _check_ranks(lhs: jax.Array, name: str, other: jax.Array) -> None:
+def _check_ranks(lhs: jax.Array, name: str, other: jax.Array, of: str = "lhs") -> None:
     if lhs.ndim != other.ndim or lhs.ndim < 2:
-        shapes = f"lhs of shape {lhs.shape} and {name} of shape {other.shape}"
+        shapes = f"{of} of shape {lhs.shape} and {name} of shape {other.shape}"
         raise ValueError(f"{shapes}; accepted: one rank of at least 2")
 
 

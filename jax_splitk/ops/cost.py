@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.extend import core
 from jax.interpreters import mlir
 
-from jax_splitk.ops import trace
-from jax_splitk.ops.lowering import PROBLEMS
+from jax_splitk.ops import lowering, trace
 from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import local_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +100,27 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
       True
     """
     found: dict[Problem, int] = {}
-    for eqn, problem in trace.ours(trace.traced(fn, args, kwargs)):
+    platform = local_platform()
+    for eqn, problem in trace.ours(trace.traced(fn, args, kwargs), platform):
         out: Any = eqn.outvars[0].aval
         # A batch of weights is one equation.
         times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
         found[problem] = found.get(problem, 0) + times
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
-    rules: Any = tuple((primitive, _nothing) for primitive in PROBLEMS)
+    rules: Any = tuple((primitive, _nothing(primitive, platform)) for primitive in lowering.PROBLEMS)
     parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
     # What XLA does not know, as other custom calls, counts as -1.
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
 
 
-def _nothing(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lowers an operation of ours to a result that takes no computing."""
-    del params
-    (out,) = ctx.avals_out
-    return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)
+def _nothing(primitive: core.Primitive, platform: str) -> Callable[..., Any]:
+    """Lowers operations of ours to results that take no computing."""
+
+    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if lowering.routed(primitive, ctx.avals_in, params, platform) is None:
+            return lowering.in_lax(primitive, ctx, operands, params)
+        (out,) = ctx.avals_out
+        return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)
+
+    return lowered

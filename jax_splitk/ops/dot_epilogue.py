@@ -85,7 +85,6 @@ def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
     return Rule((*product.operands, *bias, *residual), product.result, product.units, divided, finish)
 
 
-@dot_epilogue_p.def_abstract_eval
 def _abstract_eval(*avals: Any, **params: Any) -> Any:
     out = dot_primitive.type_of_product(avals[0], avals[1], params)
     return partitioning.with_explicit_sharding(out, _rule_of, avals, params)
@@ -200,4 +199,4 @@ def _with_kernel(
     return between_reshapes
 
 
-lowering.define(dot_epilogue_p, _problem_of, _with_xla, _with_kernel, _rule_of)
+lowering.define(dot_epilogue_p, _abstract_eval, _problem_of, _with_xla, _with_kernel, _rule_of)

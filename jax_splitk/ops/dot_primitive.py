@@ -64,7 +64,6 @@ def type_of_product(lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
     return _compat.like(lhs if _compat.aval_vma(lhs) else rhs, shape, params["out_dtype"])
 
 
-@dot_general_p.def_abstract_eval
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     out = type_of_product(lhs, rhs, params)
     return partitioning.with_explicit_sharding(out, rule_of, (lhs, rhs), params)
@@ -207,4 +206,4 @@ def as_of_problem(
     return given(lhs, of_lhs), given(rhs, of_rhs)
 
 
-lowering.define(dot_general_p, problem_of, _with_xla, _with_kernel, rule_of)
+lowering.define(dot_general_p, _abstract_eval, problem_of, _with_xla, _with_kernel, rule_of)

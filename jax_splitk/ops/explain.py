@@ -82,8 +82,8 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     decisions, equations = tuple(found.values()), list(trace.equations(jaxpr))
     unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr)], target)
     notes = ()
-    # lax's, and ours of the forward pass.
-    convolutions = sum(eqn.primitive.name.endswith("conv_general_dilated") for eqn in equations)
+    names = ("conv_general_dilated", "conv_fprop")
+    convolutions = sum(eqn.primitive.name in names for eqn in equations)
     if convolutions and not any(d.problem.op == "conv_wgrad" for d in (*decisions, *unrouted)):
         notes = (_NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"),)
     return Explanation(platform, decisions, unrouted, tuple(_gain(d, target) for d in unrouted), notes)

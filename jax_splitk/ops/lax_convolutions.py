@@ -7,7 +7,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
 
-from jax_splitk.ops.conv_primitive import canonical
+from jax_splitk.problems.conv_passes import canonical
 from jax_splitk.problems.conv_reference import precision_name
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, dilated
 from jax_splitk.runtime import _compat

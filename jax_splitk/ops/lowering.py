@@ -4,6 +4,7 @@ A primitive rather than an `ffi_call` at trace time, so that the decision is tak
 the final (batched, per-shard) shapes are known.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
+from jax_splitk.tuning import ahead
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select, would_serve
@@ -34,34 +36,53 @@ _ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
 # How an operation is divided among devices, likewise; or why it is not.
 _RuleOf = Callable[[Sequence[Any], dict[str, Any]], Rule | str]
 
+# Of (problem, parameters, the result's type), the function of an equation's operands in plain lax; without a problem of
+# one that is lax's, as lax would trace it.
+_InLax = Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]]
+
 # Our primitives.
 PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
 RULES: dict[core.Primitive, _RuleOf] = {}
+IN_LAX: dict[core.Primitive, _InLax] = {}
 
 
 def define(
     primitive: core.Primitive,
+    abstract_eval: Callable[..., Any],
     problem_of: _ProblemOf,
-    with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
+    with_xla: _InLax,
     with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
     rule_of: _RuleOf,
 ) -> None:
-    """Gives a primitive its implementation outside jit and its lowering, on every platform.
+    """Gives a primitive its type, its implementation outside jit and its lowering, on every platform.
 
     Args:
       primitive: its parameters include `options`, the caller's.
+      abstract_eval: of the types of its operands and its parameters, the result's type.
       problem_of: see `_ProblemOf`.
-      with_xla: of (problem, parameters, the result's type), the function of the operands in plain lax.
+      with_xla: see `_InLax`.
       with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
         custom call; None where its operands and result are the primitive's as they are.
       rule_of: see `_RuleOf`.
     """
-    PROBLEMS[primitive], RULES[primitive] = problem_of, rule_of
+    PROBLEMS[primitive], RULES[primitive], IN_LAX[primitive] = problem_of, rule_of, with_xla
     run_outside_jit(primitive)
+
+    def traced(*avals: Any, **params: Any) -> Any:
+        out = abstract_eval(*avals, **params)
+        with contextlib.suppress(Exception):  # it comes again at lowering
+            if not params["options"].quiet and only_xla(problem := problem_of(avals, params)) is None:
+                ahead.traced(served(problem, "cuda"), params["options"])
+        return out
+
+    primitive.def_abstract_eval(traced)
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
-            problem = served(problem_of(ctx.avals_in, params), platform)
+            problem = routed(primitive, ctx.avals_in, params, platform)
+            if problem is None:
+                return in_lax(primitive, ctx, operands, params)
+            problem = served(problem, platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
                 division = division_rule(ctx, primitive, params, platform)
@@ -77,6 +98,25 @@ def define(
             return mlir.lower_fun(function, False)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def routed(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str) -> Problem | None:
+    """The problem of an equation; None where it is lax's: a quiet one for which no family of `platform` competes."""
+    options: Options = params["options"]
+    if not options.quiet:
+        return PROBLEMS[primitive](avals, params)
+    sizes = [size for aval in avals for size in aval.shape]
+    if options.implementation == "xla" or not _compat.is_known(*sizes) or 0 in sizes:
+        return None
+    problem, target = PROBLEMS[primitive](avals, params), target_for(platform)
+    competing = (family for family in kernels.families(problem.op, platform) if family.competes)
+    return problem if any(family.refusal(problem, None, target) is None for family in competing) else None
+
+
+def in_lax(primitive: core.Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Lowers an equation that is lax's as lax does."""
+    (out,) = ctx.avals_out
+    return mlir.lower_fun(IN_LAX[primitive](None, params, out), False)(ctx, *operands)
 
 
 def run_outside_jit(primitive: core.Primitive) -> None:
@@ -142,11 +182,13 @@ def choose(
 
 def division_rule(ctx: Any, primitive: core.Primitive, params: dict[str, Any], platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem, implementation = PROBLEMS[primitive](ctx.avals_in, params), params["options"].implementation
-    if implementation == "xla":
+    problem, options = PROBLEMS[primitive](ctx.avals_in, params), params["options"]
+    if options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):
         return f"no kernel for platform {platform}"
+    if options.quiet and select(problem, target_for(platform), options).candidate == XLA:
+        return "no kernel is chosen for the whole"
     return only_xla(problem) or partitioning.refusal(ctx) or RULES[primitive](ctx.avals_in, params)
 
 
@@ -157,6 +199,8 @@ def _chosen(
     target = target_for(platform)
     # Only what will run here can be measured here.
     measure = undivided is None and not _compat.is_export(ctx) and target.is_local
+    if not _compat.is_automatically_partitioned(ctx):
+        ahead.lowered(problem, options, target, measure)
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
     announce(choice, options)

@@ -166,7 +166,9 @@ def lower(
         function = over_automatic_axes(primitive, rule, params, problem)
         return mlir.lower_fun(function, False)(_compat.with_mesh(ctx, mesh_of(ctx)), *operands)
     function = over_explicit_axes(primitive, rule, params, problem, ctx.avals_in)
-    return mlir.lower_fun(function, False)(ctx, *operands)
+    # The rule gives the result's sharding, unless lax, or an argument, does.
+    (out,) = ctx.avals_out
+    return mlir.lower_fun(lambda *xs: _compat.placed_like(function(*xs), out), False)(ctx, *operands)
 
 
 # ---- explicit axes -------------------------------------------------------------------------------------------------

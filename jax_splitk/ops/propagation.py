@@ -19,6 +19,7 @@ from jax_splitk.ops import lowering, partitioning
 from jax_splitk.ops.partitioning import Division, Rule, Spec
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat
+from jax_splitk.tuning import ahead
 from jax_splitk.tuning.options import Options
 
 _INDEX = "jax_splitk.index"
@@ -57,7 +58,8 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) ->
     """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
     marked: list[_Marked] = []
     rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.RULES)
-    traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
+    with ahead.looking_on():
+        traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
     parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
     module: Any = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
     with module.context:
@@ -75,6 +77,8 @@ def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) ->
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if lowering.routed(primitive, ctx.avals_in, params, platform) is None:
+            return lowering.in_lax(primitive, ctx, operands, params)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
         equation, rule = _Marked(primitive, shapes, params), None
         if _compat.is_automatically_partitioned(ctx):

@@ -84,9 +84,6 @@ def type_of_product(x: Any, values: Any, *leaves: Any, **params: Any) -> Any:
     return partitioning.with_explicit_sharding(out, _rule_of, (x, values, *leaves), params)
 
 
-quantized_matmul_p.def_abstract_eval(type_of_product)
-
-
 # ---- batching --------------------------------------------------------------------------------------------------------
 
 
@@ -149,4 +146,4 @@ def _with_kernel(
     return one_by_one
 
 
-lowering.define(quantized_matmul_p, _problem_of, _with_xla, _with_kernel, _rule_of)
+lowering.define(quantized_matmul_p, type_of_product, _problem_of, _with_xla, _with_kernel, _rule_of)

@@ -11,10 +11,12 @@ from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.tuning import ahead
 
 
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
-    return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+    with ahead.looking_on():
+        return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
 
 
 def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
@@ -23,7 +25,7 @@ def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any
     if _spans_devices(jaxpr, (args, kwargs)):
         found = propagation.operations(fn, args, kwargs, platform)
     else:
-        found = [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr)]
+        found = [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr, platform)]
     return [_served(each, platform) for each in found]
 
 
@@ -35,11 +37,14 @@ def _served(operation: Operation, platform: str) -> Operation:
     return dataclasses.replace(operation, problem=problem, note="; ".join(filter(None, (operation.note, said))))
 
 
-def ours(jaxpr: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, Problem]]:
-    """Our equations, also those inside other equations' functions, and what they compute."""
+def ours(jaxpr: core.Jaxpr, platform: str) -> Iterator[tuple[core.JaxprEqn, Problem]]:
+    """Our equations, also those inside other equations' functions, and what they compute; without those that are lax's
+    on that platform."""
     for eqn in equations(jaxpr):
         if eqn.primitive in lowering.PROBLEMS:
-            yield eqn, lowering.PROBLEMS[eqn.primitive]([var.aval for var in eqn.invars], eqn.params)
+            problem = lowering.routed(eqn.primitive, [var.aval for var in eqn.invars], eqn.params, platform)
+            if problem is not None:
+                yield eqn, problem
 
 
 def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:

@@ -14,7 +14,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import agreement, decide
+from jax_splitk.tuning import agreement, decide, tuner
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import current
@@ -99,7 +99,7 @@ def _tune_all(
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
     keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
-    with decide.run(keys, again) as run:
+    with tuner.coming(asked for asked in keys if again or not decide.is_held(*asked)), decide.run(keys, again) as run:
         for (key, limit), count in keys.items():
             tuned = functools.partial(decide.tuned, key, limit, budget, again)
             _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])

@@ -7,7 +7,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem, dilated
+from jax_splitk.problems.conv_passes import other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
@@ -90,6 +91,40 @@ def conv_wgrad(
         preferred_element_type=wider(problem.dtype, problem.out_dtype),
     )
     return out.astype(problem.out_dtype)
+
+
+def conv_fprop(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:
+    """The convolution, in canonical layouts."""
+    # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
+    out = lax_conv(
+        lhs,
+        rhs,
+        window_strides=problem.window_strides,
+        padding=problem.padding,
+        lhs_dilation=problem.lhs_dilation,
+        rhs_dilation=problem.rhs_dilation,
+        dimension_numbers=NHWC_SPECS[problem.rank],
+        feature_group_count=problem.feature_group_count,
+        batch_group_count=problem.batch_group_count,
+        precision=lax_precision(problem.precision),
+        preferred_element_type=wider(problem.dtype, problem.out_dtype),
+    )
+    return out.astype(problem.out_dtype)
+
+
+def conv_dgrad(g: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:
+    """The gradient of the input, in canonical layouts and without batch groups, as one convolution of g, as lax's own
+    transpose rule builds it. Unlike through `jax.vjp`, the result's dtype can be chosen."""
+    return conv_fprop(g, mirrored(rhs, problem.feature_group_count), other_way(problem))
+
+
+def mirrored(rhs: jax.Array, groups: int) -> jax.Array:
+    """The weight of the convolution that goes the other way (`other_way`): [*kernel, K / groups, C], in which the taps
+    are reversed, of [*kernel, C / groups, K]."""
+    *kernel, in_channels, out_channels = rhs.shape
+    rhs = jnp.moveaxis(rhs.reshape(*kernel, in_channels, groups, out_channels // groups), -1, -3)
+    rhs = jnp.swapaxes(rhs, -1, -2).reshape(*kernel, out_channels // groups, groups * in_channels)
+    return lax.rev(rhs, range(len(kernel)))
 
 
 def rhs_shape(problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from jax import numpy as jnp
 
@@ -17,16 +18,17 @@ PRECISIONS = ("default", "high", "highest")
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvWgradProblem:
-    """The weight gradient of a convolution, in canonical layouts.
+class ConvProblem:
+    """One pass of a convolution, in canonical layouts: two of its arrays are given, the third is computed.
 
-    `lhs` is [batch, *input_spatial, in_channels] (NHWC), `g`, the cotangent of the convolution's output, is
-    [batch / batch_group_count, *output_spatial, out_channels], and the result is
-    [*kernel_spatial, in_channels / feature_group_count, out_channels] (HWIO). Argument names and meanings are
-    those of `jax.lax.conv_general_dilated` (the forward convolution's).
+    `lhs` is [batch, *input_spatial, in_channels] (NHWC), `rhs`, the weight, is
+    [*kernel_spatial, in_channels / feature_group_count, out_channels] (HWIO), and `g`, the convolution's output or its
+    cotangent, is [batch / batch_group_count, *output_spatial, out_channels]. Argument names and meanings are those of
+    `jax.lax.conv_general_dilated` (the forward convolution's).
 
-    As a matrix product it is D[m, n] = sum over k of A[k, m] B[k, n] with m over (filter tap, input channel),
-    n over output channels and the long reduction k over (batch, output pixel): see `gemm_shape`.
+    Attributes:
+      op: the operation's name.
+      operands, result: which arrays are given, in the order of the custom call's buffers, and which is computed.
     """
 
     batch: int
@@ -45,7 +47,9 @@ class ConvWgradProblem:
     precision: str = "default"
     batch_group_count: int = 1
 
-    op = "conv_wgrad"
+    op: ClassVar[str]
+    operands: ClassVar[tuple[str, str]]
+    result: ClassVar[str]
 
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and describe one convolution.
@@ -106,8 +110,16 @@ class ConvWgradProblem:
         return (self.batch // self.batch_group_count, *self.output_spatial, self.out_channels)
 
     @property
-    def out_shape(self) -> tuple[int, ...]:
+    def rhs_shape(self) -> tuple[int, ...]:
         return (*self.kernel_spatial, self.group_channels[0], self.out_channels)
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(getattr(self, f"{name}_shape") for name in self.operands)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return getattr(self, f"{self.result}_shape")
 
     @property
     def group_channels(self) -> tuple[int, int]:
@@ -120,31 +132,18 @@ class ConvWgradProblem:
         return math.prod(self.kernel_spatial)
 
     @property
-    def reduction_size(self) -> int:
-        """Length of the reduction, N*P*Q."""
-        return math.prod(self.g_shape[:-1])
-
-    @property
-    def gemm_shape(self) -> tuple[int, int, int]:
-        """(M, N, K) of one group's matrix product: (taps * C/groups, out_channels/groups, N*P*Q)."""
-        groups = self.feature_group_count
-        return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
-
-    @property
     def refusal(self) -> str | None:
         """Why no kernel on any platform takes it: each family says for itself."""
         return None
 
     @property
     def flops(self) -> int:
-        m, n, k = self.gemm_shape
-        return 2 * m * n * k * self.feature_group_count
+        return 2 * math.prod(self.g_shape) * self.taps * self.group_channels[0]
 
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        itemsize = jnp.dtype(self.dtype).itemsize
-        inputs = (math.prod(self.lhs_shape) + math.prod(self.g_shape)) * itemsize
+        inputs = sum(map(math.prod, self.operand_shapes)) * jnp.dtype(self.dtype).itemsize
         return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
 
     def __str__(self) -> str:
@@ -157,7 +156,30 @@ class ConvWgradProblem:
         }
         sizes |= {name: values for name, values in optional.items() if set(values) != {1}}
         said = [f"{name} {'x'.join(map(str, values))}" for name, values in sizes.items()]
-        return " ".join([f"conv_wgrad {self.dtype}->{self.out_dtype}", *said])
+        return " ".join([f"{self.op} {self.dtype}->{self.out_dtype}", *said])
+
+
+class ConvWgradProblem(ConvProblem):
+    """The weight gradient of a convolution: rhs's cotangent, from lhs and g.
+
+    As a matrix product it is D[m, n] = sum over k of A[k, m] B[k, n] with m over (filter tap, input channel),
+    n over output channels and the long reduction k over (batch, output pixel): see `gemm_shape`.
+    """
+
+    op = "conv_wgrad"
+    operands = ("lhs", "g")
+    result = "rhs"
+
+    @property
+    def reduction_size(self) -> int:
+        """Length of the reduction, N*P*Q."""
+        return math.prod(self.g_shape[:-1])
+
+    @property
+    def gemm_shape(self) -> tuple[int, int, int]:
+        """(M, N, K) of one group's matrix product: (taps * C/groups, out_channels/groups, N*P*Q)."""
+        groups = self.feature_group_count
+        return self.taps * self.in_channels // groups, self.out_channels // groups, self.reduction_size
 
 
 def _integers(values: object, least: int | None) -> bool:

@@ -9,7 +9,8 @@ import jax
 from jax import numpy as jnp
 
 from jax_splitk.problems import conv_reference, dot_reference
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
@@ -33,11 +34,16 @@ class Operation:
     reference: Callable[..., jax.Array]
 
 
-def _conv_wgrad_operands(problem: ConvWgradProblem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """(lhs, g), normally distributed."""
-    one, two = jax.random.split(key)
+def _conv_operands(problem: ConvProblem, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Normally distributed."""
     dtype = jnp.dtype(problem.dtype)
-    return jax.random.normal(one, problem.lhs_shape, dtype), jax.random.normal(two, problem.g_shape, dtype)
+    one, two = jax.random.split(key)
+    shapes = problem.operand_shapes
+    return jax.random.normal(one, shapes[0], dtype), jax.random.normal(two, shapes[1], dtype)
+
+
+def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
+    return Operation(problem, _conv_operands, lambda problem, x, y: reference(x, y, problem))
 
 
 def _quantized_matmul_operands(problem: QuantizedMatmulProblem, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -64,9 +70,9 @@ def _quantized_matmul_operands(problem: QuantizedMatmulProblem, key: jax.Array) 
 
 
 OPERATIONS: dict[str, Operation] = {
-    "conv_wgrad": Operation(
-        ConvWgradProblem, _conv_wgrad_operands, lambda problem, lhs, g: conv_reference.conv_wgrad(lhs, g, problem)
-    ),
+    "conv_fprop": _convolution(ConvFpropProblem, conv_reference.conv_fprop),
+    "conv_dgrad": _convolution(ConvDgradProblem, conv_reference.conv_dgrad),
+    "conv_wgrad": _convolution(ConvWgradProblem, conv_reference.conv_wgrad),
     "dot_general": Operation(DotProblem, dot_reference.random_operands, dot_reference.dot_general),
     "quantized_matmul": Operation(QuantizedMatmulProblem, _quantized_matmul_operands, problem_product),
 }

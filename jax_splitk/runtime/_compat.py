@@ -182,6 +182,14 @@ def is_export(ctx: Any) -> bool:
     return bool(getattr(parameters, "for_export", False)) or len(ctx.module_context.platforms) > 1
 
 
+def backends_are_started() -> bool:
+    """Whether it is settled which devices there are: to ask for them would start the backends, which takes memory and
+    must not happen before `jax.distributed.initialize`."""
+    from jax._src import xla_bridge  # noqa: PLC0415
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
 def distributed() -> tuple[Any, int, int]:
     """(client of the job's key-value store or None, this process's index, number of processes).
 

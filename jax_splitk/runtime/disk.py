@@ -1,6 +1,7 @@
 """Files that outlive the process: where they are, and reads and writes that cannot hang, corrupt or crash."""
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import logging
@@ -29,10 +30,31 @@ def mode() -> str:
     return settings.word("JAX_SPLITK_CACHE_MODE", "update")
 
 
+# Where warnings go that are not given now; None for the log.
+_deferred: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("deferred", default=None)
+
+
 @functools.lru_cache(maxsize=4096)
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
+
+
 def warn_once(text: str) -> None:
     """Logs a warning that this process has not given yet."""
-    logger.warning("%s", text)
+    if (deferred := _deferred.get()) is None:
+        _warn(text)
+    else:
+        deferred.append(text)
+
+
+@contextlib.contextmanager
+def defer_warnings(to: list[str]) -> Iterator[None]:
+    """Collects what `warn_once` is given while the block runs."""
+    token = _deferred.set(to)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------

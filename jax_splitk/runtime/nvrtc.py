@@ -6,11 +6,15 @@ standard input and writes one pickled `(image or None, log)` to its standard out
 """
 
 import ctypes
+import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 class NvrtcError(RuntimeError):
@@ -59,8 +63,8 @@ class Nvrtc:
 
 
 def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
-    """`Nvrtc.compile` in a process of its own."""
-    request = pickle.dumps((str(library), text, name, options))
+    """`Nvrtc.compile` in a process of its own, which ends with this one."""
+    request = pickle.dumps((os.getpid(), str(library), text, name, options))
     command = [sys.executable, "-I", "-S", str(pathlib.Path(__file__).resolve())]
     # Of a group of its own: a terminal's Ctrl-C is for the program that waits, and no failure of a compilation.
     done = subprocess.run(command, input=request, capture_output=True, check=False, process_group=0)
@@ -72,7 +76,11 @@ def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list
 
 
 def _main() -> None:
-    library, text, name, options = pickle.loads(sys.stdin.buffer.read())
+    parent, library, text, name, options = pickle.loads(sys.stdin.buffer.read())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            return
     result = Nvrtc(pathlib.Path(library)).compile(text, name, options)
     sys.stdout.buffer.write(pickle.dumps(result))
 

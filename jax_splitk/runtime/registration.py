@@ -8,7 +8,7 @@ import jax
 
 from jax_splitk import _ffi
 from jax_splitk.runtime import settings
-from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
+from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
 
 
 @functools.cache
@@ -16,6 +16,7 @@ def register() -> None:
     # A state's type must be known before a handler that uses it. Neither needs a GPU to be present.
     jax.ffi.register_ffi_type("jax_splitk_launch_state_v1", _ffi.launch_state_type(), platform="CUDA")
     jax.ffi.register_ffi_target(LAUNCH_TARGET, _ffi.launch_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(HOST_CONV_TARGET, _ffi.host_conv_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
     for mistake in settings.mistakes():

@@ -9,6 +9,7 @@ _DEFAULTS = {
     "JAX_SPLITK_CACHE_PATH": "",
     "JAX_SPLITK_CACHE_MODE": "update",
     "JAX_SPLITK_AUTOTUNE": "",  # the platform's
+    "JAX_SPLITK_COMPILE_AHEAD": "on",
     "JAX_SPLITK_TUNE_BUDGET_S": "10",
     "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
     "JAX_SPLITK_PROGRESS": "auto",
@@ -16,6 +17,7 @@ _DEFAULTS = {
 WORDS = {
     "JAX_SPLITK_CACHE_MODE": ("off", "read", "update", "frozen"),
     "JAX_SPLITK_AUTOTUNE": ("off", "on_miss"),
+    "JAX_SPLITK_COMPILE_AHEAD": ("off", "on"),
     "JAX_SPLITK_PROGRESS": ("auto", "off"),
 }
 

@@ -67,6 +67,13 @@ def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Foun
     return session().once(("settled", key, workspace_limit), lambda: _agreed(key, workspace_limit))
 
 
+def will_measure(key: Key, workspace_limit: int) -> bool:
+    """Whether a lowering for the local device would measure the problem."""
+    if disk.mode() == "frozen" or not autotune(key.target):
+        return False
+    return session().wants_again(key) or not is_held(key, workspace_limit)
+
+
 def _agreed(key: Key, workspace_limit: int) -> Found | None:
     """The same in every process of the job."""
     where = "process 0's decision"
@@ -127,11 +134,16 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         return entry, "measured now"
 
 
+def is_held(key: Key, workspace_limit: int) -> bool:
+    """Whether a caller of that limit has an answer without a measurement."""
+    held = _held(key, workspace_limit)
+    return held is not None and held[0].is_searched(workspace_limit)
+
+
 def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
     """A run of `tuned`, in which the user sees how many of the keys, each with a workspace limit, have to be measured,
     which `again` all of them have."""
-    held = [found is not None and found[0].is_searched(limit) for key, limit in asked for found in [_held(key, limit)]]
-    known = 0 if again else sum(held)
+    known = 0 if again else sum(is_held(*each) for each in asked)
     return session().progress.run(len(asked) - known, known)
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -71,9 +71,16 @@ class GivenUp(BaseException):
     """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
 
 
-def compile_ahead(problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event) -> dict[Candidate, Any]:
-    """The plans of our candidates, or why there is none, after their device code is compiled in parallel processes."""
-    plans = {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
+def plans_of(problem: Problem, candidates: Iterable[Candidate]) -> dict[Candidate, Any]:
+    """The plans of our candidates, or why there is none."""
+    return {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
+
+
+def compile_together(
+    problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event
+) -> dict[Candidate, Any]:
+    """`plans_of`, after their device code is compiled in parallel processes."""
+    plans = plans_of(problem, candidates)
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
@@ -113,7 +120,7 @@ class Bench:
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
         with an error."""
-        plans = compile_ahead(self.problem, candidates, self.given_up)
+        plans = compile_together(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))

@@ -19,13 +19,15 @@ class Options:
     """What the caller asked for; see `jax_splitk.conv_wgrad` for each field. None leaves it to the enclosing blocks,
     then to the defaults.
 
-    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced.
+    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced. `quiet` is the
+    operation where the caller named another, to which it belongs: lax's without a word, unless a kernel competes.
     """
 
     config: Any = None
     implementation: str | None = None
     workspace_limit_bytes: int | None = None
     tuning: Any = None
+    quiet: bool = False
 
     @property
     def explicit(self) -> bool:
@@ -35,6 +37,11 @@ class Options:
     def without_config(self) -> "Options":
         """For another problem, which the config was not made for."""
         return dataclasses.replace(self, config=None)
+
+    def of_another_pass(self, *, quiet: bool = True) -> "Options":
+        """For another pass of a convolution, where an implementation may not be able to serve."""
+        implementation = "xla" if self.implementation == "xla" else None
+        return dataclasses.replace(self, config=None, implementation=implementation, quiet=quiet)
 
     @property
     def workspace_limit(self) -> int:

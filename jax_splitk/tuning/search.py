@@ -6,6 +6,7 @@ waves) is the order of the ranking.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -13,24 +14,29 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jax_splitk import kernels
+from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
+from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_ahead
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_together, plans_of
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
-FIRST_ROUND = 24  # candidates that are timed at first; half of the search's time is for compiling them
+FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
+FEWEST = 6  # likewise at least, where the model is sure
+KERNELS = 10  # at most that are compiled for it
+CLOSE = 1.2  # candidates whose predicted times are within this factor of the best may be the fastest
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
@@ -42,6 +48,11 @@ LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
     """Every legal candidate that fits the limit, the one that the cost model predicts to be fastest first."""
+    return [candidate for _, candidate in predicted(key, workspace_limit)]
+
+
+def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
+    """The same, each with the seconds that the cost model predicts."""
     problem, target = key.problem, key.target
     found: list[tuple[float, int, Candidate]] = []
     for family in kernels.families(problem.op, target.platform):
@@ -49,7 +60,7 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
             for candidate in (Candidate(family, config) for config in family.candidates(problem, target)):
                 if _is_allowed(candidate, key, workspace_limit):
                     found.append((family.estimate(problem, candidate.config, target), len(found), candidate))
-    return [candidate for _, _, candidate in sorted(found)]
+    return [(seconds, candidate) for seconds, _, candidate in sorted(found)]
 
 
 def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
@@ -74,7 +85,8 @@ class Search:
         self._deadline = self._started + SEARCH_SHARE * seconds
         self._last = self._started + LAST_SHARE * seconds
         self.key = key
-        self.ranking = ranked(key, workspace_limit)
+        ranking = predicted(key, workspace_limit)
+        self.ranking = [candidate for _, candidate in ranking]
         self.bench: Bench | None = None
         self.xla: Contestant | None = None
         self.contestants: list[Contestant] = []
@@ -86,6 +98,7 @@ class Search:
         self._compile_seconds = 0.0  # of as many
         self._limit = workspace_limit
         self._old = old
+        self._first = first_round(ranking)
 
     def stuck(self) -> Candidate | None:
         """What has been running on the device for longer than anything that comes back."""
@@ -121,22 +134,32 @@ class Search:
     def _predicted(self) -> Candidate | None:
         return self.ranking[0] if self.ranking else None
 
+    def compile_first(self) -> None:
+        """Begins to compile what the search will ask for, as far as that is known: its first candidates, and the steps
+        from what the model predicts to be the fastest."""
+        first = self._first_candidates()
+        self._compile_ahead([*first, *(step for best in first[:1] for step in self._neighbours(best))])
+
+    def _compile_ahead(self, candidates: list[Candidate]) -> None:
+        plans = plans_of(self.key.problem, candidates).values()
+        with contextlib.suppress(Exception):  # errors come again, and are recorded
+            compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
+
     def _first_candidates(self) -> list[Candidate]:
         """The best of an earlier entry, and the best by the model."""
-        first = _spread_over_variants(self.ranking, FIRST_ROUND)
         if self._old is None:
-            return first
+            return self._first
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
         # Only an entry's choice was checked.
         allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
         again = [m.candidate for m in sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]]
         held = [c for c in (self._old.choice, *again) if c != XLA and _is_allowed(c, self.key, self._limit)]
-        return list(dict.fromkeys([*first[:1], *held, *first]))
+        return list(dict.fromkeys([*self._first[:1], *held, *self._first]))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
         """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
-            meanwhile.submit(self._compile_ahead, first[: self._at_once])
+            meanwhile.submit(self._compile_now, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
             prepared, failed = bench.prepare([XLA])
         if not prepared:
@@ -144,9 +167,9 @@ class Search:
         (self.xla,) = prepared
         return bench, self.xla
 
-    def _compile_ahead(self, candidates: list[Candidate]) -> None:
+    def _compile_now(self, candidates: list[Candidate]) -> None:
         started = time.monotonic()
-        compile_ahead(self.key.problem, candidates, self.given_up)
+        compile_together(self.key.problem, candidates, self.given_up)
         self._compile_seconds = time.monotonic() - started
 
     def _prepare(self, bench: Bench, candidates: list[Candidate]) -> list[Contestant]:
@@ -165,7 +188,16 @@ class Search:
                 break
             self.contestants += self._prepare(bench, first[i : i + self._at_once])
             taken = max(taken, time.monotonic() - preparing)
+            self._compile_steps(bench)
         return taken
+
+    def _compile_steps(self, bench: Bench) -> None:
+        """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
+        first round are prepared and timed."""
+        if self.key.target.platform == "cuda":
+            bench.time([c for c in self.contestants if not c.times], 1, self._deadline)
+            if (best := _fastest(_working(self.contestants))) is not None:
+                self._compile_ahead(self._neighbours(best.candidate))
 
     def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
         """Steps to the neighbours of the fastest until none is faster, or the time is over."""
@@ -246,17 +278,20 @@ def _measurement(contestant: Contestant) -> Measurement:
     return Measurement(contestant.candidate, us, contestant.error)
 
 
-def _spread_over_variants(ranking: list[Candidate], count: int) -> list[Candidate]:
-    """The best by the model, and beyond them the best of each other kernel variant: models err by whole tiles."""
-    first = ranking[: count * 2 // 3]
-    seen = {_variant(c) for c in first}
-    for candidate in ranking[len(first) :]:
-        if len(first) == count:
-            break
-        if _variant(candidate) not in seen:
-            seen.add(_variant(candidate))
-            first.append(candidate)
-    return first
+def first_round(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The candidates that are timed at first: as many as the model predicts to be close to the best, few where it is
+    sure. The last third of them are the best of other kernel variants, if there are such: models err by whole tiles."""
+    close = sum(seconds <= CLOSE * ranking[0][0] for seconds, _ in ranking)
+    count = min(FIRST_ROUND, max(FEWEST, close))
+    candidates = [candidate for _, candidate in ranking]
+    compiled = set(list(dict.fromkeys(map(_variant, candidates)))[:KERNELS])
+    candidates = [candidate for candidate in candidates if _variant(candidate) in compiled]
+    best, others = candidates[: count * 2 // 3], candidates[count * 2 // 3 :]
+    seen = {_variant(candidate) for candidate in best}
+    # The later of two with the same key is kept.
+    others_best = {_variant(c): c for c in reversed(others) if _variant(c) not in seen}
+    new = [candidate for candidate in others if others_best.get(_variant(candidate)) == candidate]
+    return list(dict.fromkeys([*best, *new, *others]))[:count]
 
 
 def _variant(candidate: Candidate) -> Any:

@@ -143,6 +143,8 @@ def _predicted(
     total = 0
     for family in serving:
         reason = None if options.implementation else family.unmeasured_refusal(problem)
+        if family.measured_only:
+            reason = "it takes an explicit config, or a measurement"
         seconds, best, count = _best_by_model(family, problem, target, limit) if reason is None else (0.0, None, 0)
         total += count
         if best is None:

@@ -43,6 +43,10 @@ class Session:
       turn: held by whoever measures: measurements must not disturb each other, and threads that miss the same problem
         at once measure it once.
       search: the latest search and its thread, which may have been left behind.
+      traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
+      untold: warnings of what was begun ahead of a lowering, which says them.
+      looking_on: for each thread, whether its trace is only looked at.
+      coming: what may be measured next: keys and the callers' limits.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
       progress: what the user sees of it.
@@ -53,6 +57,10 @@ class Session:
         self.turn = threading.Lock()
         self.progress = Progress()
         self.search: tuple[Any, threading.Thread] | None = None
+        self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
+        self.untold: list[str] = []
+        self.looking_on = threading.local()
+        self.coming: collections.OrderedDict[tuple[Key, int], None] = collections.OrderedDict()
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
         self.alone: set[str] = set()

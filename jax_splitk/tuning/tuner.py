@@ -8,14 +8,18 @@ program works when it is started again.
 """
 
 import atexit
+import collections
 import concurrent.futures
+import contextlib
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 
-from jax_splitk.runtime import settings, toolchain
-from jax_splitk.tuning import store
+from jax_splitk.runtime import compiler, settings, toolchain
+from jax_splitk.runtime.cores import usable_cores as cores
+from jax_splitk.tuning import agreement, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -27,6 +31,7 @@ from jax_splitk.tuning.session import session
 _logger = logging.getLogger("jax_splitk")
 
 _WATCH_SECONDS = 0.2
+_MEASUREMENTS_CORES = 2  # that no compilation takes from it, unless it waits for that
 
 
 def budget_seconds() -> float:
@@ -67,7 +72,7 @@ def tune(
 
     def work() -> None:
         try:
-            with usual_settings():
+            with usual_settings(), compiler.sparing(_MEASUREMENTS_CORES):
                 result.set_result(search.run())
         except BaseException as error:
             result.set_exception(error)
@@ -76,6 +81,7 @@ def tune(
     session().search = (search, thread)
     try:
         thread.start()
+        _compile_ahead(search, workspace_limit)
         while not result.done():
             concurrent.futures.wait([result], _WATCH_SECONDS)
             session().progress.tick(key)
@@ -88,11 +94,46 @@ def tune(
         if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         search.given_up.set()
+        _forget_coming()
         if not result.done() and (entry := search.unfinished()) is not None:
             store.save(entry)
         if isinstance(error, RuntimeError):
             raise KeyboardInterrupt from error
         raise
+
+
+def _compile_ahead(search: Search, workspace_limit: int) -> None:
+    """Begins to compile what this search will ask for, and the first candidates of the next problem, and of more until
+    there is enough to do for every core while this one is measured. It is done now, while the search waits for XLA:
+    later Python that runs beside it would disturb the measurement."""
+    if search.key.target.platform != "cuda":
+        return
+    coming = session().coming
+    coming.pop((search.key, workspace_limit), None)
+    with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
+        search.compile_first()
+        enough = False
+        while coming and not enough:
+            (key, limit), _ = coming.popitem(last=False)
+            Search(key, limit, None, 0.0).compile_first()
+            enough = compiler.queued() >= 2 * cores()
+
+
+@contextlib.contextmanager
+def coming(keys: Iterable[tuple[Key, int]]) -> Iterator[None]:
+    """While the block runs, keys and limits that it asks for, in this order: the next ones' kernels are compiled while
+    one is measured."""
+    here = not agreement.needed()  # in a job the others must not disturb process 0
+    session().coming = collections.OrderedDict.fromkeys(k for k in keys if here and k[0].target.platform == "cuda")
+    try:
+        yield
+    finally:
+        _forget_coming()
+
+
+def _forget_coming() -> None:
+    session().coming.clear()
+    compiler.drop_ahead()
 
 
 def _without(search: Search, stuck: Candidate) -> Entry:

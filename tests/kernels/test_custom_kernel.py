@@ -147,7 +147,12 @@ def test_wrong_families_are_refused(cuda: Any) -> None:
         rows: int
 
     for op, family, error, message in (
-        ("gemm", cuda.FAMILY, ValueError, "op='gemm'; accepted: 'conv_wgrad', 'dot_general', 'quantized_matmul'"),
+        (
+            "gemm",
+            cuda.FAMILY,
+            ValueError,
+            "op='gemm'; accepted: 'conv_fprop', 'conv_dgrad', 'conv_wgrad', 'dot_general', 'quantized_matmul'",
+        ),
         ("conv_wgrad", Other, TypeError, "of type ABCMeta; accepted: an instance of a Family"),
         ("conv_wgrad", cuda.FAMILY, ValueError, "pointwise_cuda has one of these"),
         ("quantized_matmul", Other(cuda.Config), ValueError, "pointwise_cuda has one of these"),

@@ -21,6 +21,7 @@ from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
@@ -32,7 +33,7 @@ from tests.kernels.dot.test_dot_tma import random_problem as random_dot
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 150
+MOST_SOURCES = 170
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if isinstance(family, CudaFamily)]  # others have no code of their own
@@ -124,6 +125,12 @@ def _depthwise(m: Main) -> None:
     assert m.shared_out or passes == 1
 
 
+def _depthwise_pass(m: Main) -> None:
+    assert not m.kernel.opcodes.keys() & cubin.PRODUCTS
+    assert m.kernel.shared_bytes <= 1024, "the sums and taps are in registers"
+    assert m.registers >= m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
+
+
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -163,6 +170,8 @@ CODE = {
     "wgrad_grouped": Code(
         _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
     ),
+    "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
+    "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
@@ -193,6 +202,11 @@ def gradients() -> list[Problem]:
     return suite + random_problems.problems(np.random.default_rng(1), mixtures=4)
 
 
+def passes() -> list[Problem]:
+    """The forward pass and the input gradient of each."""
+    return [OPERATIONS[op].problem(**vars(p)) for op in ("conv_fprop", "conv_dgrad") for p in gradients()]
+
+
 def matrix_products() -> list[Problem]:
     """Of every major and dtype, with long and short reductions."""
     rng = np.random.default_rng(1)
@@ -216,7 +230,8 @@ def quantized_products() -> list[Problem]:
 def pool(family: Family) -> dict[compiler.Source, Run]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
     samples = [run for run in every_kernel.RUNS if run.family is family]
-    served = [p for p in (*gradients(), *matrix_products(), *quantized_products()) if family in kernels.FAMILIES[p.op]]
+    every = (*gradients(), *passes(), *matrix_products(), *quantized_products())
+    served = [p for p in every if family in kernels.FAMILIES[p.op]]
     served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:
         first, *others = family.candidates(p, DEFAULT_CUDA)

@@ -45,7 +45,7 @@ def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None
 def test_problem_has_the_operands_shapes(name: str) -> None:
     conv = GEOMETRIES[name]
     jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
-    ((eqn, problem),) = trace.ours(jaxpr.jaxpr)
+    ((eqn, problem),) = trace.ours(jaxpr.jaxpr, "cpu")
     specs: Any = eqn.params["convolution"].dimension_numbers
     problem.validate()
     n, c, *spatial = specs.lhs_spec

@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,13 +20,14 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.runtime import compiler, disk, toolchain
+from jax_splitk.runtime import compiler, disk, pool, toolchain
 from jax_splitk.runtime.compiler import CompilationError
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.toolchain import CompilerUnavailable
 from tests import cubin
 from tests.runtime.test_plan import small_hopper_plan
+from tests.tuning_cache import start
 
 TINY = """
 extern "C" __global__ void tiny(int* x) {
@@ -61,6 +63,7 @@ class Machine:
         """What a new process starts with."""
         self._monkeypatch.setattr(compiler, "_memory", {})
         self._monkeypatch.setattr(compiler, "_in_flight", {})
+        self._monkeypatch.setattr(compiler, "_pool", pool.Pool())
 
     def file(self) -> pathlib.Path:
         (path,) = self.cache.glob("cubin/*")
@@ -255,6 +258,137 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
         results = list(pool.map(ask, [1, 2] * 4))
     assert len(machine.compiled) == 2
     assert len({id(result) for result in results}) == 2
+
+
+# ---- ahead of whoever asks -----------------------------------------------------------------------------------------
+
+
+def finished(*sources: Source) -> None:
+    """Waits until the workers have compiled what they were given."""
+    assert all(compiler._pool._futures[compiler.content_key(source)].exception(60) is None for source in sources)
+
+
+def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine) -> None:
+    compiler.compile_ahead([tiny(1), tiny(2), tiny(1)])
+    finished(tiny(1), tiny(2))
+    assert not machine.cache.exists(), "it may not be needed"
+    one, two = (compiler.compile_source(tiny(value)) for value in (1, 2))
+    assert one.image != two.image
+    assert machine.compiled == []
+    assert len(list(machine.cache.glob("cubin/*"))) == 2
+    machine.forget()
+    compiler.compile_ahead([tiny(1)])
+    assert compiler.compile_source(tiny(1)) == one, "from disk"
+    assert compiler._pool._futures == {}
+
+
+def test_its_errors_are_for_whoever_asks(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    broken = tiny(7, ("BROKEN", 1))
+    compiler.compile_ahead([broken])
+    finished(broken)
+    assert caplog.records == []
+    message = r"tiny\.cu does not compile with VALUE=7 BROKEN=1:\n(.|\n)*not_exist"
+    for compilations in (0, 1):
+        with pytest.raises(CompilationError, match=message):
+            compiler.compile_source(broken)
+        assert len(machine.compiled) == compilations
+
+
+def test_a_worker_that_dies_is_replaced(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = threading.Event()
+
+    def killed(*_: object) -> None:
+        died.set()
+        raise NvrtcError("the compiler's process ended with status -9")
+
+    monkeypatch.setattr(compiler, "compile_in_worker", killed)
+    compiler.compile_ahead([tiny()])
+    assert died.wait(60)
+    assert list(cubin.kernels(compiler.compile_source(tiny()).image)) == ["tiny"]
+    assert len(machine.compiled) == 1
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_worker_that_is_at_it_is_waited_for_and_nothing_else(
+    begun: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a core is compiled at once by whoever asks, and by nobody else."""
+    at_work, may_end, asked = threading.Event(), threading.Event(), []
+
+    def held(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+        asked.append([option for option in options if "VALUE" in option])
+        at_work.set()
+        assert may_end.wait(60)
+        return compile_in_worker(library, text, name, options)
+
+    monkeypatch.setattr(compiler, "compile_in_worker", held)
+    monkeypatch.setattr(pool, "cores", lambda: 1)
+    compiler.compile_ahead([tiny(1), tiny(2)])
+    assert at_work.wait(60)
+    if begun:
+        threading.Timer(0.05, may_end.set).start()
+    compiler.compile_source(tiny(1 if begun else 2))
+    assert len(machine.compiled) == (0 if begun else 1)
+    may_end.set()
+    finished(*([tiny(2)] if begun else [tiny(1)]))
+    assert asked == [["-DVALUE=1"], ["-DVALUE=2"]][: 2 if begun else 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_compiles_although_its_parent_is_at_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(compiler, "compile_in_worker", lambda *_: at_work.set() or (may_end.wait(60) and b"", ""))
+    compiler.compile_ahead([tiny()])
+    assert at_work.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(cubin.kernels(compiler.compile_source(tiny()).image)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    may_end.set()
+
+
+SLOW = """
+import os, pathlib, signal, sys, time
+import jax
+from jax_splitk.runtime import compiler
+compiler.Source.text = lambda source: "#include <cutlass/arch/barrier.h>\\n__device__ int x = VALUE;"
+compiler.compile_ahead(compiler.Source("slow.cu", (("VALUE", value),)) for value in range(40))
+children = pathlib.Path("/proc/self/task")
+pids = []
+while not pids:
+    pids = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+print(*pids, flush=True)
+if sys.argv[1] == "interrupted":
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+elif sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Zombies are not: who is to bury them may be slow."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("returns", 0), ("interrupted", -signal.SIGINT), ("killed", -signal.SIGKILL)]
+)
+def test_no_worker_outlives_the_process(how: str, status: int, tmp_path: pathlib.Path) -> None:
+    """Which ends without an error although there is much to compile."""
+    process = start(SLOW, how, CACHE_DIR=str(tmp_path))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    assert "Exception ignored" not in err, err
+    assert (how == "interrupted") == ("KeyboardInterrupt" in err), err
+    while any(is_running(int(pid)) for pid in out.split()):  # or the test's time is over
+        time.sleep(0.01)
+    assert not list(tmp_path.rglob("*.cubin"))
 
 
 # ---- what is not installed -----------------------------------------------------------------------------------------

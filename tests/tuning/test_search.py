@@ -45,7 +45,7 @@ def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pat
         xla_us = found.us(XLA)
         ours = [m.us for m in found.measurements if m.candidate.family is wgrad_host.FAMILY]
         assert xla_us > 0
-        assert len(ours) >= min(search.CPU_BATCH, len(search.ranked(key)))
+        assert len(ours) >= min(search.FEWEST, len(search.ranked(key)))
         assert None not in ours
         assert found.us(found.choice) > 0
         assert found.predicted == search.ranked(key)[0]

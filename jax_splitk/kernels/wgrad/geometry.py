@@ -6,7 +6,7 @@ import math
 
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(p: ConvWgradProblem, rank: int) -> Geometry:
+def geometry(p: ConvProblem, rank: int) -> Geometry:
     def full(values: tuple[int, ...], missing: int = 1) -> tuple[int, ...]:
         return (*(missing,) * (rank - p.rank), *values)
 
@@ -51,7 +51,7 @@ def geometry(p: ConvWgradProblem, rank: int) -> Geometry:
 
 
 @functools.lru_cache(maxsize=4096)
-def bytes_touched(p: ConvWgradProblem) -> float:
+def bytes_touched(p: ConvProblem) -> float:
     """The fewest bytes that must be moved: without input pixels that no window touches, as where strides are larger
     than the filter."""
     axes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, strict=True)
@@ -66,11 +66,11 @@ def axis_macros(**sizes: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}_{axis}": value for name, values in axes.items() for axis, value in values}
 
 
-def is_plain(p: ConvWgradProblem, axis: int) -> bool:
+def is_plain(p: ConvProblem, axis: int) -> bool:
     """Whether the convolution moves nothing along a spatial dimension."""
     return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
 
 
-def is_matrix_product(p: ConvWgradProblem) -> bool:
+def is_matrix_product(p: ConvProblem) -> bool:
     """A 1x1 filter with unit strides and no padding or dilation of the input: X is a plain matrix."""
     return set(p.lhs_dilation) <= {1} and all(is_plain(p, axis) for axis in range(p.rank))

@@ -14,7 +14,7 @@ import numpy as np
 from jax_splitk.kernels import host
 from jax_splitk.kernels.host import HostFamily, Product
 from jax_splitk.kernels.wgrad.geometry import geometry
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import Target
 
@@ -22,6 +22,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 # ffi/host_wgrad.cc has the same.
 _ROW_BLOCK = 96
+
+# And ffi/host_convolution.h.
 _MIN_BLOCK, _MAX_BLOCK = 8, 4096
 
 _SPAN_CHANNELS = 32
@@ -51,6 +53,41 @@ def _span(problem: ConvWgradProblem) -> int:
     return max(span for span in range(1, max(1, _SPAN_CHANNELS // channels) + 1) if groups % span == 0)
 
 
+def geometry_refusal(problem: ConvProblem) -> str | None:
+    """What no pass of a convolution can have here."""
+    for argument in ("dtype", "out_dtype"):
+        value = getattr(problem, argument)
+        if value not in _DTYPES:
+            return f"{argument}={value} is not one of {', '.join(_DTYPES)}."
+    if problem.batch_group_count != 1:
+        return f"batch_group_count={problem.batch_group_count}; only 1 is supported"
+    if not 1 <= problem.rank <= 3:
+        return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported"
+    largest = max(*problem.lhs_shape, *problem.g_shape, *problem.rhs_shape)
+    attributes = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation, *problem.padding)
+    largest = max(largest, *(abs(value) for values in attributes for value in values))
+    if largest > host.INT32_MAX:
+        return f"A size, stride, dilation or padding is {largest}; at most {host.INT32_MAX} is supported."
+    return None
+
+
+def cut_refusal(config: Any, most: int) -> str | None:
+    """Of a config with `splits`, of which there may be so many, and `block`."""
+    if not 1 <= config.splits <= most:
+        return f"splits={config.splits} is outside 1..{most} (the reduction size, at most {host.MAX_SPLITS})."
+    if not _MIN_BLOCK <= config.block <= _MAX_BLOCK:
+        return f"block={config.block} is outside {_MIN_BLOCK}..{_MAX_BLOCK}."
+    return None
+
+
+def geometry_attribute(p: ConvProblem) -> np.ndarray:
+    """`Geometry` of ffi/host_convolution.h."""
+    g = geometry(p, 3)
+    sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
+    steps = (p.feature_group_count, *g.stride, *g.lhs_dilation, *g.dilation, *g.pad)
+    return np.array((*sizes, *steps), np.int64)
+
+
 class WgradHost(HostFamily[ConvWgradProblem, Config]):
     """Products and sums are always float32, whatever `problem.precision` says."""
 
@@ -59,28 +96,10 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
     handler = HOST_WGRAD_TARGET
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        for argument in ("dtype", "out_dtype"):
-            value = getattr(problem, argument)
-            if value not in _DTYPES:
-                return f"{argument}={value} is not one of {', '.join(_DTYPES)}."
-        if problem.batch_group_count != 1:
-            return f"batch_group_count={problem.batch_group_count}; only 1 is supported"
-        if not 1 <= problem.rank <= 3:
-            return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported"
-        largest = max(*problem.lhs_shape, *problem.g_shape, *problem.out_shape)
-        attributes = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation, *problem.padding)
-        largest = max(largest, *(abs(value) for values in attributes for value in values))
-        if largest > host.INT32_MAX:
-            return f"A size, stride, dilation or padding is {largest}; at most {host.INT32_MAX} is supported."
-        return None
+        return geometry_refusal(problem)
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        most = _most_splits(problem)
-        if not 1 <= config.splits <= most:
-            return f"splits={config.splits} is outside 1..{most} (the reduction size, at most {host.MAX_SPLITS})."
-        if not _MIN_BLOCK <= config.block <= _MAX_BLOCK:
-            return f"block={config.block} is outside {_MIN_BLOCK}..{_MAX_BLOCK}."
-        return None
+        return cut_refusal(config, _most_splits(problem))
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
         """Where XLA is faster on most such problems."""
@@ -110,11 +129,8 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         return Product(span * m, k, span * n, groups // span, config.splits, config.block, _ROW_BLOCK, span)
 
     def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
-        p, g = problem, geometry(problem, 3)
-        sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
-        steps = (p.feature_group_count, *g.stride, *g.lhs_dilation, *g.dilation, *g.pad)
         return {
-            "geometry": np.array((*sizes, *steps), np.int64),
+            "geometry": geometry_attribute(problem),
             "span": np.int64(_span(problem)),
             "splits": np.int64(config.splits),
             "block": np.int64(config.block),

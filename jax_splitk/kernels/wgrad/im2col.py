@@ -17,6 +17,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.device.wgmma_tile import (
     MIN_STAGES,
+    ROW_BYTES,
     TILES,
     TileCosts,
     WgmmaTile,
@@ -304,7 +305,7 @@ class Im2col(SplitFamily[Config]):
         The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
         """
         costs: Costs = self.costs(target)
-        x_bytes = (config.tile_n if config.swap else config.tile_m) // SLOT * BOX_BYTES
+        x_bytes = (config.tile_n if config.swap else config.tile_m) * ROW_BYTES
         windows = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
         step = config.step_seconds(costs, windows)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.

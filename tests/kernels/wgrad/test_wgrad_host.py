@@ -214,11 +214,11 @@ def geometry(place: int, value: int) -> np.ndarray:
     ({"geometry": geometry(21, 2**40)}, r"geometry\[21\] = 1099511627776 must lie within 1.."),
     ({"geometry": geometry(24, -(2**31))}, r"geometry\[24\] = -2147483648 must lie within -2147483647.."),
     ({"geometry": geometry(12, 3)}, "3 groups must divide 4 and 6 channels"),
-    ({"geometry": geometry(12, 2)}, r"dW \(3, 3, 4, 6\) are not of the geometry's sizes"),
+    ({"geometry": geometry(12, 2)}, r"the weight \(3, 3, 4, 6\) are not of the geometry's sizes"),
     ({"geometry": geometry(3, 2**31 - 1)}, "are not of the geometry's sizes"),
     ({"lhs": np.ones((2, 5, 5, 5), np.float32)}, r"lhs \(2, 5, 5, 5\), .* are not of"),
     ({"g": np.ones((2, 3, 3, 5), np.float32)}, r"g \(2, 3, 3, 5\) .* are not of"),
-    ({"problem": {"out_channels": 5}}, r"dW \(3, 3, 4, 5\) are not of"),
+    ({"problem": {"out_channels": 5}}, r"the weight \(3, 3, 4, 5\) are not of"),
 ])  # fmt: skip
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*jax_splitk host wgrad: .*{message}"):

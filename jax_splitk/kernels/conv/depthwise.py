@@ -1,0 +1,228 @@
+"""Kernel family: depthwise forward passes and input gradients on Hopper, in fp32 on the CUDA cores (device code:
+conv/depthwise.cu).
+
+A thread slides down an image with the sums of the output rows that its row of the input reaches in registers. Strides
+of an input gradient need no products with zeros: which tap meets which pixel is known at compile time.
+"""
+
+import dataclasses
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime.plan import Buffer, Launch, Pointer
+from jax_splitk.runtime.target import Target
+
+_THREADS = 128  # depthwise.cu has the same
+_COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_ROWS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64, 112, 128)
+_MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
+_MAX_REGISTERS = 212  # of a thread, as `_registers` counts them; beyond it some spill
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a thread computes its strip of the output.
+
+    Attributes:
+      columns: neighbouring columns, a multiple of the stride of an input gradient.
+      rows: rows; of an input gradient as many times its stride.
+    """
+
+    columns: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel: threads that compute something."""
+
+    items: int
+
+
+def _forward(problem: ConvProblem) -> Geometry:
+    """As a forward pass: `stride` and `lhs_dilation` are DOWN and UP of the device code."""
+    return geometry(problem if isinstance(problem, ConvFpropProblem) else other_way(problem), 3)
+
+
+def _word_channels(problem: ConvProblem) -> int:
+    return 4 // jnp.dtype(problem.dtype).itemsize
+
+
+def _blocks(g: Geometry, axis: int) -> tuple[int, int, int]:
+    """BASE, OFFSET and how many blocks of UP rows (or columns) reach the output."""
+    up = g.lhs_dilation[axis]
+    offset = g.pad[axis] - g.reach[axis] if up > 1 else 0
+    base = -offset // up
+    return base, offset, -(-(g.out[axis] - base * up - offset) // up)
+
+
+def _strips(problem: ConvProblem, config: Config) -> tuple[int, int]:
+    """Along rows and along columns."""
+    g = _forward(problem)
+    columns = _blocks(g, 2)[2] * g.lhs_dilation[2]
+    return -(-_blocks(g, 1)[2] // config.rows), -(-columns // config.columns)
+
+
+def _items(problem: ConvProblem, config: Config) -> int:
+    g = _forward(problem)
+    return g.batch * g.out[0] * math.prod(_strips(problem, config)) * problem.in_channels // _word_channels(problem)
+
+
+def _window(g: Geometry) -> int:
+    """Rows of sums that a thread has."""
+    return g.reach[1] // g.stride[1] + g.lhs_dilation[1]
+
+
+def _read(g: Geometry, config: Config) -> int:
+    """Columns of the input that a thread reads."""
+    up = g.lhs_dilation[2]
+    return (config.columns - 1) * g.stride[2] // up + g.reach[2] // up + 1
+
+
+def _registers(problem: ConvProblem, config: Config) -> int:
+    """Sums, taps, the words that are loaded and those that are multiplied, and the rest."""
+    g, channels = _forward(problem), _word_channels(problem)
+    rows = min(g.stride[1], g.kernel[1])
+    words = _read(g, config) * (2 * rows - 1 + channels)
+    return _window(g) * config.columns * channels + math.prod(g.kernel) + words + 24
+
+
+class DepthwiseConv(CudaFamily[ConvProblem, Config]):
+    """One input channel to each output channel.
+
+    No GPU has run it yet.
+    """
+
+    ABI = 1
+    file = "conv/depthwise.cu"
+    structs = (Args,)
+    competes = False  # not before a GPU has shown that whole steps gain
+    measured_only = True
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p, g = problem, _forward(problem)
+        for name in ("dtype", "out_dtype"):
+            if getattr(p, name) not in OUT_CODES:
+                return f"{name} {getattr(p, name)}; accepted: {', '.join(OUT_CODES)}"
+        if p.batch_group_count != 1 or not p.feature_group_count == p.in_channels == p.out_channels:
+            given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
+            return f"{given}; accepted: as many groups as input and as output channels"
+        if p.in_channels % _word_channels(p):
+            return f"{p.in_channels} channels of {p.dtype}; accepted: multiples of {_word_channels(p)}"
+        if max(g.kernel) > _MAX_KERNEL or math.prod(g.kernel) > _MAX_TAPS:
+            return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
+        for axis in range(3):
+            steps = (g.stride[axis], g.lhs_dilation[axis])
+            if min(steps) > 1 or max(steps) > _MAX_STRIDE:
+                return (
+                    f"stride {steps[0]} of an input dilated by {steps[1]}; accepted: one of them 1, 1 to {_MAX_STRIDE}"
+                )
+        sizes = (*p.lhs_shape, *p.g_shape)
+        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24:
+            return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {2**24 - 1}"
+        least = _items(p, Config(max(_COLUMNS), max(_ROWS)))
+        if least > _INT32_MAX:
+            return f"{least} threads; accepted: up to {_INT32_MAX}"
+        return None if self._fitting(p) else f"dilation {p.rhs_dilation}: the sums of a thread fit in no registers"
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        up, registers = _forward(problem).lhs_dilation[2], _registers(problem, config)
+        reason = field_refusal(config, columns=_COLUMNS, rows=_ROWS)
+        if reason is None and config.columns % up:
+            reason = f"columns {config.columns}; accepted: multiples of {up}"
+        if reason is None and registers > _MAX_REGISTERS:
+            reason = f"columns {config.columns} take about {registers} registers; accepted: up to {_MAX_REGISTERS}"
+        if reason is None and (items := _items(problem, config)) > _INT32_MAX:
+            reason = f"{items} threads; accepted: up to {_INT32_MAX}"
+        return reason
+
+    def _fitting(self, problem: ConvProblem) -> list[int]:
+        """Columns that are legal."""
+        rows = max(_ROWS)
+        return [columns for columns in _COLUMNS if self.config_refusal(problem, Config(columns, rows)) is None]
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        rows = _blocks(_forward(problem), 1)[2]
+        useful = [n for n in _ROWS if n < 2 * rows]
+        found = [Config(columns, n) for columns in self._fitting(problem) for n in useful]
+        return [config for config in found if self.config_refusal(problem, config) is None]
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        def near(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+            at = values.index(value)
+            return values[max(0, at - 1) : at + 2]
+
+        found = varied(config, columns=near(_COLUMNS, config.columns), rows=near(_ROWS, config.rows))
+        return [other for other in found if other != config]
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        """The largest of memory, L2 and products, over how full the machine is. Not fitted to measurements."""
+        g, channels = _forward(problem), _word_channels(problem)
+        window, up = _window(g), g.lhs_dilation[1]
+        again = (config.rows + (window - up) / up) / config.rows  # rows above a strip
+        read = _read(g, config) * g.lhs_dilation[2] / (config.columns * g.stride[2]) * again * g.kernel[0]
+        x_bytes = 4.0 * math.prod((g.batch, *g.size)) * problem.in_channels / channels
+        l2 = (problem.bytes_moved + (read - 1) * x_bytes) / 5.5e12
+        clock = 128 * 1.7e9 * target.cores
+        products = problem.flops / 2 * again / clock
+        warps = _items(problem, config) / 32
+        resident = target.cores * min(48, 2048 // (8 * -(-_registers(problem, config) // 8)))
+        waves = max(1.0, math.ceil(warps / resident) / (warps / resident))
+        return 2e-6 + max(problem.bytes_moved / 3.8e12, l2, 1.3 * products) * waves
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return 0
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        g, (strips_h, strips_w) = _forward(problem), _strips(problem, config)
+        axes = axis_macros(
+            INPUT=g.size,
+            OUTPUT=g.out,
+            KERNEL=g.kernel,
+            DOWN=g.stride,
+            UP=g.lhs_dilation,
+            DILATION=g.dilation,
+            PAD=g.pad,
+        )
+        (base_h, offset_h, blocks), (base_w, offset_w, _) = _blocks(g, 1), _blocks(g, 2)
+        return {
+            "ELEMENT": OUT_CODES[problem.dtype],
+            "OUT": OUT_CODES[problem.out_dtype],
+            "WORDS": problem.in_channels // _word_channels(problem),
+            "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
+            **axes,
+            **{"BASE_H": base_h, "OFFSET_H": offset_h, "BLOCKS": blocks, "BASE_W": base_w, "OFFSET_W": offset_w},
+            **{"STRIPS_H": strips_h, "STRIPS_W": strips_w},
+            **field_macros(config),
+        }
+
+    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
+        """The operands, the result, no workspace."""
+        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
+        sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
+        return tuple(Buffer(size, 16) for size in (*sizes, math.prod(problem.out_shape) * out_item, 0))
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
+        args = Args(_items(problem, config))
+        grid = (-(-args.items // _THREADS), 1, 1)
+        return (Launch("depthwise", grid, (_THREADS, 1, 1), (Pointer(0), Pointer(1), args.param(), Pointer(2))),)
+
+
+class FpropDepthwise(DepthwiseConv):
+    name = "fprop_depthwise"
+
+
+class DgradDepthwise(DepthwiseConv):
+    name = "dgrad_depthwise"
+
+
+FPROP = FpropDepthwise(Config)
+DGRAD = DgradDepthwise(Config)

@@ -1,0 +1,74 @@
+"""The forward pass of a convolution and the gradient of its input, each of which is the other of another convolution.
+
+With unit strides the gradient of the input is a forward convolution of g with a mirrored weight. Strides of the one are
+`lhs_dilation` of the other: a transposed convolution is the gradient of an input.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax_splitk.problems.conv_wgrad import ConvProblem, dilated
+
+
+class ConvFpropProblem(ConvProblem):
+    """A convolution's output g, from lhs and rhs."""
+
+    op = "conv_fprop"
+    operands = ("lhs", "rhs")
+    result = "g"
+
+
+class ConvDgradProblem(ConvProblem):
+    """The gradient of a convolution's input: lhs's cotangent, from g and rhs."""
+
+    op = "conv_dgrad"
+    operands = ("g", "rhs")
+    result = "lhs"
+
+
+PASSES: tuple[type[ConvProblem], ...] = (ConvFpropProblem, ConvDgradProblem)
+
+
+def canonical(problem: Any) -> Any:
+    """A problem of any pass with at least one spatial dimension, batch groups as feature groups, and what dilates its
+    lhs without a stride as the other pass."""
+    if problem.rank == 0:
+        windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
+        pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))
+        problem = dataclasses.replace(problem, padding=((0, 0),), **windows, **pixels)
+    groups = problem.batch_group_count
+    if groups > 1:
+        batch, channels = problem.batch // groups, problem.in_channels * groups
+        problem = dataclasses.replace(
+            problem, batch=batch, in_channels=channels, feature_group_count=groups, batch_group_count=1
+        )
+    is_transposed = set(problem.lhs_dilation) != {1} and set(problem.window_strides) == {1}
+    return other_way(problem) if is_transposed and isinstance(problem, PASSES) else problem
+
+
+def other_way(problem: ConvProblem) -> ConvProblem:
+    """The same sums as the other pass of another convolution, whose weight is `mirrored`: what was its lhs is its g."""
+    fprop, dgrad = PASSES
+    base = dilated(problem.output_spatial, problem.window_strides)
+    window = dilated(problem.kernel_spatial, problem.rhs_dilation)
+    sizes = zip(problem.input_spatial, problem.lhs_dilation, problem.padding, base, window, strict=True)
+    # From the first tap to the last they change places; the high side is what gives the size.
+    pairs = tuple(
+        (taps - 1 - low, (size - 1) * dilation + 1 - count + low) for size, dilation, (low, _), count, taps in sizes
+    )
+    return (dgrad if isinstance(problem, fprop) else fprop)(
+        batch=problem.batch,
+        input_spatial=problem.output_spatial,
+        output_spatial=problem.input_spatial,
+        kernel_spatial=problem.kernel_spatial,
+        in_channels=problem.out_channels,
+        out_channels=problem.in_channels,
+        window_strides=problem.lhs_dilation,
+        padding=pairs,
+        lhs_dilation=problem.window_strides,
+        rhs_dilation=problem.rhs_dilation,
+        feature_group_count=problem.feature_group_count,
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        precision=problem.precision,
+    )

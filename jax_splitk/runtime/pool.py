@@ -1,0 +1,139 @@
+"""Work in the background, in threads that last as long as there is some: each piece once, by its key.
+
+What somebody waits for comes before what is done ahead. The threads are daemons, which the interpreter does not wait
+for when it ends.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from jax_splitk.runtime.cores import usable_cores as cores
+
+_Future = concurrent.futures.Future[Any]
+_Job = tuple[_Future, Callable[[], Any]]
+
+# Work that nobody has asked for yet, results included: what is wanted ahead of that is refused.
+MAX_AHEAD = 256
+
+
+class Pool:
+    """At most as many pieces of work at a time as there are cores; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[Hashable, _Future] = {}  # until somebody takes the result
+        self._urgent: dict[Hashable, _Job] = {}
+        self._ahead: dict[Hashable, _Job] = {}
+        self._threads = 0
+        self._spared = 0
+        self._closed = False
+
+    @property
+    def queued(self) -> int:
+        """Pieces of work that have not begun."""
+        return len(self._urgent) + len(self._ahead)
+
+    def submit(self, key: Hashable, work: Callable[[], Any], *, urgent: bool = False) -> _Future | None:
+        """The future of `work`, or of what has the same key; None where it is refused. `urgent`: somebody waits."""
+        with self._lock:
+            future = self._futures.get(key)
+            if future is None:
+                self._forget_oldest()
+                if self._closed or (not urgent and len(self._futures) >= MAX_AHEAD):
+                    return None
+                future = self._futures[key] = concurrent.futures.Future()
+                self._ahead[key] = (future, work)
+            if urgent and key in self._ahead:
+                self._urgent[key] = self._ahead.pop(key)
+            self._start()
+            if not self._threads:  # the system grants none
+                self._drop(key)
+        return future
+
+    def take(self, key: Hashable) -> Any:
+        """The result of what has begun, for which it waits; None where that failed, and where there is no such work.
+        What has not begun is dropped."""
+        with self._lock:
+            future = self._futures.get(key)
+            self._drop(key)
+        try:
+            return None if future is None else future.result()
+        except Exception:
+            return None
+        finally:
+            with self._lock:
+                if future is not None and future.done() and self._futures.get(key) is future:
+                    del self._futures[key]
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Drops what has not begun of these keys."""
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+
+    def drop_ahead(self) -> None:
+        """Drops what has not begun, but for what somebody waits for."""
+        with self._lock:
+            for key in list(self._ahead):
+                self._drop(key)
+
+    @contextlib.contextmanager
+    def sparing(self, count: int) -> Iterator[None]:
+        """Leaves so many cores free, but for what somebody waits for, while the block runs."""
+        with self._lock:
+            self._spared += count
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._spared -= count
+                self._start()
+
+    def close(self) -> None:
+        """Nothing more begins."""
+        self._closed = True
+        self.drop(list(self._futures))
+
+    def _drop(self, key: Hashable) -> None:
+        job = self._urgent.pop(key, None) or self._ahead.pop(key, None)
+        if job is not None:
+            self._futures.pop(key).cancel()
+
+    def _forget_oldest(self) -> None:
+        """Results that nobody has taken, so that there is room for one more."""
+        done = (key for key, future in self._futures.items() if future.done())
+        for key in list(itertools.islice(done, max(0, len(self._futures) - MAX_AHEAD + 1))):
+            del self._futures[key]
+
+    def _room(self) -> int:
+        """Threads that there may be for what is queued."""
+        return cores() if self._urgent else max(1, cores() - self._spared)
+
+    def _start(self) -> None:
+        for _ in range(self._threads, min(self._room(), self._threads + self.queued)):
+            with contextlib.suppress(RuntimeError):  # the system's limit: those that there are go on
+                threading.Thread(target=self._work, name="jax_splitk-compiler", daemon=True).start()
+                self._threads += 1
+
+    def _next(self) -> _Job | None:
+        """What a thread does next; None where it ends."""
+        with self._lock:
+            queue = self._urgent or self._ahead
+            if not queue or self._threads > self._room():
+                self._threads -= 1
+                return None
+            future, work = queue.pop(next(iter(queue)))
+            future.set_running_or_notify_cancel()
+            return future, work
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            future, work = job
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)

@@ -1,0 +1,304 @@
+"""The forward pass and the input gradient of a convolution: lax's to the letter where no kernel competes, and ours."""
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk.kernels.conv import host
+from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.ops import trace
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST
+from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import select
+from jax_splitk.tuning.options import Options
+from tests.convolutions import GEOMETRIES, PLAIN, Conv
+from tests.exhaustive import thinned
+from tests.problems import generator
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
+
+Function = Callable[..., jax.Array]
+TRANSPOSED = Conv((5, 6), (3, 2), padding=((2, 1), (1, 1)), lhs_dilation=(2, 3), rhs_dilation=(1, 2))
+
+
+def fprop(conv: Conv, **more: Any) -> Function:
+    return functools.partial(jax_splitk.conv_fprop, **conv.arguments, **more)
+
+
+def dgrad(conv: Conv, **more: Any) -> Function:
+    return lambda g, rhs: jax_splitk.conv_dgrad(g, rhs, conv.lhs_shape, **conv.arguments, **more)
+
+
+def lax_dgrad(conv: Conv) -> Function:
+    """Of the lhs that is g's dtype."""
+
+    def run(g: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jax.linear_transpose(lambda lhs: conv.lax(lhs, rhs), jax.ShapeDtypeStruct(conv.lhs_shape, g.dtype))(g)[0]
+
+    return run
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def competing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU's kernels as if they were faster than XLA's."""
+    monkeypatch.setattr(host.ConvHost, "competes", True)
+    monkeypatch.setattr(host.ConvHost, "unmeasured_refusal", lambda self, problem: None)
+    return
+
+
+# ---- lax's ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", thinned(GEOMETRIES, 4))
+def test_what_is_lowered_is_laxs_text(name: str, platform: str) -> None:
+    conv = GEOMETRIES[name]
+    operands = conv.integers(generator(1), jnp.bfloat16)
+
+    def text(layer: Function, count: int) -> str:
+        def forward(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return layer(lhs, rhs)
+
+        def backward(lhs: jax.Array, rhs: jax.Array, g: jax.Array) -> jax.Array:
+            return jax.vjp(lambda lhs: layer(lhs, rhs), lhs)[1](g)[0]
+
+        function = jax.jit(forward if count == 2 else backward)
+        return function.trace(*operands[:count]).lower(lowering_platforms=(platform,)).as_text()
+
+    for count in (2, 3):
+        assert text(conv.ours, count) == text(conv.lax, count)
+
+
+def test_what_is_laxs_is_not_announced_nor_explained_nor_tuned(caplog: pytest.LogCaptureFixture) -> None:
+    lhs, rhs, g = PLAIN.integers(generator(2))
+    input_gradient = jax.grad(lambda x: (PLAIN.ours(x, rhs) * g).sum())
+    with caplog.at_level(logging.DEBUG, "jax_splitk"):
+        jax.jit(input_gradient).lower(lhs)
+    assert caplog.text == ""
+    assert jax_splitk.explain(input_gradient, lhs, platform="cuda").decisions == ()
+    assert len(jax_splitk.tune(input_gradient, lhs, seconds=0.05)) == 0
+    named = jax_splitk.explain(fprop(PLAIN), lhs, rhs).decisions
+    assert [(d.problem.op, d.implementation, d.why) for d in named] == [
+        ("conv_fprop", "xla", "fprop_host: XLA:CPU is faster")
+    ]
+
+
+def test_an_implementation_is_for_the_weight_gradient() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(3))
+    loss = lambda x, w, **options: (PLAIN.ours(x, w, **options) * g).sum()  # noqa: E731
+    for implementation in ("host", "xla"):
+        gradient = jax.grad(functools.partial(loss, implementation=implementation), (0, 1))
+        assert HOST not in jax.jit(gradient).lower(lhs, rhs).as_text()
+
+
+# ---- ours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*GEOMETRIES, "transposed"])
+def test_passes_are_laxs_on_integers(name: str) -> None:
+    conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
+    lhs, rhs, g = conv.integers(generator(4))
+    expected = conv.lax(lhs, rhs), lax_dgrad(conv)(g, rhs)
+    for implementation in ("host", "xla"):
+        passes = fprop(conv, implementation=implementation), dgrad(conv, implementation=implementation)
+        texts = [jax.jit(f).lower(x, rhs).as_text() for f, x in zip(passes, (lhs, g), strict=True)]
+        assert [HOST in text for text in texts] == [implementation == "host"] * 2
+        assert_same((passes[0](lhs, rhs), passes[1](g, rhs)), expected)
+
+
+@pytest.mark.parametrize("implementation", ["host", "xla"])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("bfloat16", "float32"), ("float16", "float16"), ("float32", "bfloat16")]
+)
+def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str, implementation: str) -> None:
+    conv = Conv((6, 5), (3, 3), 2, groups=2)
+    lhs, rhs, g = conv.integers(generator(5), dtype)
+    options = {"preferred_element_type": out_dtype, "implementation": implementation}
+    if dtype != "float32":  # to which lax does not narrow
+        out = fprop(conv, **options)(lhs, rhs)
+        np.testing.assert_array_equal(out, conv.lax(*(x.astype("float32") for x in (lhs, rhs))).astype(out_dtype))
+        assert out.dtype == out_dtype
+    out, wide = dgrad(conv, **options)(g, rhs), lax_dgrad(conv)(g.astype("float32"), rhs.astype("float32"))
+    np.testing.assert_array_equal(out, wide.astype(out_dtype))
+    assert out.dtype == out_dtype
+
+
+@pytest.mark.parametrize("name", ["groups", "strides", "rhs_dilation", "lhs_dilation", "unread_input", "transposed"])
+def test_problems_are_valid_in_both_directions(name: str) -> None:
+    conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
+    lhs, rhs, g = conv.integers(generator(6))
+    for run, x in ((fprop(conv), lhs), (dgrad(conv), g)):
+        (decision,) = jax_splitk.explain(run, x, rhs).decisions
+        there = other_way(decision.problem)
+        for problem in (decision.problem, there, other_way(there)):
+            problem.validate()
+        assert there.out_shape == other_way(there).out_shape == run(x, rhs).shape
+
+
+@pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
+def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int]) -> None:
+    x, w = jnp.ones((2, 5, 6, 4)), jnp.ones((4, 4, 8, 4))
+
+    def upsample(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax_splitk.intercept():
+            return jax.lax.conv_transpose(x, w, strides, "SAME", transpose_kernel=True)
+
+    forward = trace.traced(upsample, (x, w), {})
+    (eqn,) = [eqn for eqn in trace.equations(forward) if eqn.primitive.name == "conv_fprop"]
+    (problem,) = [d.problem for d in jax_splitk.explain(fprop(Conv(
+        (5, 6), (4, 4), 2, (4, 8), strides=(1, 1), lhs_dilation=strides, padding=eqn.params["convolution"].padding
+    )), x, jnp.ones((4, 4, 4, 8))).decisions]  # fmt: skip
+    assert (problem.op, problem.window_strides, problem.lhs_dilation) == ("conv_dgrad", strides, (1, 1))
+    assert problem.out_shape == upsample(x, w).shape
+
+
+# ---- transformations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "depthwise", "batch_groups", "nhwc_oihw_nchw", "transposed"])
+def test_own_derivatives_are_laxs(name: str) -> None:
+    """In both modes, to second order."""
+    conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
+    lhs, rhs, g = conv.integers(generator(7))
+
+    def everything(f: Function, *operands: jax.Array) -> Any:
+        out, vjp = jax.vjp(f, *operands)
+        gradients = lambda *xs: jax.vjp(f, *xs)[1](out)  # noqa: E731
+        again = jax.vjp(gradients, *operands)[1](operands)
+        return (
+            vjp(out),
+            jax.jvp(f, operands, operands),
+            again,
+            jax.linear_transpose(lambda x: f(x, rhs), operands[0])(out),
+        )
+
+    pairs = (
+        (fprop(conv, implementation="host"), conv.lax, lhs),
+        (dgrad(conv, implementation="host"), lax_dgrad(conv), g),
+    )
+    for ours, theirs, x in pairs:
+        assert_same(*(jax.jit(functools.partial(everything, f))(x, rhs) for f in (ours, theirs)))
+
+
+AXES = ((0, None), (None, 1), (1, 0))
+MAPPED = ("plain", "depthwise_multiplied", "batch_groups", "default_numbers")
+
+
+@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED, AXES), 2))
+def test_vmap_is_one_pass(name: str, axes: tuple[int | None, int | None]) -> None:
+    conv = GEOMETRIES[name]
+    draws = [conv.integers(generator(salt)) for salt in range(3)]
+    for which, run, theirs in ((0, fprop(conv), conv.lax), (2, dgrad(conv), lax_dgrad(conv))):
+        operands = [
+            draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
+            for i, axis in zip((which, 1), axes, strict=True)
+        ]
+        ours = jax.vmap(run, axes, 1)
+        names = [eqn.primitive.name for eqn in trace.equations(jax.make_jaxpr(ours)(*operands).jaxpr)]
+        assert sum(name.startswith("conv_") for name in names) == 1
+        assert not {"scan", "while"} & set(names)
+        assert_same(jax.jit(ours)(*operands), jax.vmap(theirs, axes, 1)(*operands))
+
+
+def test_a_config_is_for_the_pass_that_the_caller_sees() -> None:
+    lhs, rhs, g = PLAIN.integers(generator(8))
+    runs = ((fprop(PLAIN, config=host.Config(2, 64)), lhs), (dgrad(PLAIN, config=host.Config(2, 64)), g))
+    for run, x in runs:
+        (decision,) = jax_splitk.explain(run, x, rhs).decisions
+        assert decision.splits == 2
+        assert_same(jax.jit(jax.vmap(run, (0, None)))(x[None], rhs)[0], run(x, rhs))
+        d_x, d_rhs = jax.vjp(run, x, rhs)[1](run(x, rhs))
+        assert (d_x.shape, d_rhs.shape) == (x.shape, rhs.shape)
+    with pytest.raises(TypeError, match=r"accepted: .*jax_splitk\.kernels\.conv\.host\.Config"):
+        fprop(PLAIN, config=wgrad_host.Config(2, 64))(lhs, rhs)
+    with pytest.raises(ValueError, match=r"splits=99 is outside 1..36"):
+        fprop(PLAIN, config=host.Config(99, 64))(lhs, rhs)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"lhs_shape": (4, 9, 8, 7)}, "rhs_shape=.* has 6 input channels a group and lhs"),
+    ({"lhs_shape": (4, 9, 9, 6)}, r"g has shape \(4, 9, 8, 10\); the convolution's output has \(4, 9, 9, 10\)"),
+    ({"lhs_shape": (4, 9, 8)}, "lhs_shape=.*; accepted: 4 integers of at least 0"),
+])  # fmt: skip
+def test_shapes_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+    _, rhs, g = PLAIN.integers(generator(9))
+    with pytest.raises(ValueError, match=message):
+        jax_splitk.conv_dgrad(g, rhs, **({"lhs_shape": PLAIN.lhs_shape} | PLAIN.arguments | change))
+    with pytest.raises(TypeError, match="g is float32 and rhs is bfloat16; accepted: one of bfloat16"):
+        dgrad(PLAIN)(g, rhs.astype(jnp.bfloat16))
+
+
+# ---- where a kernel competes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("competing")
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_a_step_whose_three_passes_are_kernels(compute_dtype: str | None) -> None:
+    conv = dataclasses.replace(PLAIN, channels=(4, 4), padding="SAME")
+    lhs, rhs, _ = conv.integers(generator(10))
+
+    def loss(layer: Function, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.square(jax.checkpoint(layer)(layer(x, w), w)).astype(jnp.float32).sum()
+
+    ours = functools.partial(loss, functools.partial(conv.ours, compute_dtype=compute_dtype))
+    step = jax.jit(jax.value_and_grad(ours, (0, 1)))
+    text = step.lower(lhs, rhs).as_text()
+    assert "stablehlo.convolution" not in text
+    found = jax_splitk.explain(step, lhs, rhs).decisions
+    assert {d.problem.op for d in found} == {"conv_fprop", "conv_dgrad", "conv_wgrad"}
+    assert {d.implementation for d in found} == {"host"}
+    assert jax_splitk.cost(step, lhs, rhs).rest_flops < 1e5
+    assert len(jax_splitk.tune(step, lhs, rhs, seconds=0.05)) == len({d.problem for d in found})
+    if compute_dtype is None:
+        for a, b in zip(jax.tree.leaves(step(lhs, rhs)),
+                        jax.tree.leaves(jax.value_and_grad(functools.partial(loss, conv.lax), (0, 1))(lhs, rhs)),
+                        strict=True):  # fmt: skip
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_what_is_only_measured_is_not_predicted(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
+    del cache
+    monkeypatch.setattr(host.ConvHost, "measured_only", True)
+    monkeypatch.setattr(host.ConvHost, "unmeasured_refusal", lambda self, problem: None)
+    lhs, rhs, _ = PLAIN.integers(generator(11))
+    (decision,) = jax_splitk.explain(fprop(PLAIN), lhs, rhs).decisions
+    problem, target = decision.problem, target_for("cpu")
+    assert (decision.implementation, decision.why) == (
+        "xla",
+        "fprop_host: it takes an explicit config, or a measurement",
+    )
+    with pytest.raises(NotImplementedError, match="fprop_host: it takes an explicit config, or a measurement"):
+        select.select(problem, target, Options(implementation="host"))
+    assert select.select(problem, target, Options(host.Config(1, 64))).implementation == "host"
+    with jax_splitk.tune_problems([problem], seconds=0.05):
+        (decision,) = jax_splitk.explain(fprop(PLAIN), lhs, rhs).decisions
+    assert decision.why.startswith("the TuningResult in force")
+    assert decision.xla_us is not None
+
+
+@pytest.mark.parametrize("kind", [ConvFpropProblem, ConvDgradProblem])
+def test_references_compute_in_float32_for_what_checks_results(kind: type[Any]) -> None:
+    (conv,) = (GEOMETRIES["groups"],)
+    _, rhs, g = conv.integers(generator(12))
+    (decision,) = jax_splitk.explain(dgrad(conv), g, rhs).decisions
+    fields = {field.name: getattr(decision.problem, field.name) for field in dataclasses.fields(kind)}
+    problem = kind(**fields | {"dtype": "bfloat16", "out_dtype": "float32"})
+    operation = OPERATIONS[problem.op]
+    out = operation.reference(problem, *operation.random_operands(problem, jax.random.key(0)))
+    assert (out.shape, out.dtype) == (problem.out_shape, jnp.float32)

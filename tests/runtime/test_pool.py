@@ -1,0 +1,152 @@
+"""Work in the background: order, how much at a time, what is waited for, dropped and refused."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jax_splitk.runtime import pool
+from jax_splitk.runtime.pool import Pool
+
+
+class Work:
+    """Pieces of work that note when they begin, and end when they may; results are their names."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.may_end = threading.Event()
+        self._changed = threading.Condition()
+
+    def __call__(self, name: str) -> Callable[[], str]:
+        def work() -> str:
+            with self._changed:
+                self.begun.append(name)
+                self._changed.notify_all()
+            assert self.may_end.wait(60)
+            if name == "fails":
+                raise RuntimeError(name)
+            return name
+
+        return work
+
+    def wait_for(self, count: int) -> None:
+        """Until so many have begun."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
+
+
+@pytest.fixture
+def work() -> Iterator[Work]:
+    one = Work()
+    yield one
+    one.may_end.set()
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda count: monkeypatch.setattr(pool, "cores", lambda: count)
+
+
+def test_what_somebody_waits_for_comes_first(work: Work, cores: Any) -> None:
+    cores(1)
+    one = Pool()
+    one.submit("first", work("first"))
+    work.wait_for(1)
+    for name in ("a", "b", "c"):
+        one.submit(name, work(name))
+    futures = [one.submit("urgent", work("urgent"), urgent=True), one.submit("b", work("never"), urgent=True)]
+    work.may_end.set()
+    assert [future.result(60) for future in futures] == ["urgent", "b"]
+    assert [one.submit(name, work("never")).result(60) for name in ("a", "c")] == ["a", "c"]
+    assert work.begun == ["first", "urgent", "b", "a", "c"]
+
+
+def test_there_are_as_many_at_a_time_as_cores_that_are_not_spared(work: Work, cores: Any) -> None:
+    cores(4)
+    one = Pool()
+    with one.sparing(3):
+        for name in ("a", "b", "c"):
+            one.submit(name, work(name))
+        work.wait_for(1)
+        for name in ("x", "y", "z"):  # somebody waits: on all cores
+            one.submit(name, work(name), urgent=True)
+        work.wait_for(4)
+        assert work.begun[0] == "a"
+        assert set(work.begun) == {"a", "x", "y", "z"}
+        assert one.queued == 2
+    work.may_end.set()
+    assert [one.submit(name, work("never"), urgent=True).result(60) for name in ("b", "c")] == ["b", "c"]
+
+
+def test_cores_that_are_free_again_are_used(work: Work, cores: Any) -> None:
+    cores(3)
+    one = Pool()
+    with one.sparing(2):
+        for name in ("a", "b", "c"):
+            one.submit(name, work(name))
+        work.wait_for(1)
+        assert one.queued == 2
+    work.wait_for(3)
+
+
+def test_results_are_taken_once_and_what_has_not_begun_is_dropped(work: Work, cores: Any) -> None:
+    cores(1)
+    one = Pool()
+    one.submit("a", work("a"))
+    work.wait_for(1)
+    for name in ("fails", "late"):
+        one.submit(name, work(name))
+    late = one.submit("late", work("never"))
+    assert one.take("late") is None
+    assert late.cancelled()
+    threading.Timer(0.05, work.may_end.set).start()
+    assert one.take("a") == "a"  # it has waited
+    assert one.submit("fails", work("never")).exception(60) is not None
+    assert one.take("fails") is None
+    assert one.take("a") is one.take("unknown") is None
+    assert work.begun == ["a", "fails"]
+
+
+def test_what_is_ahead_of_what_anybody_asks_for_is_bounded(
+    work: Work, cores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores(1)
+    monkeypatch.setattr(pool, "MAX_AHEAD", 2)
+    one = Pool()
+    first = one.submit("a", work("a"))
+    work.wait_for(1)
+    one.submit("b", work("b"))
+    assert one.submit("c", work("c")) is None
+    assert one.submit("urgent", work("urgent"), urgent=True) is not None
+    one.drop_ahead()
+    assert one.queued == 1, "somebody waits for that"
+    work.may_end.set()
+    assert [first.result(60), one.submit("urgent", work("never")).result(60)] == ["a", "urgent"]
+    assert one.submit("c", work("c")).result(60) == "c"
+    assert one.take("a") is None, "the oldest result that nobody took has made room"
+    assert one.take("urgent") == "urgent"
+
+
+def test_nothing_begins_after_the_end(work: Work, cores: Any) -> None:
+    cores(1)
+    one = Pool()
+    one.submit("a", work("a"))
+    work.wait_for(1)
+    waiting = one.submit("b", work("b"), urgent=True)
+    one.close()
+    assert waiting.cancelled()
+    assert one.submit("c", work("c"), urgent=True) is None
+    work.may_end.set()
+    assert one.take("a") == "a"
+    assert work.begun == ["a"]
+
+
+def test_without_threads_nothing_is_waited_for(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    one = Pool()
+    assert one.submit("a", work("a"), urgent=True).cancelled()
+    assert one.take("a") is None

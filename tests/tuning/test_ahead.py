@@ -1,0 +1,367 @@
+"""Kernels that are compiled before the lowering, or the search, that needs them: which, when and how often. No test
+here compiles: machine code is played."""
+
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from benchmarks.cases import WGRAD_CASES, Case
+from jax_splitk.runtime import _compat, compiler, pool, toolchain
+from jax_splitk.runtime.source import Source
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning import ahead, search, select, session, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.measure import Bench, Contestant
+from jax_splitk.tuning.options import Options
+from tests.tuning_cache import put, wgrad
+
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="plays a GPU"),
+    pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers"),
+]
+
+# Each has a kernel of its own.
+CASES = [case for case in WGRAD_CASES if "resnet" in case.tags and case.kernel == (3, 3) and case.stride == (1, 1)][:4]
+
+
+class Compilations:
+    """The sources that workers were given, and those that were compiled by whoever asked, in order."""
+
+    def __init__(self) -> None:
+        self.workers: list[Source] = []
+        self.here: list[Source] = []
+        self.held: Callable[[Source], None] = lambda source: None
+        self._changed = threading.Condition()
+
+    def machine_code(self, source: Source, *, in_worker: bool) -> tuple[bytes, str]:
+        with self._changed:
+            (self.workers if in_worker else self.here).append(source)
+            self._changed.notify_all()
+        if in_worker:
+            self.held(source)
+        return b"machine code", ""
+
+    def wait_for(self, *sources: Source) -> None:
+        """Until workers were given them."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: set(sources) <= set(self.workers), 20), len(self.workers)
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    played = Compilations()
+    monkeypatch.setattr(compiler, "_machine_code", played.machine_code)
+    monkeypatch.setattr(compiler, "_memory", {})
+    monkeypatch.setattr(compiler, "_in_flight", {})
+    monkeypatch.setattr(compiler, "_pool", pool.Pool())
+    monkeypatch.setattr(pool, "cores", lambda: 8)
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
+    jax.clear_caches()  # what another test has traced would not be traced again
+    return played
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces are for a GPU of this process."""
+    monkeypatch.setattr(ahead, "_is_for_this_gpu", lambda: True)
+
+
+def source(case: Case) -> Source:
+    """Of what is lowered for a case without a measurement."""
+    return select.select(case.problem(), DEFAULT_CUDA, Options()).candidate.plan(case.problem()).source
+
+
+def operands(case: Case) -> tuple[Any, Any]:
+    return jax.ShapeDtypeStruct(case.lhs_shape, case.dtype), jax.ShapeDtypeStruct(case.g_shape, case.dtype)
+
+
+def program(*given: Case, **options: Any) -> Any:
+    """A jitted function of the weight gradients, and its operands."""
+    run = jax.jit(lambda all_of: [wgrad(x, g, case, **options) for case, (x, g) in zip(given, all_of, strict=True)])
+    return run, [operands(case) for case in given]
+
+
+def lowered(traced: Any) -> str:
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+# ---- a program -----------------------------------------------------------------------------------------------------
+
+
+def test_all_kernels_compile_while_the_first_operation_is_lowered(compilations: Compilations) -> None:
+    """None of the workers ends before all have begun: one after the other they never would."""
+    sources = list(map(source, CASES))
+    assert len(set(sources)) == len(CASES) == 4
+    compilations.held = lambda _: compilations.wait_for(*sources[1:])
+    run, args = program(*CASES, *CASES)
+    traced = run.trace(args)
+    assert compilations.workers == compilations.here == [], "it is not known what it will be lowered for"
+    lowered(traced)
+    assert sorted(map(sources.index, compilations.workers + compilations.here)) == [0, 1, 2, 3], "each once"
+    assert sources[0] in compilations.here, "its own operation has no worker to wait for"
+    lowered(run.trace(args))
+    assert len(compilations.workers + compilations.here) == 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_the_platform_is_known_the_trace_begins(compilations: Compilations) -> None:
+    run, args = program(*CASES)
+    traced = run.trace(args)
+    compilations.wait_for(*map(source, CASES))
+    lowered(traced)
+    assert compilations.here == []
+    assert len(compilations.workers) == 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_look_at_a_trace_begins_nothing(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, args = program(*CASES)
+    assert len(jax_splitk.explain(run, args, platform="cuda").decisions) == 4
+    assert compiler._pool._futures == {}
+    lowered(run.trace(args))  # its trace is that of `explain`, which has taken note
+    assert len(compilations.workers + compilations.here) == 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_it_can_be_turned_off(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_SPLITK_COMPILE_AHEAD", "off")
+    run, args = program(*CASES)
+    lowered(run.trace(args))
+    assert (len(compilations.here), compilations.workers) == (4, [])
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("what", "count"), [("xla", 0), ("symbolic", 0), ("config", 1), ("vmap", 1), ("eval_shape", 1)]
+)
+def test_what_begins_is_what_would_be_lowered(what: str, count: int, compilations: Compilations) -> None:
+    case = CASES[0]
+    x, g = operands(case)
+    choice = select.select(case.problem(), DEFAULT_CUDA, Options())
+    if what == "xla":
+        jax.jit(lambda x, g: wgrad(x, g, case, implementation="xla")).trace(x, g)
+    elif what == "symbolic":
+        (n,) = jax.export.symbolic_shape("n")
+        x, g = (jax.ShapeDtypeStruct((n, *one.shape[1:]), one.dtype) for one in (x, g))
+        jax.jit(lambda x, g: wgrad(x, g, case)).trace(x, g)
+    elif what == "config":
+        jax.jit(lambda x, g: wgrad(x, g, case, config=choice.config)).trace(x, g)
+    elif what == "vmap":  # as two groups, and not as one of the two
+        x, g = (jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for one in (x, g))
+        jax.jit(jax.vmap(lambda x, g: wgrad(x, g, case))).trace(x, g)
+    else:
+        jax.eval_shape(lambda x, g: wgrad(x, g, case), x, g)
+    begun = list(compiler._pool._futures)
+    assert len(begun) == count
+    own = compiler.content_key(choice.candidate.plan(case.problem()).source)
+    assert (begun == [own]) is (what in ("config", "eval_shape"))
+
+
+@pytest.mark.parametrize(("divided", "started", "count"), [(False, True, 0), (True, True, 1), (True, False, 0)])
+def test_over_several_devices_only_what_shard_map_has_divided_begins(
+    divided: bool, started: bool, count: int, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jit may divide the rest. Backends that are not started are left so: it is not known what there is."""
+    monkeypatch.setattr(ahead, "local_platform", lambda: "cuda")
+    monkeypatch.setattr(_compat, "backends_are_started", lambda: started)
+    devices = jax.device_count()
+    case = dataclasses.replace(CASES[0], batch=CASES[0].batch // devices)
+    x, g = operands(CASES[0] if divided else case)
+    run = lambda x, g: wgrad(x, g, case)[None]  # noqa: E731
+    if divided:
+        over = jax.sharding.PartitionSpec("data")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=over, out_specs=over)
+    assert devices > 1
+    jax.eval_shape(run, x, g)
+    own = compiler.content_key(source(case))
+    assert list(compiler._pool._futures) == [own] * count
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_trace_neither_fails_nor_speaks(
+    cache: pathlib.Path, compilations: Compilations, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(cache, key_for(CASES[0].problem(), DEFAULT_CUDA), "damaged")
+    run, args = program(CASES[0])
+    traced = run.trace(args)
+    assert caplog.records == []
+    lowered(traced)
+    assert [record.getMessage().rpartition(".json is ")[2][:7] for record in caplog.records] == ["ignored"]
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
+    run, args = program(CASES[1])
+    traced = run.trace(args)
+    with pytest.raises(jax_splitk.FrozenCacheMiss):
+        lowered(traced)
+    monkeypatch.setattr(ahead, "select", lambda *_: 1 / 0)
+    run, args = program(CASES[2], implementation="cutlass")
+    run.trace(args)
+
+
+def test_notes_of_what_nobody_lowers_are_bounded(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_MOST", 3)
+    for case in CASES:
+        run, args = program(case)
+        run.eval_shape(args)
+    assert [problem for problem, _ in session.session().traced] == [case.problem() for case in CASES[1:]]
+    run, args = program(Case("tiny", 2, 5, 5, 4, 4, (1, 1), dtype="float32"))
+    run.lower([tuple(jnp.zeros(one.shape) for one in args[0])])
+    found = [problem for problem, _ in session.session().traced]
+    assert found == [case.problem() for case in CASES[2:]], "what is lowered, on any platform, is not to come"
+    assert compiler._pool._futures == {}
+
+
+# ---- searches ------------------------------------------------------------------------------------------------------
+
+
+class Searches:
+    """The keys that were searched, by a search that is played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.keys: list[Key] = []
+        self.during: Callable[[Key], None] = lambda key: None
+
+        def run(this: search.Search) -> Entry:
+            self.keys.append(this.key)
+            self.during(this.key)
+            return Entry.of(this.key, XLA)
+
+        monkeypatch.setattr(search.Search, "run", run)
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
+    return Searches(monkeypatch)
+
+
+def first_kernels(key: Key) -> set[Source]:
+    return {c.plan(key.problem).source for c in search.first_round(search.predicted(key))}
+
+
+KEYS = [key_for(case.problem(), DEFAULT_CUDA) for case in CASES]
+LIMIT = Options().workspace_limit
+
+
+def test_the_next_problems_kernels_compile_while_one_is_measured(
+    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "cores", lambda: 1000)
+    every = set().union(*map(first_kernels, KEYS))
+    searches.during = lambda key: compilations.wait_for(*every)
+    with tuner.coming((key, LIMIT) for key in KEYS):
+        for key in KEYS:
+            tuner.tune(key)
+    assert searches.keys == KEYS
+    assert len(compilations.workers) == len(set(compilations.workers)), "each once, whichever problems share it"
+    assert session.session().coming == {}
+
+
+def test_there_is_only_so_much_ahead(
+    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough for the cores, of which a measurement has two."""
+    monkeypatch.setattr(pool, "cores", lambda: 3)
+    monkeypatch.setattr(tuner, "cores", lambda: 3)
+    ended, running = threading.Event(), []
+    compilations.held = lambda source: running.append(source) or ended.wait(60)
+
+    def during(key: Key) -> None:
+        while compiler.queued() < 6:
+            threading.Event().wait(0.01)
+        assert len(running) <= 3
+
+    searches.during = during
+    with tuner.coming((key, LIMIT) for key in KEYS):
+        tuner.tune(KEYS[0])
+        assert [key for key, _ in session.session().coming] == KEYS[2:]
+        assert compiler.queued() > 0
+    assert compiler.queued() == 0, "what has not begun is dropped at the end"
+    ended.set()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_nothing_more_is_compiled_after_an_error(
+    error: type[BaseException], compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "cores", lambda: 1)
+    ended = threading.Event()
+    compilations.held = lambda _: ended.wait(60)
+
+    def fails(key: Key) -> None:
+        while not compiler.queued():
+            threading.Event().wait(0.01)
+        raise error("scripted")
+
+    searches.during = fails
+    with pytest.raises(error, match="scripted"), tuner.coming((key, LIMIT) for key in KEYS):
+        tuner.tune(KEYS[0])
+    assert (compiler.queued(), session.session().coming) == (0, {})
+    ended.set()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_miss_is_compiled_when_it_comes_to_be_measured(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch, searches: Searches
+) -> None:
+    """With tuning on a trace alone begins nothing: a search tries ten kernels for each problem."""
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    run, args = program(*CASES)
+    run.trace(args)
+    assert compiler._pool._futures == {}
+    assert [key for key, _ in session.session().coming] == KEYS
+    searches.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
+    tuner.tune(KEYS[0])
+
+
+def test_the_steps_from_the_fastest_compile_while_others_are_timed(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have kernels of their own, and are asked for when the first round is over."""
+    key = KEYS[1]
+    one = search.Search(key, LIMIT, None, 1e3)
+    first = one._first_candidates()
+    fastest = next(c for c in first if {n.plan(key.problem).source for n in one._neighbours(c)} - first_kernels(key))
+    bench = Bench.__new__(Bench)
+    bench.problem, bench.given_up = key.problem, one.given_up
+    prepared: list[Candidate] = []
+
+    def prepare(candidates: list[Candidate]) -> tuple[list[Contestant], list[Any]]:
+        if fastest in prepared:
+            compilations.wait_for(*{n.plan(key.problem).source for n in one._neighbours(fastest)})
+        prepared.extend(candidates)
+        return [Contestant(c, lambda: None) for c in candidates], []
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+    monkeypatch.setattr(bench, "_round", lambda c: 5.0 if c.candidate == fastest else 9.0)
+    one._prepare_first(bench, [fastest, *(c for c in first if c != fastest)])
+    assert len(prepared) == len(first)
+    assert all(contestant.times for contestant in one.contestants)
+
+
+# ---- the first round -------------------------------------------------------------------------------------------------
+
+
+def test_few_are_tried_where_the_model_is_sure() -> None:
+    ranking = search.predicted(KEYS[0])
+    candidates = [candidate for _, candidate in ranking]
+    sure = search.first_round([(1.0 + 9.0 * (i > 1), c) for i, c in enumerate(candidates)])
+    close = search.first_round([(1.0 + 0.001 * i, c) for i, c in enumerate(candidates)])
+    assert (len(sure), len(close)) == (search.FEWEST, search.FIRST_ROUND)
+    for first in (sure, close):
+        assert first[: len(first) * 2 // 3] == candidates[: len(first) * 2 // 3]
+        assert len(set(map(search._variant, first))) <= search.KERNELS
+        assert len(set(first)) == len(first)
+    assert len(set(map(search._variant, sure))) > len(set(map(search._variant, candidates[: search.FEWEST])))
+    assert search.first_round([]) == []
+    assert search.first_round(ranking[:1]) == candidates[:1]
