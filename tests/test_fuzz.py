@@ -111,9 +111,11 @@ def results(rng: Rng, cache: pathlib.Path) -> Trial:
 
 def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
     """A compiled kernel's file, of which half have a right checksum."""
-    key = compiler.content_key(Source("wgrad/im2col.cu", ()))
+    source = Source("wgrad/im2col.cu", (("TILE", 64), ("NAME", "x")))
+    key = compiler.content_key(source)
     path = cache / compiler._file(key)
-    header = {"key": key, "origin": "origin", "log": "Used 32 registers"}
+    whole = compiler._pack(key, "NVRTC 13.0", source, compiler.Compiled(b"", "Used 32 registers"))
+    header = json.loads(whole[len(compiler._FILE_MAGIC) + 32 : -1])
 
     def trial() -> str:
         text = damaged(rng, json.dumps(header), json.dumps(header)) if rng.integers(3) else json.dumps(header).encode()
@@ -124,8 +126,9 @@ def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
             data = data[:at] + rng.bytes(int(rng.integers(3))) + data[at + int(rng.integers(3)) :]
         assert disk.write(path, data)
         found = compiler._load(key)
-        ((listed, origin),) = compiler.cached(cache)
-        assert (listed, origin is None) == (path, found is None)
+        ((listed, kernel),) = compiler.cached(cache)
+        assert (listed, kernel is None) == (path, found is None)
+        assert compiler._load_any(compiler.source_key(source)) == found
         assert found is None or (isinstance(found.log, str) and data.endswith(found.image))
         return "refused" if found is None else "taken"
 

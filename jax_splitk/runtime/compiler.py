@@ -1,7 +1,8 @@
 """Device source to sm_90a machine code by NVRTC, each source once: results are kept in memory and on disk by content.
 
 What identifies a compilation is its text, options and the versions of the compiler and header packages, never a path.
-The files are read and written as `disk.mode` says.
+The files are read and written as `disk.mode` says. A file's name has text and options apart from the versions, so that
+a machine without a compiler finds what others compiled.
 """
 
 import concurrent.futures
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,7 +24,9 @@ from jax_splitk.runtime.source import Source
 
 logger = logging.getLogger("jax_splitk")
 
-_FILE_MAGIC = b"jax_splitk cubin 4\n"
+_FILE_MAGIC = b"jax_splitk cubin 5\n"
+# What the file of an earlier version is called.
+_OLD_FILES = f"cubin/{'[0-9a-f]' * 64}.cubin"
 
 
 class CompilationError(RuntimeError):
@@ -35,6 +39,27 @@ class Compiled:
 
     image: bytes
     log: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a file holds.
+
+    Attributes:
+      key: `content_key` of the source, where it was compiled.
+      origin: of the source's file, there.
+      compiler: `toolchain.identity`, there.
+    """
+
+    key: str
+    origin: str
+    compiler: str
+    source: Source
+    compiled: Compiled
+
+    @property
+    def source_key(self) -> str:
+        return self.key.partition("-")[0]
 
 
 _memory: dict[str, Compiled] = {}
@@ -70,23 +95,49 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
         return list(pool.map(compiled, wanted))
 
 
+def held(source: Source) -> Compiled | None:
+    """Machine code for `source` if this process or a cache has it; nothing is compiled.
+
+    A cache's is this machine's compiler's. Where there is none, or nothing may be written (`disk.mode`), another
+    version's serves as well: the newest.
+    """
+    key = source_key(source)
+    with _in_flight.setdefault(key, threading.Lock()):
+        if key not in _memory and (found := _found(source)) is not None:
+            _memory[key] = found
+    return _memory.get(key)
+
+
 def _compile_once(source: Source, in_worker: bool) -> Compiled:
-    key = content_key(source)
+    key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):  # one thread compiles, the others wait for its result
         if key not in _memory:
-            _memory[key] = _load(key) or _compiled_now(source, key, in_worker)
+            _memory[key] = _found(source) or _compiled_now(source, in_worker)
     return _memory[key]
 
 
+def _found(source: Source) -> Compiled | None:
+    """`held`, by a cache."""
+    has_compiler = toolchain.unavailable() is None
+    found = _load(content_key(source)) if has_compiler else None
+    if found is None and (not has_compiler or disk.mode() != "update"):
+        found = _load_any(source_key(source))
+    return found
+
+
 def content_key(source: Source) -> str:
-    """Identity of a compilation: text, options and versions."""
+    """Identity of a compilation by this machine's compiler: text, options and versions."""
+    return f"{source_key(source)}-{_digest((toolchain.identity(),))[:16]}"
+
+
+def source_key(source: Source) -> str:
+    """Identity of what is compiled: text and options."""
     return _digest((origin(source.file), source.structs, source.options()))
 
 
 def origin(file: str) -> str:
-    """Identity of what a source file's compilations have in common: its text but for the structs, and the versions."""
-    versions = sorted(toolchain.header_versions().items())
-    return _digest((Source(file, ()).text(), toolchain.find_nvrtc().version, *versions))
+    """Identity of what a source file's compilations have in common: its text but for the structs."""
+    return _digest((Source(file, ()).text(),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,7 +145,22 @@ def _digest(identity: tuple[Any, ...]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _compiled_now(source: Source, key: str, in_worker: bool) -> Compiled:
+def _compiled_now(source: Source, in_worker: bool) -> Compiled:
+    compiled = compile_anew(source, in_worker)
+    folder = disk.cache_dir()
+    if folder is not None and disk.mode() == "update":
+        store(folder, source, compiled)
+    return compiled
+
+
+def store(folder: pathlib.Path, source: Source, compiled: Compiled) -> bool:
+    """Writes what this machine's compiler made of a source into a cache folder; False, with a warning, if it cannot."""
+    key = content_key(source)
+    return disk.write(folder / _file(key), _pack(key, toolchain.identity(), source, compiled))
+
+
+def compile_anew(source: Source, in_worker: bool) -> Compiled:
+    """`compile_source` without looking for, or keeping, what is compiled."""
     nvrtc = toolchain.find_nvrtc()
     options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
     if in_worker:
@@ -104,11 +170,7 @@ def _compiled_now(source: Source, key: str, in_worker: bool) -> Compiled:
     if image is None:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
-    compiled = Compiled(image, log)
-    folder = disk.cache_dir()
-    if folder is not None and disk.mode() == "update":
-        disk.write(folder / _file(key), _pack(key, origin(source.file), compiled))
-    return compiled
+    return Compiled(image, log)
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -119,43 +181,93 @@ def _file(key: str) -> str:
     return f"cubin/{key}.cubin"
 
 
+def _folders() -> list[pathlib.Path]:
+    return [] if disk.mode() == "off" else disk.folders()
+
+
 def _load(key: str) -> Compiled | None:
-    for folder in [] if disk.mode() == "off" else disk.folders():
-        path = folder / _file(key)
-        if not os.path.lexists(path):
-            continue
-        if (refusal := disk.code_refusal(folder)) is not None:
-            disk.warn_once(refusal)
-        elif (data := disk.read(path, own=True)) is not None:
-            header, image = _unpack(data) or ({}, b"")
-            if header.get("key") == key:
-                return Compiled(image, header["log"])
-            disk.warn_once(f"{path} is damaged or another compilation's, and is not used")
+    """The machine code of a `content_key`."""
+    for folder in _folders():
+        if (kernel := _read(folder, folder / _file(key))) is not None:
+            return kernel.compiled
+        _say_old(folder)
     return None
 
 
-def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
-    """(file, origin) of the machine code that a cache folder holds; None for a file that cannot be used."""
+def _load_any(key: str) -> Compiled | None:
+    """The machine code of a `source_key` by the newest compiler; where several are equal, by precedence."""
+    paths = [(folder, path) for folder in _folders() for path in disk.files(folder, _file(f"{key}-*"))]
+    kernels = [kernel for folder, path in paths if (kernel := _read(folder, path)) is not None]
+    newest = max(kernels, key=lambda kernel: _version(kernel.compiler), default=None)
+    if newest is None:
+        return None
+    logger.info("%s of a cache is used, which %s compiled", newest.source.file, newest.compiler)
+    return newest.compiled
+
+
+def _version(compiler: str) -> list[int]:
+    """For comparisons."""
+    return [int(number) for number in re.findall(r"\d{1,9}", compiler)]
+
+
+def _read(folder: pathlib.Path, path: pathlib.Path) -> Kernel | None:
+    """The kernel in a file of a cache folder; None, with one warning if there is a file, where it cannot be used."""
+    if not os.path.lexists(path):
+        return None
+    if (refusal := disk.code_refusal(folder)) is not None:
+        disk.warn_once(refusal)
+    elif (data := disk.read(path, own=True)) is not None:
+        if (kernel := _of(path, data)) is not None:
+            return kernel
+        disk.warn_once(f"{path} is damaged or another compilation's, and is not used")
+    return None
+
+
+@functools.lru_cache(maxsize=256)  # a folder has thousands of files
+def _say_old(folder: pathlib.Path) -> None:
+    if next(disk.files(folder, _OLD_FILES), None) is not None:
+        prune = "`python -m jax_splitk cache prune --damaged` deletes a user cache's"
+        disk.warn_once(f"{folder} has kernels of another version of jax_splitk, which are not used; {prune}")
+
+
+def is_old(path: pathlib.Path) -> bool:
+    """Whether a kernel's file is called as an earlier version would."""
+    return "-" not in path.stem
+
+
+def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, Kernel | None]]:
+    """The kernels' files of a cache folder; None for a file that cannot be used."""
     for path in disk.files(folder, "cubin/*.cubin"):
-        found = _unpack(disk.read(path, own=True) or b"")
-        yield path, found[0]["origin"] if found is not None and found[0]["key"] == path.stem else None
+        yield path, _of(path, disk.read(path, own=True) or b"")
 
 
-def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
-    header = {"key": key, "origin": origin, "log": compiled.log}
+def _of(path: pathlib.Path, data: bytes) -> Kernel | None:
+    """The kernel in the data of a file, if it is the one that the file is called by."""
+    kernel = _unpack(data)
+    return kernel if kernel is not None and kernel.key == path.stem else None
+
+
+def _pack(key: str, compiler: str, source: Source, compiled: Compiled) -> bytes:
+    header = {"key": key, "origin": origin(source.file), "compiler": compiler, "log": compiled.log}
+    header |= {"file": source.file, "defines": source.defines, "structs": source.structs}
     body = json.dumps(header).encode() + b"\0" + compiled.image
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes) -> tuple[dict[str, str], bytes] | None:
-    """(header, cubin); None for anything that `_pack` did not write whole."""
+def _unpack(data: bytes) -> Kernel | None:
+    """None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
     text, _, image = rest[32:].partition(b"\0")
     try:
         header = json.loads(text)
-    except (ValueError, RecursionError):
+        defines = tuple((name, value) for name, value in header.pop("defines"))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    is_whole = isinstance(header, dict) and header.keys() == {"key", "origin", "log"}
-    return (header, image) if is_whole and all(isinstance(value, str) for value in header.values()) else None
+    texts = [header.get(name) for name in ("key", "origin", "compiler", "file", "structs", "log")]
+    macros = all(isinstance(name, str) and type(value) in (str, int) for name, value in defines)
+    if len(header) != len(texts) or not macros or not all(isinstance(text, str) for text in texts):
+        return None
+    key, origin, compiler, file, structs, log = texts
+    return Kernel(key, origin, compiler, Source(file, defines, structs), Compiled(image, log))

@@ -148,7 +148,7 @@ def test_lowering_measures_a_miss_once(cache: pathlib.Path, monkeypatch: pytest.
     out = jax.jit(jax.vmap(quantized_matmul))(x, weights)
     np.testing.assert_allclose(out.astype(jnp.float32), 64, rtol=1e-2)
     (path,) = store.files(cache)
-    assert json.loads(path.read_text())["key"]["problem"]["rows"] == 4
+    assert json.loads(path.read_text())["key"]["problem"]["rows"] == 8  # which decides for 4
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
