@@ -350,8 +350,8 @@ def lowered(**options: str) -> str:
     return text
 
 
-def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_compiler_and_kernel_lowering_for_cuda_falls_back_to_xla(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(toolchain, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
     with caplog.at_level(logging.INFO, "jax_splitk"):
@@ -408,6 +408,52 @@ def test_origins_of_what_is_stored(machine: Machine) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert origins() == [(path, None)]
     assert list(compiler.cached(machine.cache / "nowhere")) == []
+
+
+def test_another_compilers_kernels_are_used_where_nothing_is_written(
+    machine: Machine, hide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This machine's come first; of others' the newest."""
+    code = {name: compiler.Compiled(name.encode(), "log") for name in ("13.2", "13.10", "own")}
+
+    def found() -> bytes:
+        machine.forget()
+        return compiler.compile_source(tiny()).image
+
+    for name in ("13.2", "13.10"):
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, "identity", lambda name=name: f"NVRTC {name}, nvidia-cutlass 4.2.1")
+            assert compiler.store(machine.cache, tiny(), code[name])
+    assert found() not in (b"13.2", b"13.10")
+    assert len(machine.compiled) == 1  # "update": what this machine compiles
+    (own,) = (p for p, kernel in compiler.cached(machine.cache) if kernel and kernel.compiler == toolchain.identity())
+    own.unlink()
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        for mode in ("read", "frozen"):
+            monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+            assert found() == b"13.10"
+    assert "tiny.cu of a cache is used, which NVRTC 13.10, nvidia-cutlass 4.2.1 compiled" in caplog.text
+    assert compiler.store(machine.cache, tiny(), code["own"])
+    assert found() == b"own"
+    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
+    own.unlink()
+    hide("libnvrtc.so.13")
+    assert found() == b"13.10"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
+    machine.forget()
+    assert compiler.held(tiny()) is None
+    with pytest.raises(CompilerUnavailable):
+        compiler.compile_source(tiny())
+
+
+def test_kernels_of_an_earlier_version_are_mentioned_once(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    old = machine.cache / "cubin" / f"{'a1' * 32}.cubin"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"jax_splitk cubin 4\n")
+    compiler.compile_sources([tiny(1), tiny(2)])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{machine.cache} has kernels of another version of jax_splitk")
+    assert len(list(machine.cache.glob("cubin/*"))) == 3
 
 
 def test_source_text_is_the_packages_file() -> None:
