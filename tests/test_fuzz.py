@@ -23,9 +23,9 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import search, select, session, store, table
+from jax_splitk.tuning import buckets, search, select, session, store, table
 from jax_splitk.tuning.choice import XLA
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import ODD_VALUES, mutate_json, mutate_text
@@ -41,12 +41,25 @@ def damaged(rng: Rng, text: str, other: str) -> bytes:
     return mutate_json(rng, text, other).encode() if rng.integers(2) else mutate_text(rng, text)
 
 
+def with_fewer_rows(rng: Rng, problem: Any) -> Any:
+    """The problem; of a product with a quantized weight, one of fewer rows."""
+    rows = getattr(problem, "rows", None)
+    return (
+        problem if rows is None else dataclasses.replace(problem, rows=int(rng.integers(max(1, rows - 20), rows + 1)))
+    )
+
+
+def with_full_tiles(key: Key) -> Key:
+    """The first representative's."""
+    return next(iter(buckets.representatives(key)), key)
+
+
 def entries(rng: Rng, cache: pathlib.Path) -> Trial:
     """Entries in the user's cache, and the choices that are made of them."""
     known = []
     for target, op in itertools.product((CPU, DEFAULT_CUDA), OPERATIONS):
         for _ in range(2):
-            key = random_key(rng, target, op)
+            key = with_full_tiles(random_key(rng, target, op))
             known.append((key, target, random_entry(rng, key, target).dumps()))
 
     def trial() -> str:
@@ -57,9 +70,10 @@ def entries(rng: Rng, cache: pathlib.Path) -> Trial:
         if found is not None:
             assert_legal(found[0].choice, key, target)
             assert_legal(found[0].best(int(rng.integers(2**26))) or XLA, key, target)
-        for implementation in (None, "host" if target is CPU else "cutlass"):
-            choice = select.select(key.problem, target, Options(implementation=implementation))
-            assert_legal(choice.candidate, key, target)
+        fewer = key_for(with_fewer_rows(rng, key.problem), target)  # which the entry may serve, too
+        for each, implementation in itertools.product((key, fewer), (None, "host" if target is CPU else "cutlass")):
+            choice = select.select(each.problem, target, Options(implementation=implementation))
+            assert_legal(choice.candidate, each, target)
             assert isinstance(choice.why, str)
         stored.read(path, cache)
         return "refused" if found is None else "taken"

@@ -18,6 +18,9 @@ from jax_splitk.tuning.key import Key, key_for
 # How much slower than the best for a problem another one's config may be, by the cost model.
 MAX_LOSS = 0.03
 
+# In an entry's metadata: what the problem has that decided for it.
+REPRESENTATIVE = "decision of"
+
 # An entry and where it comes from.
 Found = tuple[Entry, str]
 
@@ -29,7 +32,7 @@ def representatives(key: Key) -> list[Key]:
 
 
 def served(key: Key, workspace_limit: int, find: Callable[[Key], Found | None]) -> Found | None:
-    """The first representative's decision that holds for `key` as well, as an entry of `key` without evidence.
+    """The first representative's decision that holds for `key` as well, as an entry of `key` without times.
 
     Args:
       find: the representative's entry, and where that comes from.
@@ -38,8 +41,9 @@ def served(key: Key, workspace_limit: int, find: Callable[[Key], Found | None]) 
         found = find(other)
         candidate = None if found is None else held_by(key, found[0], workspace_limit)
         if found is not None and candidate is not None:
-            entry = Entry.of(key, candidate, workspace_limit_bytes=found[0].workspace_limit_bytes)
-            return entry, f"{found[1]}, decision of {_differing(other, key)}"
+            metadata, limit = {REPRESENTATIVE: _differing(other, key)}, found[0].workspace_limit_bytes
+            entry = Entry.of(key, candidate, metadata=metadata, workspace_limit_bytes=limit)
+            return entry, f"{found[1]}, decision of {metadata[REPRESENTATIVE]}"
     return None
 
 

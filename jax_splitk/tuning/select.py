@@ -140,6 +140,9 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
         return None
 
     def times() -> Times:
+        if buckets.REPRESENTATIVE in entry.metadata and candidate.family is not None:
+            seconds = candidate.family.estimate(entry.key.problem, candidate.config, entry.key.target)
+            return Times(seconds * 1e6, predicted=True)
         measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
         return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
