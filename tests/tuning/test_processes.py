@@ -153,7 +153,7 @@ logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
 ranked = {key: search.ranked(key) for key in keys}
-names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
+names = [f"{hashlib.sha256(bytes([i])).hexdigest()}-1" for i in range(5)]
 # Made ahead: it is writers that are to be killed.
 source = Source("wgrad/im2col.cu", ())
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
