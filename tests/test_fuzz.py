@@ -18,6 +18,7 @@ import pytest
 from benchmarks import cases
 from jax_splitk import _ffi
 from jax_splitk.cli import stored
+from jax_splitk.cli.kernels import _difference as difference
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
@@ -129,6 +130,8 @@ def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
     key = compiler.content_key(source)
     path = cache / compiler._file(key)
     whole = compiler._pack(key, "NVRTC 13.0", source, compiler.Compiled(b"", "Used 32 registers"))
+    whole_kernel = compiler._unpack(whole)
+    assert whole_kernel is not None
     header = json.loads(whole[len(compiler._FILE_MAGIC) + 32 : -1])
 
     def trial() -> str:
@@ -143,6 +146,8 @@ def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
         ((listed, kernel),) = compiler.cached(cache)
         assert (listed, kernel is None) == (path, found is None)
         assert compiler._load_any(compiler.source_key(source)) == found
+        if kernel is None or kernel.source != whole_kernel.source:
+            assert isinstance(difference(kernel), str)  # and nothing is compiled
         assert found is None or (isinstance(found.log, str) and data.endswith(found.image))
         return "refused" if found is None else "taken"
 

@@ -49,6 +49,7 @@ class Kernel:
       key: `content_key` of the source, where it was compiled.
       origin: of the source's file, there.
       compiler: `toolchain.identity`, there.
+      source: the same as what was compiled, its macros' values as texts.
     """
 
     key: str
@@ -249,7 +250,8 @@ def _of(path: pathlib.Path, data: bytes) -> Kernel | None:
 
 def _pack(key: str, compiler: str, source: Source, compiled: Compiled) -> bytes:
     header = {"key": key, "origin": origin(source.file), "compiler": compiler, "log": compiled.log}
-    header |= {"file": source.file, "defines": source.defines, "structs": source.structs}
+    defines = [(name, str(value)) for name, value in source.defines]
+    header |= {"file": source.file, "defines": defines, "structs": source.structs}
     body = json.dumps(header).encode() + b"\0" + compiled.image
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
@@ -266,8 +268,7 @@ def _unpack(data: bytes) -> Kernel | None:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     texts = [header.get(name) for name in ("key", "origin", "compiler", "file", "structs", "log")]
-    macros = all(isinstance(name, str) and type(value) in (str, int) for name, value in defines)
-    if len(header) != len(texts) or not macros or not all(isinstance(text, str) for text in texts):
+    if len(header) != len(texts) or not all(isinstance(text, str) for text in (*texts, *sum(defines, ()))):
         return None
     key, origin, compiler, file, structs, log = texts
     return Kernel(key, origin, compiler, Source(file, defines, structs), Compiled(image, log))

@@ -124,7 +124,14 @@ def test_what_is_no_file_is_not_read(
 
 
 KEYED = functools.partial(
-    dict, origin="", log="", compiler="", file="", structs="", defines=[["VALUE", 1]], key=compiler.content_key(SOURCE)
+    dict,
+    origin="",
+    log="",
+    compiler="",
+    file="",
+    structs="",
+    defines=[["VALUE", "1"]],
+    key=compiler.content_key(SOURCE),
 )
 
 
@@ -141,7 +148,7 @@ KEYED = functools.partial(
     json.dumps(KEYED(key=["list"])).encode() + b"\0code",
     json.dumps(KEYED(log=3)).encode() + b"\0code",
     json.dumps(KEYED(more="")).encode() + b"\0code",
-    *(json.dumps(KEYED(defines=odd)).encode() + b"\0code" for odd in (None, 3, "ab", ["abc"], [[1, 1]], [["A", 1.5]])),
+    *(json.dumps(KEYED(defines=odd)).encode() + b"\0code" for odd in (None, 3, "ab", ["abc"], [[1, 1]], [["A", 1]])),
     json.dumps(KEYED(key="another compilation's")).encode() + b"\0code",
 ], ids=lambda data: repr(data[:12]))  # fmt: skip
 def test_a_kernel_of_odd_content_is_a_miss_said_once(
