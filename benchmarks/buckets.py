@@ -71,7 +71,8 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     weights = draw(functools.partial(product.weight, case), set_count(product, case))
     xs = draw_x(product.x(case), len(weights))
     on_weights = {name: on_sets(function, xs, weights) for name, function in functions.items()}
-    times = timing.compare(on_weights, [(i,) for i in range(len(weights))], options.rounds)
+    sets: list[Any] = [(i,) for i in range(len(weights))]
+    times = timing.compare(on_weights, sets, options.rounds)
     return Result(case, _rows(found[1]), str(own), str(found[0].choice), times)
 
 
