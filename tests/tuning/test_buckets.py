@@ -215,15 +215,18 @@ def test_a_relatives_times_are_tried_first_and_decide_nothing(
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
-def test_on_a_miss_the_representative_is_measured(tuned: list[QuantizedMatmulProblem]) -> None:
+def test_on_a_miss_the_representative_is_measured(
+    asked: list[tuple[int, Entry | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     x, weight = product(8)
     why = lambda: jax_splitk.explain(jax_splitk.quantized_matmul, x[:5], weight).decisions[0].why  # noqa: E731
     for rows in (3, 5, 8):
         jax.jit(jax_splitk.quantized_matmul).lower(x[:rows], weight)
-    assert [p.rows for p in tuned] == [8]
+    assert asked == [(8, None)]
     assert why().startswith("user cache, decision of 8 rows (")
     # Who asks for a problem gets its own.
-    own = dataclasses.replace(tuned[0], rows=5)
-    ((key, _),) = jax_splitk.tune_problems([own], seconds=0.05)
-    assert (key.problem, tuned[1:]) == (own, [own])
+    (decision,) = jax_splitk.explain(jax_splitk.quantized_matmul, x[:5], weight).decisions
+    jax_splitk.tune_problems([decision.problem])
+    assert asked[1:] == [(5, None)]
     assert why().startswith("user cache: ")
