@@ -1,8 +1,8 @@
 """Data-parallel training steps of a ResNet-50 on several devices: plain `jit`, shard_map, and stock lax.
 
-The network is plain JAX (He et al., arXiv:1512.03385, with the stride in the 3x3 convolutions): float32 master weights,
-bfloat16 arithmetic, batch normalization over the whole batch, and SGD with momentum, on synthetic images. Its variants
-differ in their convolutions and in who partitions the batch:
+The network is that of benchmarks/models/resnet.py: float32 master weights, bfloat16 arithmetic, batch normalization
+over the whole batch, and SGD with momentum, on synthetic images. Its variants differ in their convolutions and in who
+partitions the batch:
 
   jit        jax_splitk's convolutions, batch-sharded arrays, automatic partitioning
   shard_map  jax_splitk's convolutions, partitioned by hand
@@ -30,96 +30,18 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks import report
+from benchmarks.models.layers import OURS, STOCK, Params
+from benchmarks.models.resnet import TINY, Conv, Net, initial, logits
 from jax_splitk.runtime.plan import TARGETS
 from jax_splitk.tuning.session import session
 
 AXIS = "data"
-SPECS = ("NHWC", "HWIO", "NHWC")
-Params = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Net:
-    """A ResNet of bottleneck blocks: blocks in each stage, width of the stem, side of the images, classes."""
-
-    stages: tuple[int, ...] = (3, 4, 6, 3)
-    width: int = 64
-    image: int = 224
-    classes: int = 1000
-
-
-TINY = Net((1, 1), 8, 32, 10)
-
-
-# ---- the network -----------------------------------------------------------------------------------------------------
-
-
-def initial(net: Net) -> Params:
-    """Random float32 weights, the last scale of each block 0."""
-    rng = np.random.default_rng(0)
-
-    def conv(size: int, channels: int, features: int, gain: float = 1.0) -> Params:
-        deviation = (2 / (size * size * features)) ** 0.5
-        weight = rng.normal(0, deviation, (size, size, channels, features)).astype(np.float32)
-        return {"w": weight, "scale": np.full(features, gain, np.float32), "bias": np.zeros(features, np.float32)}
-
-    params: Params = {"stem": conv(7, 3, net.width)}
-    channels = net.width
-    for stage, blocks in enumerate(net.stages):
-        inner = net.width * 2**stage
-        for block in range(blocks):
-            parts = {
-                "first": conv(1, channels, inner),
-                "second": conv(3, inner, inner),
-                "third": conv(1, inner, 4 * inner, 0.0),
-            }
-            if block == 0:
-                parts["shortcut"] = conv(1, channels, 4 * inner)
-            params[f"stage{stage}.{block}"] = parts
-            channels = 4 * inner
-    deviation = channels**-0.5
-    weight = rng.uniform(-deviation, deviation, (channels, net.classes)).astype(np.float32)
-    return params | {"head": {"w": weight, "bias": np.zeros(net.classes, np.float32)}}
-
-
-def ours(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
-    return jax_splitk.conv_general_dilated(
-        x, w, (stride, stride), "SAME", dimension_numbers=SPECS, compute_dtype=jnp.bfloat16
-    )
-
-
-def stock(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
-    return lax.conv_general_dilated(x, w.astype(jnp.bfloat16), (stride, stride), "SAME", dimension_numbers=SPECS)
-
-
-def logits(
-    conv: Callable[..., jax.Array], mean: Callable[[jax.Array], jax.Array], net: Net, params: Params, x: jax.Array
-) -> jax.Array:
-    """`mean` is over all but the last axis, of the whole batch."""
-
-    def layer(x: jax.Array, p: Params, stride: int = 1) -> jax.Array:
-        y = conv(x, p["w"], stride).astype(jnp.float32)
-        center = mean(y)
-        factor = p["scale"] * lax.rsqrt(mean(jnp.square(y)) - jnp.square(center) + 1e-5)
-        return (y * factor + (p["bias"] - center * factor)).astype(jnp.bfloat16)
-
-    x = jax.nn.relu(layer(x, params["stem"], 2))
-    x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
-    for stage, blocks in enumerate(net.stages):
-        for block in range(blocks):
-            p, stride = params[f"stage{stage}.{block}"], 2 if stage > 0 and block == 0 else 1
-            y = jax.nn.relu(layer(x, p["first"]))
-            y = jax.nn.relu(layer(y, p["second"], stride))
-            y = layer(y, p["third"])
-            x = jax.nn.relu(y + (layer(x, p["shortcut"], stride) if "shortcut" in p else x))
-    pooled = x.astype(jnp.float32).mean((1, 2))
-    return pooled @ params["head"]["w"] + params["head"]["bias"]
 
 
 # ---- a training step -------------------------------------------------------------------------------------------------
 
 
-def train_step(conv: Callable[..., jax.Array], net: Net, over: str | None, state: Any, x: Any, labels: Any) -> Any:
+def train_step(conv: Conv, net: Net, over: str | None, state: Any, x: Any, labels: Any) -> Any:
     """(state, loss) after one step; `over` is the mesh axis of a shard_map, None where the batch is whole."""
     whole = (lambda value: value) if over is None else functools.partial(lax.pmean, axis_name=over)
 
@@ -137,15 +59,15 @@ def train_step(conv: Callable[..., jax.Array], net: Net, over: str | None, state
 
 def variants(net: Net, mesh: jax.sharding.Mesh) -> dict[str, Callable[..., Any]]:
     by_hand = jax.shard_map(
-        functools.partial(train_step, ours, net, AXIS),
+        functools.partial(train_step, OURS.conv, net, AXIS),
         mesh=mesh,
         in_specs=(P(), P(AXIS), P(AXIS)),
         out_specs=(P(), P()),
     )
     return {
-        "jit": functools.partial(train_step, ours, net, None),
+        "jit": functools.partial(train_step, OURS.conv, net, None),
         "shard_map": by_hand,
-        "lax": functools.partial(train_step, stock, net, None),
+        "lax": functools.partial(train_step, STOCK.conv, net, None),
     }
 
 

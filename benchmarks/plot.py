@@ -1,6 +1,7 @@
-"""Charts of the benchmarks' reports. Of `benchmarks.wgrad`: each case's share of what the hardware allows, ours and
-XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. In a file whose name ends in .md,
-the same figures as a Markdown table.
+"""Charts of the benchmarks' reports. Of `benchmarks.wgrad` and `benchmarks.dot`: each case's share of what the hardware
+allows, ours and XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. Of
+`benchmarks.models`: how many times as fast a step is. In a file whose name ends in .md, the same figures as a Markdown
+table.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """
@@ -24,6 +25,18 @@ OURS, XLA = "#1f5fa8", "#b9bec6"
 COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, quantized": XLA}
 
 
+# By benchmark: what its cases are, and how a title and the axis name them.
+NAMES = {
+    "wgrad": ("Weight gradients", "N, H=W, C -> K, filter", " (bfloat16 where not said)"),
+    "dot": ("Products with a long reduction", "m x n x k", ""),
+}
+
+
+def benchmark(report: dict[str, Any]) -> str:
+    """Which one wrote the report."""
+    return report.get("benchmark") or ("quantized" if "crossovers" in report else "wgrad")
+
+
 def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first report with the cases of all; of a case that several have, the last one's figures.
 
@@ -34,8 +47,8 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     for name, values in (
         ("device_kind", {r["environment"]["device_kind"] for r in reports}),
-        ("benchmark", {"quantized" if "crossovers" in r else "wgrad" for r in reports}),
-        ("x_dtype", {result["case"].get("x_dtype") for r in reports for result in r["results"]}),
+        ("benchmark", {benchmark(r) for r in reports}),
+        ("x_dtype", {result.get("case", {}).get("x_dtype") for r in reports for result in r["results"]}),
     ):
         if len(values) > 1:
             raise ValueError(f"reports of different {name}: {', '.join(map(str, sorted(values)))}; accepted: one")
@@ -45,12 +58,16 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         version = report["environment"].get("kernel_sources")
         versions += [] if version in versions else [version]
         for result in report["results"]:
-            results[result["case"].get("name") or result["name"]] = result | {"kernels": versions.index(version)}
+            results[result.get("case", {}).get("name") or result["name"]] = result | {
+                "kernels": versions.index(version)
+            }
     return reports[0] | {"results": list(results.values())}
 
 
 def label(case: dict[str, Any]) -> str:
-    """A convolution of a report in the tables' notation: N, H=W, C -> K, filter."""
+    """A convolution of a report in the tables' notation: N, H=W, C -> K, filter; a product: m x n x k."""
+    if "k" in case:
+        return f"{case['m']} x {case['n']} x {case['k']}"
     rows, columns = case["kernel"]
     groups, inputs, outputs = case["groups"], case["in_channels"], case["out_channels"]
     depthwise = groups == inputs == outputs > 1
@@ -68,7 +85,7 @@ def label(case: dict[str, Any]) -> str:
 
 
 def by_ratio(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a report of weight gradients, those first that gain most over XLA."""
+    """The results of a report of weight gradients or products, those first that gain most over XLA."""
     return sorted(report["results"], key=lambda r: r["ours"]["us"] / r["xla"]["us"])
 
 
@@ -85,6 +102,7 @@ def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def chart(report: dict[str, Any]) -> Figure:
+    title, notation, dtypes = NAMES[benchmark(report)]
     found = shares(report)
     times = {label(r["case"]): (r["ours"]["us"], r["xla"]["us"]) for r in report["results"]}
     figure = Figure(figsize=(9, 1.3 + 0.3 * len(found)), layout="constrained")
@@ -99,7 +117,7 @@ def chart(report: dict[str, Any]) -> Figure:
         axes.text(edge + 0.02, row, f"{ours:.1f}, {xla:.1f}: {xla / ours:.2f}", va="center", fontsize=7)
     axes.set_yticks(range(len(found)), list(found), fontsize=8)
     axes.set_ylim(len(found) - 0.4, -1.5)
-    axes.set_ylabel("N, H=W, C -> K, filter (bfloat16 where not said)", fontsize=8)
+    axes.set_ylabel(f"{notation}{dtypes}", fontsize=8)
     axes.set_xlim(0, edge + 0.28)
     axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)], fontsize=8)
     axes.set_xlabel("share of the roofline: max(operations / peak rate, bytes / bandwidth) over the time", fontsize=8)
@@ -108,18 +126,12 @@ def chart(report: dict[str, Any]) -> Figure:
     axes.legend(loc="center right", bbox_to_anchor=(edge / (edge + 0.28), 0.69), fontsize=8)
     mean = statistics.geometric_mean(ours / xla for ours, xla in found.values())
     kind = report["environment"]["device_kind"]
-    axes.set_title(f"Weight gradients on one {kind}: {mean:.2f} times as fast as XLA (geometric mean)", fontsize=10)
+    axes.set_title(f"{title} on one {kind}: {mean:.2f} times as fast as XLA (geometric mean)", fontsize=10)
     return figure
 
 
 def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """By weight and line: (rows, microseconds), rows ascending.
-
-    Raises:
-      ValueError: the report has no results.
-    """
-    if not report["results"]:
-        raise ValueError("no results; accepted: reports with some")
+    """By weight and line: (rows, microseconds), rows ascending."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for result in sorted(report["results"], key=lambda r: r["case"]["rows"]):
         of_weight = found.setdefault(result["weight"], {label: [] for label in FASTEST})
@@ -130,9 +142,9 @@ def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]
     return found
 
 
-def wgrad_table(report: dict[str, Any]) -> str:
-    """The figures of the weight gradients in Markdown."""
-    lines = ["| N, H=W, C -> K, filter | XLA us | jax_splitk us | ratio |", "|---|---|---|---|"]
+def xla_table(report: dict[str, Any]) -> str:
+    """The figures of weight gradients or products in Markdown."""
+    lines = [f"| {NAMES[benchmark(report)][1]} | XLA us | jax_splitk us | ratio |", "|---|---|---|---|"]
     for result in by_ratio(report):
         ours, xla = result["ours"]["us"], result["xla"]["us"]
         lines.append(f"| {label(result['case'])} | {xla:.1f} | {ours:.1f} | {xla / ours:.2f} |")
@@ -200,6 +212,46 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
     axes.set_title("\n".join([f"weight {weight} (features x k)", *said]), fontsize=8)
 
 
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def models_chart(report: dict[str, Any]) -> Figure:
+    """Stock JAX's time of a step over ours, with both times."""
+    results = report["results"]
+    figure = Figure(figsize=(8, 1.3 + 0.36 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    ratios = [r["ratio"] for r in results]
+    axes.barh(range(len(results)), ratios, height=0.6, color=[OURS if ratio >= 1 else XLA for ratio in ratios])
+    for row, r in enumerate(results):
+        times = f"{r['stock']['ms']:.2f} -> {r['ours']['ms']:.2f} ms: {r['ratio']:.2f}"
+        axes.text(max(r["ratio"], 1.0) + 0.02, row, times, va="center", fontsize=7)
+    axes.set_yticks(range(len(results)), [r["title"] for r in results], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.6)
+    axes.set_xlim(0, max(1.0, *ratios) * 1.3)
+    axes.set_xlabel("stock JAX's time of a training step over jax_splitk's", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    mean, kind = statistics.geometric_mean(ratios), report["environment"]["device_kind"]
+    axes.set_title(f"Training steps on one {kind}: {mean:.2f} times as fast (geometric mean)", fontsize=10)
+    return figure
+
+
+def models_table(report: dict[str, Any]) -> str:
+    """The same figures in Markdown, with the peak memory over stock JAX's."""
+    lines = ["| model | stock ms | jax_splitk ms | ratio | peak memory |", "|---|---|---|---|---|"]
+    for r in report["results"]:
+        times = f"{r['stock']['ms']:.2f} | {r['ours']['ms']:.2f} | {r['ratio']:.2f}"
+        lines.append(f"| {r['title']} | {times} | {r['peak_ratio'] - 1:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+CHARTS = {"wgrad": chart, "dot": chart, "quantized": quantized_chart, "models": models_chart}
+TABLES = {"wgrad": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
+
+
 def existing_file(text: str) -> pathlib.Path:
     """The argparse type of a report."""
     path = pathlib.Path(text)
@@ -210,7 +262,8 @@ def existing_file(text: str) -> pathlib.Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description="A chart of reports of benchmarks.wgrad or benchmarks.quantized."
+        prog="python -m benchmarks.plot",
+        description=f"A chart of reports of benchmarks.{', '.join(CHARTS)}.",
     )
     parser.add_argument(
         "reports", type=existing_file, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
@@ -219,14 +272,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         reports = [json.loads(path.read_text()) for path in options.reports]
-        if not all("results" in report for report in reports):
-            raise ValueError("a report of another kind; accepted: of benchmarks.wgrad or of benchmarks.quantized")
+        if not all("results" in report and benchmark(report) in CHARTS for report in reports):
+            raise ValueError(f"a report of another kind; accepted: of benchmarks.{', '.join(CHARTS)}")
+        if not all(report["results"] for report in reports):
+            raise ValueError("no results; accepted: reports with some")
         report = combined(reports)
         if options.out.suffix == ".md":
-            table = quantized_table if "crossovers" in report else wgrad_table
-            options.out.write_text(table(report))
+            options.out.write_text(TABLES[benchmark(report)](report))
             return 0
-        figure = quantized_chart(report) if "crossovers" in report else chart(report)
+        figure = CHARTS[benchmark(report)](report)
     except ValueError as error:
         print(f"{', '.join(map(str, options.reports))}: {error}", file=sys.stderr)
         return 2

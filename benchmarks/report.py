@@ -7,9 +7,11 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,6 +27,8 @@ try:
     from tqdm import tqdm
 except ImportError:  # pragma: no cover
     tqdm = None
+
+_T = TypeVar("_T")
 
 # One NVIDIA H200, measured: bf16 matrix product on random data, and device-to-device copy.
 H200_FLOPS = 790e12
@@ -49,6 +53,12 @@ def tuning_entry(problem: Problem) -> Entry | None:
     return None if found is None else found[0]
 
 
+def temp_bytes(compiled: Any) -> int:
+    """Scratch memory that XLA plans for a compiled function."""
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -71,6 +81,26 @@ def say(text: str) -> None:
     """Prints above the progress bar, if there is one."""
     with contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode():
         print(text, flush=True)
+
+
+def regret_line(results: Sequence[Any]) -> str:
+    """How far the cost model's first choices were from the fastest, over the tuned cases."""
+    regrets = [r.regret for r in results if r.regret is not None]
+    seconds = [r.tuning_seconds for r in results if r.tuning_seconds is not None]
+    if not regrets:
+        return "regret of the cost model's first choice: no case was tuned"
+    return (
+        f"regret of the cost model's first choice ({len(regrets)} tuned cases): mean {statistics.fmean(regrets):.1%}, "
+        f"worst {max(regrets):.1%}; tuning {statistics.fmean(seconds):.1f} s a problem, at most {max(seconds):.1f}"
+    )
+
+
+def progress(selected: Sequence[_T]) -> Iterator[_T]:
+    """The cases, with a progress bar on a terminal."""
+    if tqdm is None or not sys.stderr.isatty():
+        yield from selected
+    else:
+        yield from tqdm(selected, unit="case")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

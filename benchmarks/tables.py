@@ -2,12 +2,14 @@
 
 python -m benchmarks.tables SOURCE [SOURCE ...]
 
-A SOURCE is a cache folder, or a file with the text of TuningResult.dumps. Its entries replace a table's rows of the
-same problem; the other rows stay, unless they hold no longer because a family's ABI has changed.
+A SOURCE is a cache folder, a file with the text of TuningResult.dumps, or a report of benchmarks.dot. Its entries
+replace a table's rows of the same problem; the other rows stay, unless they hold no longer because a family's ABI has
+changed.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -22,6 +24,7 @@ from jax_splitk.tuning import table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Environment
+from jax_splitk.tuning.result import TuningResult
 
 VERSIONS = ("date", "jax", "jaxlib", "platform_version")
 
@@ -83,13 +86,22 @@ def update(entries: Iterable[Entry]) -> list[pathlib.Path]:
     return paths
 
 
+def _read(source: str) -> list[stored.Stored]:
+    """What a source holds, which is checked as what is read from a cache."""
+    path = pathlib.Path(source)
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        text = json.dumps(json.loads(path.read_text())["tuning"])
+        return [stored.Stored(path, entry) for _, entry in TuningResult.loads(text)]
+    return stored.read_source("SOURCE", source)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE")
     found: list[Entry] = []
     for source in parser.parse_args(argv).sources:
         try:
-            items = stored.read_source("SOURCE", source)
+            items = _read(source)
         except UsageError as error:
             parser.error(str(error))
         found += [item.entry for item in items if item.entry]

@@ -38,6 +38,7 @@ class Timing:
       low_us, high_us: the fastest and the slowest round.
       summed_us: median over rounds of the sum of the kernels' durations; `us` where kernels do not overlap.
       kernels: the part of each kernel in the sum, by name.
+      launches: how often a call launches each kernel (memsets and copies too), by name; empty by the wall clock.
       source: "device" (profiler) or "wall".
       rounds, calls: how often it was measured, and the number of calls in a round.
     """
@@ -47,6 +48,7 @@ class Timing:
     high_us: float
     summed_us: float
     kernels: dict[str, float]
+    launches: dict[str, float]
     source: str
     rounds: int
     calls: int
@@ -69,6 +71,7 @@ class _Round:
     us: float
     summed_us: float
     kernels: dict[str, float]
+    launches: dict[str, float]
 
 
 def random_input_sets(
@@ -160,6 +163,7 @@ def _timing(rounds: Sequence[_Round], source: str, calls: int) -> Timing:
         low_us=min(times),
         high_us=max(times),
         summed_us=statistics.median(r.summed_us for r in rounds),
+        launches={name: statistics.median(r.launches.get(name, 0.0) for r in rounds) for name in names},
         kernels=dict(sorted(kernels.items(), key=lambda item: -item[1])),
         source=source,
         rounds=len(rounds),
@@ -192,7 +196,7 @@ def _queued_round(turn: _Turn) -> _Round:
     start = time.perf_counter()
     _queue(turn, turn.calls)
     us = (time.perf_counter() - start) / turn.calls * 1e6
-    return _Round(us, us, {})
+    return _Round(us, us, {}, {})
 
 
 def _blocking_round(turn: _Turn) -> _Round:
@@ -202,7 +206,7 @@ def _blocking_round(turn: _Turn) -> _Round:
         jax.block_until_ready(turn.function(*turn.input_sets[i % len(turn.input_sets)]))
         times.append(time.perf_counter() - start)
     us = statistics.median(times) * 1e6
-    return _Round(us, us, {})
+    return _Round(us, us, {}, {})
 
 
 # ---- the profiler ------------------------------------------------------------------------------------------
@@ -220,4 +224,6 @@ def _device_round(turn: _Turn) -> _Round | None:
     busy = profile.busy_time((start, end) for _, start, end in kernels)
     scale = 1e-3 / turn.calls  # nanoseconds in all to microseconds a call
     breakdown = {name: ns * scale for name, ns in totals.items()}
-    return _Round(busy * scale, sum(breakdown.values()), breakdown)
+    counts = collections.Counter(name for name, _, _ in kernels)
+    launches = {name: count / turn.calls for name, count in counts.items()}
+    return _Round(busy * scale, sum(breakdown.values()), breakdown, launches)

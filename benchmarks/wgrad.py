@@ -10,7 +10,7 @@ import pathlib
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
     limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
     input_sets = timing.random_input_sets([case.lhs_shape, case.g_shape], case.dtype, **limits)
     times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
-    temp = {name: temp_bytes(function) for name, function in compiled.items()}
+    temp = {name: report.temp_bytes(function) for name, function in compiled.items()}
     ours_error = xla_error = None
     if samples:
         x, dy = input_sets[-1]
@@ -126,12 +126,6 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
         regret=None if tuned is None else tuned.regret,
         tuning_seconds=None if tuned is None else tuned.metadata.get("seconds"),
     )
-
-
-def temp_bytes(compiled: Any) -> int:
-    """Scratch memory that XLA plans for a compiled function."""
-    analysis = compiled.memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------
@@ -248,18 +242,6 @@ def geometric_means(results: Sequence[Result]) -> dict[str, float]:
     return {name: statistics.geometric_mean(group) for name, group in groups.items() if group}
 
 
-def regret_line(results: Sequence[Result]) -> str:
-    """How far the cost model's first choices were from the fastest, over the tuned cases."""
-    regrets = [r.regret for r in results if r.regret is not None]
-    seconds = [r.tuning_seconds for r in results if r.tuning_seconds is not None]
-    if not regrets:
-        return "regret of the cost model's first choice: no case was tuned"
-    return (
-        f"regret of the cost model's first choice ({len(regrets)} tuned cases): mean {statistics.fmean(regrets):.1%}, "
-        f"worst {max(regrets):.1%}; tuning {statistics.fmean(seconds):.1f} s a problem, at most {max(seconds):.1f}"
-    )
-
-
 # ---- command line ----------------------------------------------------------------------------------------
 
 
@@ -283,14 +265,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the cases and their tags, and end")
     return parser.parse_args(argv)
-
-
-def progress(selected: Sequence[Case]) -> Iterator[Case]:
-    """The cases, with a progress bar on a terminal."""
-    if report.tqdm is None or not sys.stderr.isatty():
-        yield from selected
-    else:
-        yield from report.tqdm(selected, unit="case")
 
 
 def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
@@ -322,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     implementation = None if options.implementation == "auto" else options.implementation
     results: list[Result] = []
     failures: dict[str, str] = {}
-    for case in progress(selected):
+    for case in report.progress(selected):
         try:
             results.append(run(case, implementation, options.float64_check, options.quick))
             say(perf_line(results[-1]))
@@ -338,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"geometric mean of XLA/ours, {group}: {mean:.3f}")
     if (found := ceilings.measured()) is not None:
         say(f"in the same run: matrix product {found.flops * 1e-12:.0f} TFLOP/s, copy {found.bytes * 1e-12:.2f} TB/s")
-    say(regret_line(results))
+    say(report.regret_line(results))
     if failures:
         say(f"failed: {', '.join(failures)}")
     return 1 if failures else 0

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pathlib
 import sys
 import textwrap
 from typing import Any
@@ -43,9 +44,34 @@ def parser() -> argparse.ArgumentParser:
         each.epilog = f"{textwrap.fill(each.epilog or '')}{_PROBLEMS}"
     doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
+    bench = commands.add_parser("bench", help="measure by hand what tuning decides")
+    _add_bench(bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND"))
     cache = commands.add_parser("cache", help="list, show, combine, ship and delete what tuning decided")
     _add_cache(cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
     return whole
+
+
+def _add_bench(commands: Any) -> None:
+    about = "a matrix product's time against the number of splits, with XLA's and the cost model's first choice"
+    matmul = _add(commands, "matmul", "bench.matmul", about)
+    matmul.epilog = "On this machine's default device; nothing is stored in the cache. Exit code 1: a config failed."
+    for name, meaning in (("m", "rows of the result"), ("n", "columns of the result"), ("k", "the reduction")):
+        matmul.add_argument(f"--{name}", type=int, required=True, help=meaning)
+    matmul.add_argument("--batch", type=int, help="matrix products; 1")
+    matmul.add_argument("--sweep-splits", default="1:128", metavar="SPLITS", help="1:128 or 1,2,4,8:16; 1:128")
+    matmul.add_argument("--configs", type=int, default=3, metavar="N", help="best by the cost model, but for splits; 3")
+    about = "only configs with that, e.g. tile_m=128 or reduction=workspace"
+    matmul.add_argument("--only", action="append", default=[], metavar="FIELD=VALUE", help=about)
+    matmul.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
+    matmul.add_argument("--out-dtype", default="float32", help="of the result; float32")
+    about = "dimensions in memory, the contiguous one last: bmk, mbk, bkm or kbm; bkm"
+    matmul.add_argument("--lhs-order", default="bkm", help=about)
+    matmul.add_argument("--rhs-order", default="bkn", help="likewise: bkn, kbn, bnk or nbk; bkn")
+    matmul.add_argument("--precision", help="of float32 operands: default, high or highest; default")
+    matmul.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
+    matmul.add_argument(
+        "--plot", type=pathlib.Path, metavar="FILE.svg", help="draw them (needs matplotlib); .png, .pdf"
+    )
 
 
 def _add_cache(commands: Any) -> None:

@@ -74,6 +74,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> Sequence[_Config]:
         """Configs one step from `config`, for refining a search; they need not be legal."""
 
+    def swept(self, config: Any, splits: int) -> Sequence[_Config]:
+        """`config` with another number of splits, for a sweep: once for each way in which they may meet; they need not
+        be legal."""
+        return [dataclasses.replace(config, splits=splits)]
+
     @abc.abstractmethod
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds."""

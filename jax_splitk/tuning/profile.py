@@ -4,9 +4,12 @@ import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 _HOST_COPIES = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)", re.IGNORECASE)
 
@@ -20,6 +23,11 @@ def trace(work: Callable[[], None]) -> list[Event]:
     Raises:
       RuntimeError: a profile is being taken already.
     """
+    return traced(work, device_events)
+
+
+def traced(work: Callable[[], object], read: Callable[[pathlib.Path, int], list[_T]]) -> list[_T]:
+    """`trace`, by what `read` finds in the profile's files for a GPU."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1
@@ -27,23 +35,23 @@ def trace(work: Callable[[], None]) -> list[Event]:
         with jax.profiler.trace(folder, profiler_options=options):
             work()
         ordinal = jax.local_devices()[0].local_hardware_id
-        return [event for path in pathlib.Path(folder).rglob("*.xplane.pb") for event in device_events(path, ordinal)]
+        return [found for path in pathlib.Path(folder).rglob("*.xplane.pb") for found in read(path, ordinal)]
 
 
 def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
     """The events of one GPU's streams in a profile, except host copies."""
-    events = []
+    return [(event.name, event.start_ns, event.end_ns) for event in stream_events(path, ordinal)]
+
+
+def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
+    """The same as JAX's profile has them."""
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if plane.name != f"/device:GPU:{ordinal}":
             continue
         for line in plane.lines:
             # Other lines ("XLA Ops", "XLA Modules", "Steps") are derived from the streams'.
-            if not (line.name or "").startswith("Stream"):
-                continue
-            for event in line.events:
-                if not _HOST_COPIES.match(event.name):
-                    events.append((event.name, event.start_ns, event.end_ns))
-    return events
+            if (line.name or "").startswith("Stream"):
+                yield from (event for event in line.events if not _HOST_COPIES.match(event.name))
 
 
 def bursts(events: Iterable[Event], pause_ns: float) -> list[list[Event]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import partitioned
-from benchmarks.partitioned import Net
+from benchmarks.models.resnet import Net, initial
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
@@ -34,6 +34,6 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: 
 
 
 def test_the_usual_net_is_a_resnet_50() -> None:
-    sizes = [leaf.size for leaf in jax.tree.leaves(partitioned.initial(Net()))]
+    sizes = [leaf.size for leaf in jax.tree.leaves(initial(Net()))]
     assert sum(sizes) == 25_557_032
     assert partitioned.arguments([]).batch == 256

@@ -103,3 +103,37 @@ def test_reports_that_do_not_belong_together_are_refused(
     file.write_text(json.dumps(report | {"environment": report["environment"] | {"device_kind": "another"}}))
     assert plot.main([str(REPORT), str(file), str(tmp_path / "out.svg")]) == 2
     assert "reports of different device_kind: NVIDIA H200, another; accepted: one" in capsys.readouterr().err
+
+
+def test_a_report_without_results_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    for kind in plot.CHARTS:
+        file.write_text(json.dumps({"benchmark": kind, "environment": {"device_kind": "H200"}, "results": []}))
+        assert plot.main([str(file), str(tmp_path / "out.svg")]) == 2
+        assert "no results; accepted: reports with some" in capsys.readouterr().err
+
+
+def test_products_and_steps(tmp_path: pathlib.Path) -> None:
+    case = {"name": "64x256x1024", "m": 64, "n": 256, "k": 1024}
+    product = {"case": case, "floor_us": 5.0, "ours": {"us": 6.0}, "xla": {"us": 9.0}}
+    environment = {"device_kind": "H200"}
+    dot = {"benchmark": "dot", "environment": environment, "results": [product]}
+    (axes,) = plot.chart(dot).axes
+    assert axes.get_title() == "Products with a long reduction on one H200: 1.50 times as fast as XLA (geometric mean)"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["64 x 256 x 1024"]
+    step = {"name": "net", "title": "a net", "ratio": 1.25, "peak_ratio": 1.03}
+    steps = {"benchmark": "models", "environment": environment}
+    steps["results"] = [step | {"stock": {"ms": 10.0}, "ours": {"ms": 8.0}}, {**step, "name": "other"} | {
+        "title": "another", "ratio": 0.8, "stock": {"ms": 8.0}, "ours": {"ms": 10.0}, "peak_ratio": 0.9
+    }]  # fmt: skip
+    (axes,) = plot.models_chart(steps).axes
+    assert [bar.get_width() for bar in axes.patches] == [1.25, 0.8]
+    assert "10.00 -> 8.00 ms: 1.25" in [text.get_text() for text in axes.texts]
+    assert axes.get_title().startswith("Training steps on one H200: 1.00 times as fast")
+    for report, row in (
+        (dot, "| 64 x 256 x 1024 | 9.0 | 6.0 | 1.50 |"),
+        (steps, "| a net | 10.00 | 8.00 | 1.25 | +3% |"),
+    ):
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        assert plot.main([str(tmp_path / "report.json"), str(tmp_path / "table.md")]) == 0
+        assert row in (tmp_path / "table.md").read_text().splitlines()

@@ -261,6 +261,10 @@ class Tma(CudaFamily[DotProblem, Config]):
             found += varied(config, splits=sorted(near))
         return found
 
+    def swept(self, config: Config, splits: int) -> list[Config]:
+        meeting = [name for name in REDUCTIONS if (name == "none") == (splits == 1)]
+        return varied(dataclasses.replace(config, splits=splits), reduction=meeting)
+
     def estimate(self, problem: DotProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
         itemsize = jnp.dtype(problem.dtype).itemsize

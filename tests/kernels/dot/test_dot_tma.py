@@ -56,14 +56,19 @@ MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
+    """Any sizes but for those of the contiguous dimensions, which TMA wants in 16 bytes, and n, stored by fours."""
     dtype, out = str(rng.choice(("bfloat16", "float16", "float32"))), str(rng.choice(tuple(split_k.OUT_CODES)))
     lhs, rhs = ("bmk", "bnk") if dtype == "float32" else (str(rng.choice(LHS_ORDERS)), str(rng.choice(RHS_ORDERS)))
+    contiguous = 4 if dtype == "float32" else 8
 
-    def size(most: int) -> int:
-        return 8 * int(2 ** rng.uniform(0, math.log2(most / 8)))
+    def size(letter: str, most: int) -> int:
+        multiple = contiguous if letter in (lhs[-1], rhs[-1]) else 4 if letter == "n" else 1
+        multiple = 64 if rng.random() < 0.25 else multiple  # such operands are loaded in another way
+        return multiple * max(1, int(2 ** rng.uniform(0, math.log2(most))) // multiple)
 
     while True:
-        problem = DotProblem(int(rng.integers(1, 4)), size(2048), size(2048), size(65536), lhs, rhs, dtype, out)
+        batch = int(rng.integers(1, 4))
+        problem = DotProblem(batch, size("m", 2048), size("n", 2048), size("k", 65536), lhs, rhs, dtype, out)
         if problem.flops <= MAX_FLOPS:
             return problem
 

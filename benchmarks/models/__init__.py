@@ -1,0 +1,29 @@
+"""Networks whose whole training steps are measured: `python -m benchmarks.models`. Each module describes one."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+from benchmarks.models import audio, convnext, diffusion, efficientnet, mlp, resnet, resnet3d, unet3d
+from benchmarks.models.layers import Model
+
+# By name, in the order of tables; each takes `tiny`, for a model that a CPU trains in a moment.
+MODELS: Mapping[str, Callable[..., Model]] = {
+    "resnet50_b256": functools.partial(resnet.model, 256),
+    "resnet50_b32": functools.partial(resnet.model, 32),
+    "convnext_t": convnext.model,
+    "diffusion_unet": diffusion.model,
+    "r3d_18": resnet3d.model,
+    "unet_3d": unet3d.model,
+    "audio_encoder": audio.model,
+    "efficientnet_b0": efficientnet.model,
+    "mlp_4096": functools.partial(mlp.model, 4096, 14336, 16384, 1),
+    "mlp_256": functools.partial(mlp.model, 256, 1024, 65536, 4),
+}
+
+
+def find(names: Iterable[str], tiny: bool = False) -> list[Model]:
+    """The models of these names, in the order of `MODELS`; all for no names. Raises ValueError for an unknown one."""
+    wanted = set(names)
+    if unknown := sorted(wanted - set(MODELS)):
+        raise ValueError(f"model {', '.join(unknown)}; accepted: {', '.join(MODELS)}")
+    return [make(tiny=tiny) for name, make in MODELS.items() if not wanted or name in wanted]

@@ -1,0 +1,149 @@
+"""What the models are made of: convolutions and products by lax or by jax_splitk, normalizations, random weights.
+
+Arithmetic is in `Layers.dtype`, weights are float32. Activations have the features last.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.typing import DTypeLike
+
+import jax_splitk
+
+Params = Any
+Data = tuple[Any, ...]
+
+# By the number of spatial dimensions.
+DIMENSION_NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+Steps = int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Convolutions and products of a float32 weight in `dtype`; by jax_splitk where `ours`, else by lax."""
+
+    ours: bool
+    dtype: DTypeLike = jnp.bfloat16
+
+    def conv(
+        self, x: jax.Array, w: jax.Array, stride: Steps = 1, padding: Any = "SAME", groups: int = 1, dilation: int = 1
+    ) -> jax.Array:
+        """`dilation` is the input's: of a transposed convolution."""
+        rank = x.ndim - 2
+        strides = (stride,) * rank if isinstance(stride, int) else stride
+        given = {
+            "lhs_dilation": (dilation,) * rank,
+            "dimension_numbers": DIMENSION_NUMBERS[rank],
+            "feature_group_count": groups,
+        }
+        x = x.astype(self.dtype)
+        if self.ours:
+            return jax_splitk.conv_general_dilated(x, w, strides, padding, **given, compute_dtype=self.dtype)
+        return lax.conv_general_dilated(x, w.astype(self.dtype), strides, padding, **given)
+
+    def dense(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """[..., k] by [k, features]."""
+        dimensions = (((x.ndim - 1,), (0,)), ((), ()))
+        x = x.astype(self.dtype)
+        if self.ours:
+            return jax_splitk.dot_general(x, w, dimensions, preferred_element_type=self.dtype, compute_dtype=self.dtype)
+        return lax.dot_general(x, w.astype(self.dtype), dimensions, preferred_element_type=jnp.dtype(self.dtype))
+
+
+STOCK, OURS = Layers(ours=False), Layers(ours=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A network with its loss, and random data for it.
+
+    Attributes:
+      title: as tables name it.
+      paper: where it is described.
+      initial: makes the float32 weights.
+      data: makes what `loss` takes after the weights, of a random generator.
+      loss: of (layers, weights, *data), a float32 scalar.
+      rate: of SGD.
+    """
+
+    name: str
+    title: str
+    paper: str
+    initial: Callable[[], Params]
+    data: Callable[[np.random.Generator], Data]
+    loss: Callable[..., jax.Array]
+    rate: float = 0.01
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """Draws float32 weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def conv(self, kernel: Sequence[int], channels: int, features: int) -> np.ndarray:
+        """Of He's deviation; `channels` are those of a group."""
+        return self._normal((*kernel, channels, features), 2 / (math.prod(kernel) * channels))
+
+    def dense(self, channels: int, features: int) -> np.ndarray:
+        return self._normal((channels, features), 1 / channels)
+
+    def norm(self, features: int, scale: float = 1.0) -> Params:
+        return {"scale": np.full(features, scale, np.float32), "bias": np.zeros(features, np.float32)}
+
+    def _normal(self, shape: tuple[int, ...], variance: float) -> np.ndarray:
+        return self._rng.standard_normal(shape, np.float32) * np.float32(math.sqrt(variance))
+
+
+# ---- normalizations, in float32 --------------------------------------------------------------------------------------
+
+
+def batch_norm(x: jax.Array, p: Params) -> jax.Array:
+    return _normalized(x, p, tuple(range(x.ndim - 1)))
+
+
+def layer_norm(x: jax.Array, p: Params) -> jax.Array:
+    return _normalized(x, p, (x.ndim - 1,))
+
+
+def group_norm(x: jax.Array, p: Params, groups: int) -> jax.Array:
+    """Over all positions of one of the batch, and the features of a group."""
+    grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    axes = (*range(1, x.ndim - 1), x.ndim)
+    parts = {name: value.reshape(groups, -1) for name, value in p.items()}
+    return _normalized(grouped, parts, axes).reshape(x.shape)
+
+
+def _normalized(x: jax.Array, p: Params, axes: tuple[int, ...]) -> jax.Array:
+    y = x.astype(jnp.float32)
+    center = y.mean(axes, keepdims=True)
+    variance = jnp.square(y).mean(axes, keepdims=True) - jnp.square(center)
+    factor = p["scale"] * lax.rsqrt(variance + 1e-5)
+    return (y * factor + (p["bias"] - center * factor)).astype(x.dtype)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over all positions; labels have the logits' shape without the last dimension."""
+    found = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(found, labels[..., None], -1).mean()
+
+
+def squared_error(x: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(jnp.float32) - target.astype(jnp.float32)).mean()
+
+
+def normals(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random data, in bfloat16."""
+    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)

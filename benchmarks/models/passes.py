@@ -1,0 +1,68 @@
+"""Where the device time of a step goes: to the passes of its convolutions, to its products, or elsewhere."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable, Iterable
+
+from jax_splitk.tuning import profile
+
+FORWARD, INPUT, WEIGHT, PRODUCT, OTHER = "forward", "input gradient", "weight gradient", "product", "other"
+PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)
+
+# Of XLA's custom calls, by parts of their targets.
+_TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": INPUT, "convBackwardFilter": WEIGHT}
+_TARGETS |= {"cublas": PRODUCT}
+# Of kernels, by parts of their names. cuDNN's name the pass, as ours do but for these.
+_OURS = {"dot": PRODUCT, "reduce_dot": PRODUCT, "reduce_splits": WEIGHT, "reduce_tail": WEIGHT, "reduce_tiles": WEIGHT}
+_KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
+_CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel that ran, in nanoseconds; `instruction` is XLA's name for what launched it, "" where it is not told."""
+
+    kernel: str
+    instruction: str
+    start: float
+    end: float
+
+
+def of_instructions(text: str) -> dict[str, str]:
+    """The passes of XLA's library calls in a compiled program, by their names."""
+    found = {}
+    for name, target in _CALL.findall(text):
+        if (matching := next((value for part, value in _TARGETS.items() if part in target), None)) is not None:
+            found[name] = matching
+    return found
+
+
+def of_launch(launch: Launch, instructions: dict[str, str]) -> str:
+    """By the instruction, else by the kernel's name. XLA's graphs do not tell the instruction."""
+    found = instructions.get(launch.instruction) or _OURS.get(launch.kernel)
+    name = launch.kernel.lower()
+    return found or next((value for part, value in _KERNELS.items() if part in name), OTHER)
+
+
+def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str, float]:
+    """Of each pass, in a step: sums over kernels, which may overlap. "busy" is the time in which any kernel ran."""
+    launches, instructions = list(launches), of_instructions(text)
+    found: dict[str, float] = dict.fromkeys(PASSES, 0.0)
+    for launch in launches:
+        found[of_launch(launch, instructions)] += (launch.end - launch.start) * 1e-6 / steps
+    busy = profile.busy_time((launch.start, launch.end) for launch in launches)
+    return {"busy": busy * 1e-6 / steps, **found}
+
+
+def launches_of(work: Callable[[], object]) -> list[Launch]:
+    """What a GPU ran during `work`; nothing elsewhere."""
+    return profile.traced(work, _read)
+
+
+def _read(path: pathlib.Path, ordinal: int) -> list[Launch]:
+    found = []
+    for event in profile.stream_events(path, ordinal):
+        instruction = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+        found.append(Launch(event.name, instruction, event.start_ns, event.end_ns))
+    return found

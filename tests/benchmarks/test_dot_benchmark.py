@@ -1,0 +1,87 @@
+"""benchmarks/dot.py: a run on short products, the table that its report makes, and which launches it accepts."""
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+import pytest
+from jax import numpy as jnp
+
+from benchmarks import dot, dot_cases, tables, timing
+from benchmarks.timing import Timing
+from jax_splitk.kernels.dot import tma
+from jax_splitk.ops.explanation import Decision
+from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning import profile, session, table
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.key import key_for
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+
+
+def test_cases_are_the_sixteen() -> None:
+    assert len(dot_cases.find([])) == 16
+    (case,) = dot_cases.find(["1024x2048x50304"])
+    assert str(case.problem()) == "dot_general bfloat16->float32 1024x2048x50304 bkm,bkn"
+    for case in dot_cases.DOT_CASES:
+        assert case.floor_us == pytest.approx(
+            max(case.problem().flops / 790e12, case.problem().bytes_moved / 4.3e12) * 1e6, rel=0.02, abs=0.05
+        )
+        assert case.shrunk(1e7).problem().flops <= 1e7 or case.shrunk(1e7).k == 64
+    assert dot.main(["--cases", "1x2"]) == 2
+
+
+def test_a_tuned_run_and_its_table(
+    cache: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
+    monkeypatch.setattr(dot, "QUICK_CPU_FLOPS", 2e6)
+    path = tmp_path / "report.json"
+    assert dot.main(["--cases", "64x64x65536", "--json", str(path)]) == 0
+    assert "geometric mean of XLA/ours, all" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    (result,) = report["results"]
+    assert report["abi"]["dot_tma"] == tma.FAMILY.ABI and "driver" in report["environment"]
+    assert (result["case"]["name"], result["launches"]) == ("64x64x192", None)
+    assert result["speedup"] == result["xla"]["us"] / result["ours"]["us"]
+    assert max(result["ours_error"], result["xla_error"]) < 1e-5
+    assert result["tuning_seconds"] > 0
+    assert tables.main([str(path)]) == 0
+    target = target_for("cpu")
+    assert [path.name for path in table.FOLDER.rglob("*")][1:] == ["dot_general.json"]
+    session._session = session.Session()  # a process reads a table once
+    entry = table.lookup(key_for(dot_cases.Case(64, 64, 192).problem(), target))
+    assert entry is not None and entry.us(XLA) and entry.us(entry.choice)
+
+
+def test_launches_that_are_not_the_plans() -> None:
+    problem = dot_cases.Case(128, 128, 16384).problem()
+    decisions = {
+        splits: Decision(problem, "cutlass", "dot_tma", tma.Config(64, 64, 8, splits, reduction), splits, 0, "")
+        for splits, reduction in ((4, "cluster"), (33, "workspace"))
+    }
+    planned = {splits: dot.planned_kernels(decision) for splits, decision in decisions.items()}
+    assert planned == {4: ["dot"], 33: ["dot", "reduce_dot"]}
+    assert dot.planned_kernels(Decision(problem, "xla", None, None, None, 0, "")) is None
+
+    def wrong(splits: int, **launches: float) -> str | None:
+        return dot.wrong_launches(planned[splits], Timing(1, 1, 1, 1, {}, launches, "device", 1, 1))
+
+    assert wrong(4, dot=1.0) is wrong(33, dot=1.0, reduce_dot=1.0) is None
+    assert wrong(4, dot=1.0, Memset=1.0) == "launched a call: dot 1 times, Memset 1 times; planned: dot"
+    assert wrong(33, dot=1.0) is not None and wrong(4, dot=2.0) is not None
+
+
+def test_a_trace_counts_the_launches_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(work: Callable[[], None]) -> list[profile.Event]:
+        work()
+        kernels = [("dot", 0.0, 3e3), ("reduce_dot", 2e3, 4e3)]
+        return [(name, start + 1e4 * call, end + 1e4 * call) for call in range(3) for name, start, end in kernels]
+
+    monkeypatch.setattr(profile, "trace", trace)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    timed = timing.compare({"": lambda: jnp.ones(())}, [()], rounds=2, calls=3)[""]
+    assert (timed.launches, timed.source) == ({"dot": 1.0, "reduce_dot": 1.0}, "device")
+    assert (timed.us, timed.summed_us) == (pytest.approx(4.0), pytest.approx(5.0))
