@@ -5,11 +5,12 @@ import pytest
 
 from benchmarks import cases
 from tests import float64
+from tests.exhaustive import thinned
 from tests.grouped import DEPTHWISE
 from tests.problems import seeded
 
 
-@pytest.mark.parametrize("case", [*DEPTHWISE, *cases.SMALL_CASES[:10]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", thinned([*DEPTHWISE, *cases.SMALL_CASES[:10]], 5, lambda case: case.name))
 def test_parts_of_a_batch_are_the_whole(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     p = case.problem()
     with seeded(61) as rng:

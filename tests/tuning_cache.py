@@ -40,7 +40,7 @@ from tests.problems import random_case
 CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
-ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S")
+ENVIRONMENT = ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S", "PROGRESS")
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
@@ -84,7 +84,8 @@ def start(
 ) -> subprocess.Popen[str]:
     """A Python process on one CPU device that sees none of our variables but those given."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
-    inherited |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    inherited |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     given = {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
     env = {**inherited, **given, **(environment or {})}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]

@@ -15,7 +15,7 @@ from jax_splitk.cli.output import UsageError
 from jax_splitk.cli.stored import Stored
 from jax_splitk.runtime import compiler, disk, settings, source, toolchain
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import store, table
+from jax_splitk.tuning import flips, store, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -80,7 +80,8 @@ def show(arguments: argparse.Namespace) -> int:
         f"searched within {entry.workspace_limit_bytes} bytes of workspace",
         f"choice {entry.choice}: {output.number(us)} us, XLA {output.number(xla)} us, ratio "
         f"{output.number(ratio, '.2f')}, regret of the cost model {output.number(entry.regret, '.1%')}",
-        *(f"{name} {value}" for name, value in sorted(entry.metadata.items())),
+        *filter(None, [flips.describe(entry)]),
+        *(f"{name} {value}" for name, value in sorted(entry.metadata.items()) if name != "again"),
         output.table(["us", "candidate", "", ""], rows),
     ]
     output.emit(value, "\n".join(lines), arguments.json)

@@ -21,9 +21,10 @@ from jax_splitk.ops.explanation import Explanation, decision
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import store, tuner
-from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
+from jax_splitk.tuning import decide, store, tuner
+from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import current, options
+from jax_splitk.tuning.search import ranked
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.session import Watched, session
 
@@ -87,6 +88,9 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
         failures: list[str] = []
         target = target_for(platform)
         if isinstance(what, list):
+            if measure:
+                asked = [(key_for(problem, target), current().workspace_limit) for problem in what]
+                stack.enter_context(decide.run([each for each in asked if ranked(*each)], arguments.again))
             decisions = [decision(select(problem, target, current(), measure=measure)) for problem in what]
         else:
             failures = _run(what, arguments.script_arguments)

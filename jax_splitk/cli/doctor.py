@@ -1,17 +1,19 @@
 """What this installation can do: versions, the GPU, the settings, and each implementation with what it lacks."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import pathlib
 import platform
+import tempfile
 from typing import Any
 
 import jax
 
 from jax_splitk import _ffi
 from jax_splitk.cli import output
-from jax_splitk.runtime import disk, settings, source, toolchain
+from jax_splitk.runtime import disk, nvml, settings, source, toolchain
 from jax_splitk.runtime.target import target_for
 
 _PACKAGES = (
@@ -35,7 +37,9 @@ def examine() -> dict[str, Any]:
     values in force, "problems" what has to be mended.
     """
     missing = toolchain.unavailable()
+    driver, gpus = nvml.driver()  # before jax takes most of the memory
     backend, devices, without = _backend()
+    own = disk.cache_dir()
     values = settings.in_force()
     values["JAX_SPLITK_AUTOTUNE"] = values["JAX_SPLITK_AUTOTUNE"] or ("on_miss" if backend == "gpu" else "off")
     return {
@@ -43,8 +47,11 @@ def examine() -> dict[str, Any]:
         "versions": {package: _version(package) for package in _PACKAGES},
         "backend": backend,
         "devices": devices,
+        "driver": driver,
+        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
         "compiler": missing or "NVRTC {}.{} for {}".format(*toolchain.find_nvrtc().version, source.ARCH),
-        "cache_dir": str(disk.cache_dir()),
+        "cache_dir": str(own),
+        "cache_can_be_written": own is not None and _can_be_written(own),
         "settings": values,
         "implementations": {"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
         "problems": [*([without] if without else ()), *settings.mistakes(), *_cache_problems(values)],
@@ -57,8 +64,13 @@ def text(report: dict[str, Any]) -> str:
         f"python {report['python']}",
         *(f"{name} {version or 'not installed'}" for name, version in report["versions"].items()),
         f"backend {report['backend'] or 'none'}: {', '.join(report['devices'])}",
+        f"NVIDIA driver {report['driver'] or 'none'}",
+        *(
+            f"GPU {i}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['free_bytes'] / 2**30:.1f} free"
+            for i, gpu in enumerate(report["gpus"])
+        ),
         f"device code compiler: {report['compiler']}",
-        f"cache {report['cache_dir']}",
+        f"cache {report['cache_dir']} ({'can' if report['cache_can_be_written'] else 'cannot'} be written)",
         *(f"{name}={value}" for name, value in report["settings"].items()),
         *(f"implementation {name}: {why or 'can run'}" for name, why in report["implementations"].items()),
         *(f"problem: {problem}" for problem in report["problems"]),
@@ -95,9 +107,13 @@ def _cache_problems(values: dict[str, str]) -> list[str]:
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether files can be made in a folder, which may have to be made first."""
+    """Whether files can be made in a folder, which may have to be made first. One is made, which leaves nothing."""
     there = next((f for f in (folder, *folder.parents) if os.path.exists(f)), None)
-    return there is not None and os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return there is not None
+    except OSError:
+        return False
 
 
 def _cutlass_reason(backend: str | None) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.choice import Choice
+from jax_splitk.tuning.choice import Choice, gain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +93,17 @@ def _sum(decisions: Sequence[Decision]) -> str:
     timed = [d for d in decisions if d.us is not None]
     compared = [d for d in timed if d.xla_us is not None]
     count, timed_count, compared_count = (sum(d.count for d in some) for some in (decisions, timed, compared))
-    total = lambda some, name: f"{sum(d.count * getattr(d, name) for d in some):.1f} us"  # noqa: E731
+    total = lambda some, name: sum(d.count * getattr(d, name) for d in some)  # noqa: E731
+    ours, xla = (total(compared, name) for name in ("us", "xla_us"))
+    against = f"{ours:.1f} us measured{{}}, XLA {xla:.1f} us, {gain(ours, xla)}" if compared else ""
     said = [f"sum: {count} operation{'s' * (count > 1)}"]
     known = "" if timed_count == count else f" for {timed_count} of them"
     if compared and compared_count == timed_count:
-        said.append(f"{total(timed, 'us')} measured{known}, XLA {total(compared, 'xla_us')}")
+        said.append(against.format(known))
     elif timed:
-        said.append(f"{total(timed, 'us')} {'measured or ' if compared else ''}predicted{known}")
+        said.append(f"{total(timed, 'us'):.1f} us {'measured or ' if compared else ''}predicted{known}")
     if compared_count < timed_count and compared:
-        said.append(f"{compared_count} measured: {total(compared, 'us')}, XLA {total(compared, 'xla_us')}")
+        said.append(against.format(f" for {compared_count} of them"))
     return "; ".join([*said, f"workspace of at most {max(d.workspace_bytes for d in decisions) / 2**20:.2f} MiB"])
 
 

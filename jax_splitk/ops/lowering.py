@@ -22,7 +22,7 @@ from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, code_of, select
+from jax_splitk.tuning.select import announce, code_of, select, would_serve
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -117,14 +117,15 @@ def choose(
     """
     reason = only_xla(problem)
     if reason is not None:
-        return Choice(problem, XLA, reason)
+        return Choice(problem, XLA, reason, costs=problem.refusal is None and target.is_hopper)
     if undivided is not None and options.implementation != "xla":
         if options.explicit:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "
                 f"devices: {undivided}. Use jax.shard_map over all axes, or implementation=None (falls back to XLA)."
             )
-        return Choice(problem, XLA, f"automatic partitioning over several devices: {undivided}")
+        reason = f"automatic partitioning over several devices: {undivided}"
+        return Choice(problem, XLA, reason, costs=would_serve(problem, target))
     return select(problem, target, options, measure=measure, final=final)
 
 

@@ -1,11 +1,12 @@
 """Tuning ahead of time: the problems of a function's trace, or problems given one by one."""
 
+import collections
 import contextlib
+import functools
 import logging
 import math
 import numbers
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax_splitk.ops import lowering, trace
@@ -29,6 +30,7 @@ def tune(
 ) -> TuningResult:
     """Tunes every jax_splitk operation in a trace of `fn(*args, **kwargs)` on the local device, and stores the
     decisions in the user's cache, if that may be written (`JAX_SPLITK_CACHE_MODE`); the log says what was not stored.
+    A terminal shows how far it is, and at the end what a step gains (`JAX_SPLITK_PROGRESS`); else the log does.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step; it is traced, not run.
@@ -53,13 +55,13 @@ def tune(
       >>> with tuned:
       ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
-    wanted = {}
+    wanted: collections.Counter[tuple[Problem, int]] = collections.Counter()
     for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
         if ours and lowering.only_xla(found.problem) is None:
-            wanted[(found.problem, options.workspace_limit)] = None
-    return _tune_all(list(wanted), seconds, again)
+            wanted[(found.problem, options.workspace_limit)] += 1
+    return _tune_all(wanted, seconds, again, counted=True)
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
@@ -85,28 +87,31 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
             problem.validate()
         except ValueError as error:
             raise ValueError(f"problems[{i}]: {error}") from None
-    return _tune_all([(problem, current().workspace_limit) for problem in dict.fromkeys(given)], seconds, again)
+    return _tune_all(dict.fromkeys(((problem, current().workspace_limit) for problem in given), 1), seconds, again)
 
 
-def _tune_all(wanted: list[tuple[Problem, int]], seconds: float | None, again: bool) -> TuningResult:
+def _tune_all(
+    wanted: Mapping[tuple[Problem, int], int], seconds: float | None, again: bool, counted: bool = False
+) -> TuningResult:
+    """`wanted`: (problem, workspace limit), and how often; `counted`: whether that is how often a step computes it."""
     budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
+    keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
+    keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
-    for i, (problem, limit) in enumerate(wanted):
-        key = key_for(problem, target)
-        if not ranked(key, limit):
-            continue  # only XLA can compute it: nothing to decide
-        if sys.stderr.isatty() and len(wanted) > 1:
-            print(f"problem {i + 1} of {len(wanted)}", file=sys.stderr)
-        _, entry = agreement.agree(key, limit, lambda key=key, limit=limit: decide.tuned(key, limit, budget, again)[0])
-        session().decided(key, entry)
-        if key in session().unsaved:
-            where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
-            _logger.warning(
-                "%s: measured, but not stored (%s): this process and the TuningResult have it", problem, where
-            )
-        if entry is not None:
-            found[key] = merge(found.get(key), entry)
+    with decide.run(keys, again) as run:
+        for (key, limit), count in keys.items():
+            tuned = functools.partial(decide.tuned, key, limit, budget, again)
+            _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])
+            session().decided(key, entry)
+            if key in session().unsaved:
+                where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
+                _logger.warning(
+                    "%s: measured, but not stored (%s): this process and the TuningResult have it", key.problem, where
+                )
+            if entry is not None:
+                found[key] = merge(found.get(key), entry)
+                run.steps += [(count, entry)] * counted
     return TuningResult(tuple(found.items()))
 
 

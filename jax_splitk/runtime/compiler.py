@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_splitk.runtime import disk, toolchain
+from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.nvrtc import compile_in_worker
 from jax_splitk.runtime.source import Source
 
@@ -92,7 +93,7 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
             raise concurrent.futures.CancelledError
         return _compile_once(source, in_worker)
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(compiled, wanted))
 
 

@@ -11,10 +11,12 @@ _DEFAULTS = {
     "JAX_SPLITK_AUTOTUNE": "",  # the platform's
     "JAX_SPLITK_TUNE_BUDGET_S": "10",
     "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
+    "JAX_SPLITK_PROGRESS": "auto",
 }
 WORDS = {
     "JAX_SPLITK_CACHE_MODE": ("off", "read", "update", "frozen"),
     "JAX_SPLITK_AUTOTUNE": ("off", "on_miss"),
+    "JAX_SPLITK_PROGRESS": ("auto", "off"),
 }
 
 
@@ -71,6 +73,9 @@ def mistakes() -> list[str]:
                 seconds(name)
         except ValueError as error:
             found.append(str(error))
+    own = os.environ.get("JAX_SPLITK_CACHE_DIR") or "."
+    if (folder := expanded(own)) is None or (os.path.lexists(folder) and not os.path.isdir(folder)):
+        found.append(f"JAX_SPLITK_CACHE_DIR={own!r}; accepted: a folder, which is made if need be")
     for path in dict.fromkeys(read_only_caches()):
         if (folder := expanded(path)) is None or not os.path.isdir(folder):
             found.append(f"JAX_SPLITK_CACHE_PATH: {path} is not a folder; nothing is read from it")

@@ -1,21 +1,29 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
 
 from jax_splitk.runtime import disk, settings, toolchain
 from jax_splitk.runtime.target import Target
-from jax_splitk.tuning import agreement, buckets, store, table, tuner
+from jax_splitk.tuning import agreement, buckets, flips, store, table, tuner
 from jax_splitk.tuning.buckets import Found
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.progress import Run
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
+
+_ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 # GPUs of one architecture: what is fastest on one of them is worth a try on another.
 _RELATIVES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
@@ -121,10 +129,14 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         held = _held(key, workspace_limit)
         if held is not None and not again and held[0].is_searched(workspace_limit):
             return held
+        _listen()
+        old = next(store.found(key), (None, ""))[0]
         # A relative's measurements say what to try first, and decide nothing.
-        known = itertools.chain.from_iterable(map(store.found, (key, *_relatives(key))))
-        old = next(known, (None, ""))[0]
-        entry = tuner.tune(key, workspace_limit, old, seconds)
+        relative = next(itertools.chain.from_iterable(map(store.found, _relatives(key))), (None, ""))[0]
+        seconds = tuner.budget_seconds() if seconds is None else seconds
+        with session().progress.measuring(key, seconds) as measured:
+            entry = flips.noted(old, tuner.tune(key, workspace_limit, old or relative, seconds))
+            measured.append(entry)
         session().measured(key)
         if not store.save(entry):
             session().unsaved[key] = merge(session().unsaved.get(key), entry)
@@ -142,6 +154,26 @@ def _relatives(key: Key) -> Iterator[Key]:
 def _served(key: Key, workspace_limit: int) -> Found | None:
     """What is held for a representative of the problem, and holds for it, too."""
     return buckets.served(key, workspace_limit, lambda other: _held(other, workspace_limit))
+
+
+def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
+    """A run of `tuned`, in which the user sees how many of the keys, each with a workspace limit, have to be measured,
+    which `again` all of them have."""
+    held = [found is not None and found[0].is_searched(limit) for key, limit in asked for found in [_held(key, limit)]]
+    known = 0 if again else sum(held)
+    return session().progress.run(len(asked) - known, known)
+
+
+@functools.cache
+def _listen() -> None:
+    """A run of measurements that a lowering began ends with it, or with the compilation, where XLA's partitioner asks
+    for a device's part."""
+
+    def ended(event: str, duration_secs: float, **_: Any) -> None:
+        if event in _ENDS:
+            session().progress.lowered()
+
+    jax.monitoring.register_event_duration_secs_listener(ended)
 
 
 def _held(key: Key, workspace_limit: int) -> Found | None:

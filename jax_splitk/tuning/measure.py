@@ -170,6 +170,16 @@ class Bench:
                     else:
                         contestant.times.append(timed)
 
+    def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
+        """The same, in place of the earlier timings, with as many for each; where there is no time for two rounds of
+        all, the earlier ones stay with them."""
+        again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
+        self.time(again, rounds, deadline)
+        whole = min((len(new.times) for new in again if new.error is None), default=0)
+        for contestant, new in zip(contestants, again, strict=True):
+            contestant.times = new.times[:whole] if whole > 1 else contestant.times + new.times[:whole]
+            contestant.error = new.error
+
     def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
         is as large as the differences. A single round is of a few calls. False, and nothing changed, where there are

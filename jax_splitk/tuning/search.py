@@ -10,8 +10,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import logging
-import os
-import sys
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -20,21 +19,25 @@ from typing import Any
 import jax
 
 from jax_splitk import kernels
+from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import Bench, Contestant, compile_ahead
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_ahead
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
-FIRST_ROUND = 24  # candidates that are timed at first
-BATCH = 8  # of them that are compiled together; half of the search's time is for compiling them
+FIRST_ROUND = 24  # candidates that are timed at first; half of the search's time is for compiling them
+CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 HOST_BOUND_US = 30  # below it a wall clock shows what the host takes to start the kernels
-SEARCH_SHARE = 0.65  # of the budget; the rest is for the finalists' device times
-NOISE = 0.02  # a challenger must be faster by more than this, and by more than the spread of its own timings
+SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
+LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
+LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
@@ -69,6 +72,7 @@ class Search:
     def __init__(self, key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> None:
         self._started = time.monotonic()
         self._deadline = self._started + SEARCH_SHARE * seconds
+        self._last = self._started + LAST_SHARE * seconds
         self.key = key
         self.ranking = ranked(key, workspace_limit)
         self.bench: Bench | None = None
@@ -77,6 +81,9 @@ class Search:
         self.failures: list[Measurement] = []
         self.tried: set[Candidate] = set()
         self.given_up = threading.Event()
+        # What is prepared at once. A GPU's kernels are compiled, which takes seconds.
+        self._at_once = max(usable_cores(), 1 if key.target.platform == "cuda" else CPU_BATCH)
+        self._compile_seconds = 0.0  # of as many
         self._limit = workspace_limit
         self._old = old
 
@@ -92,7 +99,8 @@ class Search:
             bench, xla = self._start(first)
             taken = self._prepare_first(bench, first)
             bench.time([xla, *self.contestants], 3, self._deadline)
-            host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US
+            self._tell()
+            host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US and time.monotonic() < self._deadline
             screened = host_bound and bench.time_on_device(_working([xla, *self.contestants]), rounds=1)
             self._refine(bench, taken, screened)
             finalists = self._time_finalists(bench, xla)
@@ -106,7 +114,6 @@ class Search:
             return self._entry(XLA, self.contestants)
         entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
-        _show("")
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
 
@@ -122,19 +129,25 @@ class Search:
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
         # Only an entry's choice was checked.
         allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
-        again = sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]
-        return list(dict.fromkeys([m.candidate for m in again] + first))
+        again = [m.candidate for m in sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]]
+        held = [c for c in (self._old.choice, *again) if c != XLA and _is_allowed(c, self.key, self._limit)]
+        return list(dict.fromkeys([*first[:1], *held, *first]))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
         """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
-            meanwhile.submit(compile_ahead, self.key.problem, first[: max(BATCH, os.cpu_count() or 1)], self.given_up)
+            meanwhile.submit(self._compile_ahead, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
             prepared, failed = bench.prepare([XLA])
         if not prepared:
             raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
         (self.xla,) = prepared
         return bench, self.xla
+
+    def _compile_ahead(self, candidates: list[Candidate]) -> None:
+        started = time.monotonic()
+        compile_ahead(self.key.problem, candidates, self.given_up)
+        self._compile_seconds = time.monotonic() - started
 
     def _prepare(self, bench: Bench, candidates: list[Candidate]) -> list[Contestant]:
         joined, failed = bench.prepare(candidates)
@@ -143,22 +156,23 @@ class Search:
         return joined
 
     def _prepare_first(self, bench: Bench, first: list[Candidate]) -> float:
-        """Prepares the first round for half of the search's time; the seconds that a round of refinement may take."""
-        taken = 0.0
-        for batch in (first[i : i + BATCH] for i in range(0, len(first), BATCH)):
+        """Prepares the first round for half of the search's time; the seconds that a batch of candidates may take."""
+        taken = self._compile_seconds
+        for i in range(0, len(first), self._at_once):
             preparing = time.monotonic()
-            if self.contestants and preparing > (self._started + self._deadline) / 2:
+            late = preparing > (self._started + self._deadline) / 2 or preparing + taken > self._last
+            if self.contestants and late:
                 break
-            self.contestants += self._prepare(bench, batch)
-            taken = time.monotonic() - preparing
+            self.contestants += self._prepare(bench, first[i : i + self._at_once])
+            taken = max(taken, time.monotonic() - preparing)
         return taken
 
     def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
         """Steps to the neighbours of the fastest until none is faster, or the time is over."""
-        while self.contestants and time.monotonic() + taken < self._deadline:
+        while self.contestants and time.monotonic() < self._deadline:
             started, best = time.monotonic(), _fastest(self.contestants)
-            _show(f"tuning {self.key.problem}: {len(self.tried)} candidates, best {best.us:.1f} us: {best.candidate}")
-            new = [c for c in self._neighbours(best.candidate) if c not in self.tried]
+            affordable = self._at_once * int((self._last - started) / max(taken, 1e-3))
+            new = [c for c in self._neighbours(best.candidate) if c not in self.tried][:affordable]
             if not new:
                 break
             joined = self._prepare(bench, new)
@@ -166,9 +180,15 @@ class Search:
             if screened:
                 bench.time_on_device(_working(joined), rounds=1)
             self.contestants += joined
+            self._tell()
             if _fastest(self.contestants) is best and best.error is None:
                 break
-            taken = time.monotonic() - started
+            taken = (time.monotonic() - started) / math.ceil(len(new) / self._at_once)
+
+    def _tell(self) -> None:
+        """How far it is, for the user."""
+        if self.xla is not None and self.contestants:
+            session().progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         family, problem = candidate.family, self.key.problem
@@ -177,12 +197,16 @@ class Search:
         return [c for c in found if _is_allowed(c, self.key, self._limit)]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
-        """Times the fastest and XLA once more, on the device where that can be."""
+        """Times the fastest and XLA once more, in turns, on the device where that can be; by the wall clock only these
+        times count then, for those before were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
-        # The model's own choice takes part: it is what the others are compared with, and its regret is reported.
-        finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate == self._predicted]
-        if xla.error is not None or not bench.time_on_device([*finalists, xla]):
-            bench.time([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
+        # The model's own choice takes part: it is what the others are compared with, and its regret is reported. So
+        # does that of an earlier search.
+        asked = (self._predicted, None if self._old is None else self._old.choice)
+        finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate in asked]
+        rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
+        if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds):
+            bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
         return finalists
 
     def _context_is_lost(self, xla: Contestant) -> bool:
@@ -282,9 +306,3 @@ def _metadata(seconds: float, tried: int) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "candidates": tried,
     }
-
-
-def _show(line: str) -> None:
-    """In the place of the last such line, where somebody may look on."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

@@ -63,13 +63,20 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
             return choice
         if final and disk.mode() == "frozen" and not options.explicit:
             raise FrozenCacheMiss(f"{problem}: no cache has the kernel of {choice.candidate}, and {missing}")
-        refusals[choice.candidate.name] = missing
+        refusals = {choice.candidate.name: missing}  # what else would not serve is no matter
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
     if options.explicit:
         raise NotImplementedError(
             f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
-    return Choice(problem, XLA, reason)
+    return Choice(problem, XLA, reason, costs=would_serve(problem, target))
+
+
+def would_serve(problem: Problem, target: Target) -> bool:
+    """Whether a kernel for Hopper that is likely to be faster than XLA's takes the problem by itself."""
+    families = kernels.families(problem.op, "cuda") if target.is_hopper else ()
+    able = (family for family in families if family.refusal(problem, None, target) is None)
+    return any(family.unmeasured_refusal(problem) is None for family in able)
 
 
 def _without_code(choice: Choice, target: Target) -> str | None:
@@ -177,9 +184,12 @@ def _predicted(
 
 
 def announce(choice: Choice, options: Options) -> None:
-    """One log line for each problem and outcome: falling back is never silent."""
+    """One log line for each problem and outcome: falling back is never silent, and a warning for each reason where that
+    costs time."""
     session().lowered(choice, options)
-    if _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
+    if choice.costs and session().is_first("costs", choice.because):
+        _logger.warning("%s: XLA where a kernel would serve: %s (said once for a reason)", choice.problem, choice.why)
+    elif _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
 
@@ -214,7 +224,8 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         if agreed:
             found = agreement.obstacle(key_for(problem, target), candidate, found)
         if found is not None:
-            _logger.warning("%s: XLA instead of %s: %s", problem, candidate, found)
+            level = logging.WARNING if session().is_first("costs", found) else logging.INFO
+            _logger.log(level, "%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
     # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other

@@ -12,6 +12,7 @@ from jax_splitk.tuning.choice import Choice
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.progress import Progress
 
 _T = TypeVar("_T")
 
@@ -46,11 +47,13 @@ class Session:
       search: the latest search and its thread, which may have been left behind.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
+      progress: what the user sees of it.
       alone: names on which this process went its own way: it need not wait for the others a second time.
     """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
+        self.progress = Progress()
         self.search: tuple[Any, threading.Thread] | None = None
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()

@@ -78,14 +78,20 @@ def tune(
         thread.start()
         while not result.done():
             concurrent.futures.wait([result], _WATCH_SECONDS)
+            session().progress.tick(key)
             if (stuck := search.stuck()) is not None and not result.done():
                 return _without(search, stuck)
         session().search = None
         return result.result()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         search.given_up.set()
         if not result.done() and (entry := search.unfinished()) is not None:
             store.save(entry)
+        if isinstance(error, RuntimeError):
+            raise KeyboardInterrupt from error
         raise
 
 

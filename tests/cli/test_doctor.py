@@ -11,9 +11,10 @@ import jax
 import pytest
 
 from jax_splitk.cli import doctor
-from jax_splitk.runtime import toolchain
+from jax_splitk.runtime import nvml, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.command_line import command, refused, run, text
+from tests.tuning_cache import ENVIRONMENT
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a machine without a GPU")
 
@@ -69,7 +70,7 @@ def test_without_a_backend_it_says_so() -> None:
 
 def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -> None:
     def set_to(**values: str) -> None:
-        for name in ("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "AUTOTUNE", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"):
+        for name in ENVIRONMENT:
             monkeypatch.delenv(f"JAX_SPLITK_{name}", raising=False)
         for name, value in ({"CACHE_DIR": str(tmp_path / "new" / "cache")} | values).items():
             monkeypatch.setenv(f"JAX_SPLITK_{name}", value)
@@ -82,10 +83,14 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
         "JAX_SPLITK_TUNE_BUDGET_S": "10",
         "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
+        "JAX_SPLITK_PROGRESS": "auto",
         "JAX_SPLITK_CACHE_DIR": str(tmp_path / "new" / "cache"),
         "JAX_SPLITK_CACHE_PATH": "",
     }
-    assert "JAX_SPLITK_CACHE_MODE=update" in text(capsys, "doctor").splitlines()
+    lines = text(capsys, "doctor").splitlines()
+    assert "JAX_SPLITK_CACHE_MODE=update" in lines
+    assert f"cache {tmp_path}/new/cache (can be written)" in lines
+    assert not (tmp_path / "new").exists()
     file = tmp_path / "file"
     file.touch()
     for name, value, part in (
@@ -94,6 +99,7 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("TUNE_BUDGET_S", "0", "JAX_SPLITK_TUNE_BUDGET_S='0'; accepted: a number of seconds above 0"),
         ("AGREEMENT_TIMEOUT_S", "x", "JAX_SPLITK_AGREEMENT_TIMEOUT_S='x'; accepted: a number of seconds above 0"),
         ("CACHE_PATH", f"{tmp_path}:/no/such", "JAX_SPLITK_CACHE_PATH: /no/such is not a folder"),
+        ("PROGRESS", "loud", "JAX_SPLITK_PROGRESS='loud'; accepted: 'auto', 'off'"),
         ("CACHE_DIR", str(file / "cache"), f"the cache {file}/cache cannot be written"),
     ):
         set_to(**{name: value})
@@ -101,7 +107,63 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert problem.startswith(part)
         assert f"problem: {problem}" in text(capsys, "doctor", code=1).splitlines()
     set_to(CACHE_DIR=str(file / "cache"), CACHE_MODE="read")
-    assert doctor.examine()["problems"] == []
+    report = doctor.examine()
+    assert (report["problems"], report["cache_can_be_written"]) == ([], False)
+    assert f"cache {file}/cache (cannot be written)" in text(capsys, "doctor").splitlines()
+    set_to(CACHE_DIR=str(file))
+    assert (
+        f"JAX_SPLITK_CACHE_DIR='{file}'; accepted: a folder, which is made if need be" in doctor.examine()["problems"]
+    )
+
+
+class FakeNvml:
+    """Two GPUs, of which the second has fallen off the bus. Functions return 0, or an error, as NVML's."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    nvmlShutdown = nvmlInit_v2
+
+    def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+        text.value = b"580.65.06"
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = 7
+        return 15 * index
+
+    def nvmlDeviceGetName(self, handle: Any, text: Any, size: int) -> int:
+        text.value = b"NVIDIA H200"
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj.total, memory._obj.free = 150 * 2**30, 149 * 2**30
+        return 0
+
+
+def test_the_driver_and_the_memory_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(nvml, "_library", FakeNvml)
+    lines = text(capsys, "doctor").splitlines()
+    assert "NVIDIA driver 580.65.06" in lines
+    assert [line for line in lines if line.startswith("GPU ")] == ["GPU 0: NVIDIA H200, 150.0 GiB, 149.0 free"]
+    monkeypatch.setattr(FakeNvml, "nvmlInit_v2", lambda self: 9)
+    assert (doctor.examine()["driver"], doctor.examine()["gpus"]) == (None, [])
+    monkeypatch.setattr(nvml, "_library", object)
+    assert nvml.driver() == (None, [])
+
+
+@pytest.mark.gpu
+def test_nvml_sees_what_jax_sees() -> None:
+    version, gpus = nvml.driver()
+    assert version
+    assert version[0].isdigit()
+    for device in jax.local_devices():
+        assert device.device_kind in [gpu.name for gpu in gpus]
+    assert all(gpu.memory_bytes >= gpu.free_bytes > 0 for gpu in gpus)
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -68,16 +68,6 @@ def test_data_parallel_training_step_in_shard_map() -> None:
     assert HOST in ours.lower(rhs, lhs, g).as_text()
 
 
-def test_gradient_of_a_shard_map() -> None:
-    conv = dataclasses.replace(PLAIN, batch=8)
-    lhs, rhs, g = conv.integers(generator(42))
-    forward = jax.shard_map(conv.ours, mesh=mesh(AxisType.Auto), in_specs=(P("data"), P()), out_specs=P("data"))
-    d_lhs, d_rhs = jax.jit(jax.grad(lambda x, w: (forward(x, w) * g).sum(), (0, 1)))(lhs, rhs)
-    expected = jax.vjp(conv.lax, lhs, rhs)[1](g)
-    np.testing.assert_array_equal(d_lhs, expected[0])
-    np.testing.assert_array_equal(d_rhs, expected[1])
-
-
 def test_partly_manual_shard_map_is_left_to_xla() -> None:
     conv = dataclasses.replace(PLAIN, batch=8)
     lhs, _, g = conv.integers(generator(44))
@@ -90,19 +80,6 @@ def test_partly_manual_shard_map_is_left_to_xla() -> None:
 
     assert HOST not in wgrad.lower(lhs, g).as_text()
     np.testing.assert_array_equal(wgrad(lhs, g), conv.lax_wgrad(lhs, g))
-
-
-def test_explicit_mesh_axes() -> None:
-    conv = dataclasses.replace(PLAIN, batch=8)
-    lhs, rhs, g = conv.integers(generator(45))
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        lhs_parts, g_parts = (jax.device_put(x, P("data")) for x in (lhs, g))
-        out = jax.jit(conv.wgrad)(lhs_parts, g_parts)
-        np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
-        assert jax.typeof(out).sharding.spec == P(None, None, None, None)
-        rhs_parts = jax.device_put(rhs, P())
-        loss = lambda w, x: (conv.ours(x, w) * g_parts).sum()  # noqa: E731
-        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(rhs_parts, lhs_parts), conv.lax_wgrad(lhs, g))
 
 
 # ---- lowering, export, memory --------------------------------------------------------------------------------------

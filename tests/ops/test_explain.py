@@ -349,10 +349,11 @@ def test_the_sum_of_a_step() -> None:
     (two,) = explain(predicted, RHS, platform="cuda").decisions
     assert one.us is not None
     assert two.us is not None
-    us, xla, both = f"{one.us:.1f} us", f"{one.xla_us:.1f} us", f"{one.us + two.us:.1f} us"
+    us, both = f"{one.us:.1f} us", f"{one.us + two.us:.1f} us"
+    xla = f"{one.xla_us:.1f} us, gain {one.xla_us - one.us:.1f} us ({one.xla_us / one.us:.2f} times as fast)"
     assert total(measured, RHS, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
     together = lambda w, x: (measured(w, x), predicted(w))  # noqa: E731
-    said = ("sum: 2 operations", f"{both} measured or predicted", f"1 measured: {us}, XLA {xla}")
+    said = ("sum: 2 operations", f"{both} measured or predicted", f"{us} measured for 1 of them, XLA {xla}")
     assert total(together, RHS, x) == said
     with jax.enable_x64(True):
         found = total(lambda w, x: (measured(w, x), double(w)), RHS, x)

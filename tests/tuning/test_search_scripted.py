@@ -11,6 +11,8 @@ import pytest
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime import toolchain
+from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import entry, measure, search, select, session, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
@@ -42,6 +44,9 @@ class Script:
       us: microseconds of a candidate.
       broken: candidates that do not compile, and why.
       round_seconds: how far a timing moves the clock.
+      compile_seconds, xla_seconds, profile_seconds: the same of a kernel's compilation, of preparing XLA's operation,
+        and of each round of device times.
+      cores: how many kernels are compiled at once.
       late: candidates that raise at this timing (counted from 0).
       fatal: whether such an error is the end of everything, as CUDA's are that end its context.
       stuck: candidates that do not come back from their second timing before the event is set.
@@ -58,9 +63,18 @@ class Script:
         self.device_us: Callable[[Candidate], float] | None = None
         self.screened: list[Candidate] = []
         self.round_seconds = 1e-3
+        self.compile_seconds = self.xla_seconds = self.profile_seconds = 0.0
+        self.cores = 16
+        self.compiled: set[Candidate] = set()
+        self.ahead = threading.Event()
         self.clock = Clock()
         self.prepared: list[Candidate] = []
         self.rounds: list[Candidate] = []
+
+    def compile(self, candidates: Sequence[Candidate]) -> None:
+        new = set(candidates) - self.compiled - {XLA}
+        self.compiled |= new
+        self.clock.now += self.compile_seconds * -(-len(new) // self.cores)
 
 
 @pytest.fixture
@@ -75,13 +89,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 self.problem, self.platform, self.given_up, self.sets = problem, platform, given_up, 1
 
             def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
+                if XLA in candidates:
+                    assert script.ahead.wait(60)  # so that the two move the clock one after the other
+                    script.clock.now += script.xla_seconds
                 script.prepared += candidates
+                script.compile(candidates)
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
             def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3) -> bool:
                 if script.device_us is None:
                     return False
+                script.clock.now += script.profile_seconds * rounds
                 script.screened += [contestant.candidate for contestant in contestants if rounds == 1]
                 for contestant in contestants:
                     contestant.device_times = [script.device_us(contestant.candidate)] * rounds
@@ -100,7 +119,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 script.rounds.append(candidate)
                 return script.us(candidate)
 
+        def compile_ahead(_: Any, candidates: Sequence[Candidate], __: threading.Event) -> None:
+            script.compile(candidates)
+            script.ahead.set()
+
         monkeypatch.setattr(search, "Bench", ScriptedBench)
+        monkeypatch.setattr(search, "compile_ahead", compile_ahead)
+        monkeypatch.setattr(search, "usable_cores", lambda: script.cores)
         for module in (search, measure):
             monkeypatch.setattr(module, "time", script.clock)
         return script
@@ -304,7 +329,9 @@ def test_short_kernels_are_screened_by_device_time(scripted: Any) -> None:
         assert entry.loads(found.dumps(), key) == found
 
 
-def test_ctrl_c_ends_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_a_lock", [False, True])
+def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python's own locks make another error of it."""
     key = wide(generator(22))
     reached, held = threading.Event(), threading.Event()
 
@@ -316,7 +343,11 @@ def test_ctrl_c_ends_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) 
 
     def interrupted(*_: Any) -> None:
         assert reached.wait(60)
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        finally:
+            if at_a_lock:
+                raise RuntimeError("release unlocked lock")
 
     script = scripted(us)
     with monkeypatch.context() as patch:
@@ -347,6 +378,51 @@ def test_the_budget_is_kept(scripted: Any) -> None:
         assert found.metadata["seconds"] == round(spent[budget], 3)
         assert set(script.rounds) == set(script.prepared)
     assert spent[0.5] < spent[5.0] < spent[60.0]
+
+
+@pytest.mark.parametrize("compile_seconds", [2.0, 4.3])
+@pytest.mark.parametrize("cores", [1, 2, 4, 16])
+def test_compilation_keeps_to_the_budget(
+    cores: int, compile_seconds: float, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On few cores fewer kernels are looked at. The tolerance is a fifth of the budget; what cannot be left out is
+    XLA's operation, the kernels that are compiled at once, and the finals."""
+    monkeypatch.setattr(toolchain, "unavailable", lambda: None)
+    key = key_for(Case("layer", 32, 28, 28, 128, 128, (3, 3)).problem(), DEFAULT_CUDA)
+    ranking = search.ranked(key)
+    script = scripted(lambda c: 60.0 if c == XLA else 20.0 + ranking.index(c) if c in ranking else 50.0)
+    script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, compile_seconds, 1.5, 0.8
+    script.device_us = script.us
+    began = script.clock.now
+    found = tuner.tune(key, seconds=10.0)
+    assert script.clock.now - began <= 12.0
+    assert found.choice == ranking[0]
+    assert len(script.prepared) - 1 >= cores
+    # Where the first kernels alone take longer, nothing else is begun.
+    script = scripted(script.us)
+    script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, 30.0, 1.5, 0.8
+    script.device_us = script.us
+    began = script.clock.now
+    found = tuner.tune(key, seconds=10.0)
+    assert script.clock.now - began <= 30.0 + 1.5 + search.LATE_ROUNDS * 0.8 + 0.1
+    assert {m.candidate for m in found.measurements} == {XLA, *ranking[: len(script.compiled)]}
+    assert len(script.compiled) == cores
+
+
+def test_a_lucky_moment_before_the_finals_does_not_win(scripted: Any) -> None:
+    """A challenger that was timed while the machine was fast has to show it next to the model's choice."""
+    key = wide(generator(24))
+    ranking = search.ranked(key)
+    first, other = ranking[0], ranking[3]
+    script = scripted(lambda c: 500.0 if c not in (first, other) else 100.0)
+    script.us = lambda c: 500.0 if c not in (first, other) else 80.0 if c == other and early(c) else 100.0
+    early = lambda c: script.rounds.count(c) <= 3  # noqa: E731
+    found = tuner.tune(key)
+    assert found.choice == first
+    assert found.us(other) == 100.0
+    script = scripted(script.us)
+    script.us = lambda c: 500.0 if c not in (first, other) else 80.0 if c == other else 100.0
+    assert tuner.tune(key).choice == other
 
 
 def test_an_old_entry_takes_part_again(scripted: Any) -> None:

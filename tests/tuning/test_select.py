@@ -15,6 +15,7 @@ from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.ops import lowering
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, target_for
@@ -286,6 +287,33 @@ def test_each_outcome_is_announced_once_per_problem(
         f"{other.problem}: cutlass {other.family.name} {other.config} ({other.why})",
     ]
     assert {record.name for record in caplog.records} == {"jax_splitk"}
+
+
+def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def levels(problem: ConvWgradProblem, target: Target = DEFAULT_CUDA, **how: Any) -> list[str]:
+        caplog.clear()
+        announce(lowering.choose(problem, target, Options(), **how), Options())
+        return [record.levelname for record in caplog.records]
+
+    other, double = (dataclasses.replace(PROBLEM, **new) for new in ({"batch": 16}, {"dtype": "float64"}))
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        assert levels(PROBLEM, undivided="odd") == ["WARNING"]
+        assert caplog.messages == [
+            f"{PROBLEM}: XLA where a kernel would serve: automatic partitioning over several devices: odd "
+            "(said once for a reason)"
+        ]
+        assert levels(other, undivided="odd") == ["INFO"]
+        assert levels(other, undivided="even") == ["WARNING"]
+        # Nothing is lost where no kernel would serve, or XLA is the better choice.
+        for problem, target in ((double, DEFAULT_CUDA), (THREES, DEFAULT_CUDA), (PROBLEM, A100), (UNKNOWN, CPU)):
+            assert levels(problem, target, undivided="other") == ["INFO"]
+        assert levels(THREES) == levels(PROBLEM, A100) == ["INFO"]
+        monkeypatch.setattr(compiler, "held", lambda source: None)
+        monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler")
+        assert levels(PROBLEM) == ["WARNING"]
+        assert levels(other) == ["INFO"]
 
 
 def test_problems_that_differ_read_differently() -> None:

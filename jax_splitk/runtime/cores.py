@@ -1,0 +1,20 @@
+"""How many cores this process may use, which are fewer than the machine's in a container or under `taskset`."""
+
+import contextlib
+import math
+import os
+import pathlib
+
+_V2 = pathlib.Path("/sys/fs/cgroup/cpu.max")
+_V1 = tuple(pathlib.Path("/sys/fs/cgroup/cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+
+
+def usable_cores() -> int:
+    """By the process's affinity, and by its container's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in ((_V2,), _V1):
+        with contextlib.suppress(OSError, ValueError):  # no such limit: no such file, or "max" or -1 in it
+            quota, period = (int(word) for file in files for word in file.read_text().split())
+            if quota > 0 and period > 0:
+                cores = min(cores, math.ceil(quota / period))
+    return cores

@@ -1,0 +1,51 @@
+"""Choices that change where a problem is measured again: within the noise that is a tie, beyond it a mistake of one of
+the two searches."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jax_splitk.tuning.entry import Entry
+
+# The tie band: candidates whose times differ by less are equally good. A challenger must be faster by more.
+NOISE = 0.02
+
+
+def noted(old: Entry | None, new: Entry) -> Entry:
+    """The new entry; its metadata say what became of the choice of an old one that was searched as far."""
+    if old is None or not old.is_searched(new.workspace_limit_bytes):
+        return new
+    found: dict[str, Any] = {"changed": new.choice != old.choice}
+    if found["changed"]:
+        us, was_us = new.us(new.choice), new.us(old.choice)
+        slower = was_us / us - 1 if us and was_us else None
+        found |= {"was": str(old.choice), "slower_by": slower, "tie": slower is not None and slower <= NOISE}
+    metadata = {**new.metadata, "again": found}
+    return dataclasses.replace(new, evidence={**new.evidence, "metadata": metadata})
+
+
+def _of(entry: Entry) -> dict[str, Any] | None:
+    """What `noted` left in an entry, which may come from a file."""
+    found = entry.metadata.get("again")
+    return found if isinstance(found, dict) and isinstance(found.get("changed"), bool) else None
+
+
+def describe(entry: Entry) -> str:
+    """One line; empty for what was measured once."""
+    if (found := _of(entry)) is None:
+        return ""
+    if not found["changed"]:
+        return "measured again: the same choice"
+    slower = found.get("slower_by")
+    by = f"now slower by {slower:.1%}" if isinstance(slower, float) else "not timed again"
+    where = "within" if found.get("tie") is True else "outside"
+    return f"measured again: the choice was {found.get('was')}, {by}, {where} the tie band of {NOISE:.0%}"
+
+
+def summary(entries: Iterable[Entry]) -> list[str]:
+    """One text for all that were measured again; none where nothing was."""
+    again = [found for entry in entries if (found := _of(entry)) is not None]
+    changed = [found for found in again if found["changed"]]
+    outside = sum(found.get("tie") is not True for found in changed)
+    text = f"{len(again)} measured again, {len(changed)} choices changed, {outside} outside the tie band of {NOISE:.0%}"
+    return [text] if again else []

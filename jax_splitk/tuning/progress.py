@@ -1,0 +1,236 @@
+"""What the user sees of tuning: a bar on a terminal or in a notebook, lines of the log elsewhere, and a closing line.
+
+A run is what belongs together: the problems of a call of `tune`, or those that one lowering did not find in a cache.
+"""
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tqdm.std import tqdm
+
+from jax_splitk.runtime import settings
+from jax_splitk.tuning import flips
+from jax_splitk.tuning.choice import XLA, gain
+from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import Key
+
+_logger = logging.getLogger("jax_splitk")
+
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {elapsed}<{remaining}{postfix}"
+# What a measurement that is over its budget shows.
+_NEARLY = 0.99
+
+
+class _Stream:
+    """What cannot be written to a stream is lost: a bar must not end a program. By `_wrapped` tqdm finds other bars on
+    the stream."""
+
+    def __init__(self, stream: Any):
+        self._wrapped = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wrapped.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wrapped.flush()
+
+
+class _Bar(tqdm):
+    """tqdm's, which Ctrl-C may interrupt at any moment: tqdm itself would keep its lock, and whoever draws next from
+    another thread, a search, would wait for ever."""
+
+    monitor_interval = 0  # no thread of tqdm's: who waits for a search moves the bar
+    _lock = threading.RLock()
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
+        with self._lock:
+            super().refresh(nolock=True)
+
+    def clear(self, nolock: bool = False) -> None:
+        with self._lock:
+            super().clear(nolock=True)
+
+
+class _ClearsBar(logging.Filter):
+    """Lets every line of our log pass, and makes room for it."""
+
+    def __init__(self, bar: _Bar):
+        super().__init__()
+        self._bar = bar
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._bar.clear()
+        return True
+
+
+def shows_bar() -> bool:
+    """Whether a bar can be drawn on stderr and is wanted."""
+    if settings.in_force()["JAX_SPLITK_PROGRESS"] == "off" or sys.stderr is None:
+        return False
+    # A notebook's stream is no terminal, and its page draws one line over another all the same.
+    return type(sys.stderr).__module__.startswith("ipykernel.") or sys.stderr.isatty()
+
+
+class Run:
+    """Problems that are measured together, and how it looks.
+
+    Attributes:
+      total: how many there will be; None where they come up one by one.
+      known: how many more did not have to be measured.
+      measured: the entries that were made.
+      steps: (count, entry) of the operations of a step, once they are decided; empty where nobody counted them.
+    """
+
+    def __init__(self, total: int | None = None, known: int = 0):
+        self.total, self.known = total, known
+        self.measured: list[Entry] = []
+        self.steps: list[tuple[int, Entry]] = []
+        self._started = time.monotonic()
+        self._number = 0
+        self._since, self._seconds = self._started, 1.0
+        self._key: Key | None = None
+        self._bar: _Bar | None = None
+        self._filter: _ClearsBar | None = None
+
+    def begin(self, key: Key, seconds: float) -> None:
+        """A problem's measurement, for which there are so many seconds."""
+        self._number += 1
+        self._key, self._since, self._seconds = key, time.monotonic(), seconds
+        name = f"tuning {self._number}" + (f" of {self.total}" if self.total else "")
+        _logger.info("%s: %s", name, key.problem)
+        if self._bar is None and shows_bar():
+            look = {"bar_format": _FORMAT, "leave": False, "dynamic_ncols": True, "smoothing": 0}
+            self._bar = _Bar(total=self.total or 1, desc=name, file=_Stream(sys.stderr), **look)
+            self._filter = _ClearsBar(self._bar)
+            _logger.addFilter(self._filter)
+        if self._bar is not None:
+            self._bar.set_description_str(name, refresh=False)
+            self._bar.set_postfix_str(str(key.problem), refresh=False)
+        self.tick()
+
+    def best(self, us: float, xla_us: float) -> None:
+        """What the fastest of ours takes so far, and XLA; `tick` shows it."""
+        bar, key = self._bar, self._key  # which another thread may remove
+        if bar is not None and key is not None:
+            bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {key.problem}", refresh=False)
+
+    def tick(self) -> None:
+        """Moves the bar to where it belongs now."""
+        if self._bar is not None:
+            done = min(_NEARLY, (time.monotonic() - self._since) / self._seconds)
+            self._draw(done if self.total is None else self._number - 1 + done)
+
+    def end(self) -> None:
+        """Of a measurement, whatever became of it."""
+        self._key = None
+        if self.total is None:
+            self._remove_bar()  # what comes between two lowered operations is none of ours
+        else:
+            self._draw(self._number)
+
+    def _draw(self, done: float) -> None:
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.refresh()
+
+    def _remove_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._filter is not None:
+            _logger.removeFilter(self._filter)
+        self._bar = self._filter = None
+
+    def close(self, given_up: bool = False) -> None:
+        """Removes the bar, and says what was tuned."""
+        self._remove_bar()
+        text = f"tuning was given up: {self.summary()}" if given_up else self.summary()
+        if not shows_bar():
+            _logger.info("%s", text)
+            return
+        _Bar.write(f"jax_splitk: {text}", file=_Stream(sys.stderr))
+
+    def summary(self) -> str:
+        """One line: problems tuned, seconds, what a step gains, and choices that changed."""
+        count = len(self.measured)
+        left = max(0, (self.total or 0) - count)
+        what = f"{count} of {self.total} problems" if left else f"{count} problem{'s' * (count != 1)}"
+        known = f" ({self.known} known before)" if self.known else ""
+        said = [f"tuned {what} in {time.monotonic() - self._started:.1f} s{known}"]
+        if self.steps:
+            said.append(_sum("step of {} operations: ", self.steps))
+        elif self.measured:
+            said.append(_sum("one of each: " if count > 1 else "", [(1, entry) for entry in self.measured]))
+        return "; ".join([*said, *flips.summary(self.measured)])
+
+
+def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:
+    """What operations take together, one after the other, and what that gains."""
+    rows = [(count, entry.us(entry.choice), entry.us(XLA)) for count, entry in counted]
+    timed = [(count, count * us, count * xla_us) for count, us, xla_us in rows if us is not None and xla_us is not None]
+    operations, us, xla_us = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
+    said = f"{of.format(operations)}{us:.1f} us, XLA {xla_us:.1f} us, predicted {gain(us, xla_us) if timed else ''}"
+    return said if timed else "XLA was not measured"
+
+
+class Progress:
+    """The runs of a process, each of the thread that waits for it."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._open: dict[Key, Run] = {}
+
+    @contextlib.contextmanager
+    def run(self, total: int, known: int = 0) -> Iterator[Run]:
+        """What this thread measures inside the block is one run."""
+        run = self._own.run = Run(total, known)
+        given_up = True
+        try:
+            yield run
+            given_up = False
+        finally:
+            self._own.run = None
+            run.close(given_up)
+
+    @contextlib.contextmanager
+    def measuring(self, key: Key, seconds: float) -> Iterator[list[Entry]]:
+        """A measurement in this thread's run, or in one that ends with the lowering. The block appends its entry."""
+        run = self._own.run = getattr(self._own, "run", None) or Run()
+        self._open[key] = run
+        run.begin(key, seconds)
+        try:
+            yield run.measured
+        except KeyboardInterrupt:
+            if run.total is None:
+                self.lowered(given_up=True)
+            raise
+        finally:
+            del self._open[key]
+            run.end()
+
+    def best(self, key: Key, us: float, xla_us: float) -> None:
+        """Of a search, in whatever thread."""
+        if (run := self._open.get(key)) is not None:
+            run.best(us, xla_us)
+
+    def tick(self, key: Key) -> None:
+        """Time goes on."""
+        if (run := self._open.get(key)) is not None:
+            run.tick()
+
+    def lowered(self, *, given_up: bool = False) -> None:
+        """What this thread was lowering is lowered."""
+        run = getattr(self._own, "run", None)
+        if run is not None and run.total is None:
+            self._own.run = None
+            if run.measured:
+                run.close(given_up)
