@@ -18,14 +18,15 @@ import pytest
 from benchmarks import cases
 from jax_splitk import _ffi
 from jax_splitk.cli import stored
+from jax_splitk.cli.kernels import _difference as difference
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import search, select, session, store, table
+from jax_splitk.tuning import buckets, search, select, session, store, table
 from jax_splitk.tuning.choice import XLA
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import ODD_VALUES, mutate_json, mutate_text
@@ -41,12 +42,25 @@ def damaged(rng: Rng, text: str, other: str) -> bytes:
     return mutate_json(rng, text, other).encode() if rng.integers(2) else mutate_text(rng, text)
 
 
+def with_fewer_rows(rng: Rng, problem: Any) -> Any:
+    """The problem; of a product with a quantized weight, one of fewer rows."""
+    rows = getattr(problem, "rows", None)
+    return (
+        problem if rows is None else dataclasses.replace(problem, rows=int(rng.integers(max(1, rows - 20), rows + 1)))
+    )
+
+
+def with_full_tiles(key: Key) -> Key:
+    """The first representative's."""
+    return next(iter(buckets.representatives(key)), key)
+
+
 def entries(rng: Rng, cache: pathlib.Path) -> Trial:
     """Entries in the user's cache, and the choices that are made of them."""
     known = []
     for target, op in itertools.product((CPU, DEFAULT_CUDA), OPERATIONS):
         for _ in range(2):
-            key = random_key(rng, target, op)
+            key = with_full_tiles(random_key(rng, target, op))
             known.append((key, target, random_entry(rng, key, target).dumps()))
 
     def trial() -> str:
@@ -57,9 +71,10 @@ def entries(rng: Rng, cache: pathlib.Path) -> Trial:
         if found is not None:
             assert_legal(found[0].choice, key, target)
             assert_legal(found[0].best(int(rng.integers(2**26))) or XLA, key, target)
-        for implementation in (None, "host" if target is CPU else "cutlass"):
-            choice = select.select(key.problem, target, Options(implementation=implementation))
-            assert_legal(choice.candidate, key, target)
+        fewer = key_for(with_fewer_rows(rng, key.problem), target)  # which the entry may serve, too
+        for each, implementation in itertools.product((key, fewer), (None, "host" if target is CPU else "cutlass")):
+            choice = select.select(each.problem, target, Options(implementation=implementation))
+            assert_legal(choice.candidate, each, target)
             assert isinstance(choice.why, str)
         stored.read(path, cache)
         return "refused" if found is None else "taken"
@@ -111,9 +126,13 @@ def results(rng: Rng, cache: pathlib.Path) -> Trial:
 
 def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
     """A compiled kernel's file, of which half have a right checksum."""
-    key = compiler.content_key(Source("wgrad/im2col.cu", ()))
+    source = Source("wgrad/im2col.cu", (("TILE", 64), ("NAME", "x")))
+    key = compiler.content_key(source)
     path = cache / compiler._file(key)
-    header = {"key": key, "origin": "origin", "log": "Used 32 registers"}
+    whole = compiler._pack(key, "NVRTC 13.0", source, compiler.Compiled(b"", "Used 32 registers"))
+    whole_kernel = compiler._unpack(whole)
+    assert whole_kernel is not None
+    header = json.loads(whole[len(compiler._FILE_MAGIC) + 32 : -1])
 
     def trial() -> str:
         text = damaged(rng, json.dumps(header), json.dumps(header)) if rng.integers(3) else json.dumps(header).encode()
@@ -124,8 +143,11 @@ def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
             data = data[:at] + rng.bytes(int(rng.integers(3))) + data[at + int(rng.integers(3)) :]
         assert disk.write(path, data)
         found = compiler._load(key)
-        ((listed, origin),) = compiler.cached(cache)
-        assert (listed, origin is None) == (path, found is None)
+        ((listed, kernel),) = compiler.cached(cache)
+        assert (listed, kernel is None) == (path, found is None)
+        assert compiler._load_any(compiler.source_key(source)) == found
+        if kernel is None or kernel.source != whole_kernel.source:
+            assert isinstance(difference(kernel), str)  # and nothing is compiled
         assert found is None or (isinstance(found.log, str) and data.endswith(found.image))
         return "refused" if found is None else "taken"
 

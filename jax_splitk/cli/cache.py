@@ -1,4 +1,5 @@
-"""`cache ls`, `show`, `merge` and `prune`: the decisions that tuning stored, and the compiled kernels beside them."""
+"""`cache ls`, `show`, `merge`, `export` and `prune`: the decisions that tuning stored, and the compiled kernels beside
+them."""
 
 import argparse
 import contextlib
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jax_splitk.cli import output, stored
+from jax_splitk.cli import kernels, output, stored
 from jax_splitk.cli.output import UsageError
 from jax_splitk.cli.stored import Stored
 from jax_splitk.runtime import compiler, disk, settings, source, toolchain
@@ -41,8 +42,7 @@ def ls(arguments: argparse.Namespace) -> int:
         code = list(compiler.cached(folder))
         lines += [f"{len(code)} compiled kernels"] if code else []
         unusable = [item for item in items if item.entry is None]
-        reason = disk.code_refusal(folder) or "it is not whole, or not to be trusted"
-        unusable += [Stored(path, None, reason) for path, origin in code if origin is None]
+        unusable += kernels.unusable(folder, code)
         lines += [f"damaged: {item.path}: {item.reason}" for item in unusable if not item.foreign]
         others = sum(item.foreign for item in unusable)
         lines += [f"{others} entries of other machines or versions cannot be read here"] if others else []
@@ -107,11 +107,36 @@ def _found(what: str) -> Stored:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept."""
+    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept. Kernels go
+    with them, into a folder."""
     destination = pathlib.Path(arguments.destination)
     if os.path.abspath(destination) == os.path.abspath(disk.cache_dir() or ""):
         output.users_cache(writable=True)
-    read = [_measured(item) for text in arguments.sources for item in stored.read_source("SOURCE", text)]
+    items = [item for text in arguments.sources for item in stored.read_source("SOURCE", text)]
+    folders = [pathlib.Path(text) for text in arguments.sources if os.path.isdir(text)]
+    return _merged(items, folders, destination, arguments)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Puts all that the caches in force have into a folder, and compiles what is missing of it."""
+    destination, folders = pathlib.Path(arguments.destination), [f for f in disk.folders() if os.path.isdir(f)]
+    if destination.suffix == ".json" or any(os.path.abspath(f) == os.path.abspath(destination) for f in folders):
+        raise UsageError(f"DEST={str(destination)!r}; accepted: a folder that is none of the caches in force")
+    if not folders:
+        raise UsageError(f"no cache is there: {', '.join(map(str, disk.folders()))}")
+    items = [item for folder in folders for item in stored.read_folder(folder)]
+    return _merged(items, folders, destination, arguments, complete=True)
+
+
+def _merged(
+    items: list[Stored],
+    folders: list[pathlib.Path],
+    destination: pathlib.Path,
+    arguments: argparse.Namespace,
+    *,
+    complete: bool = False,
+) -> int:
+    read = list(map(_measured, items))
     found: dict[Key, Entry] = {}
     for entry in (item.entry for item in read if item.entry):
         found[entry.key] = _newer(found.get(entry.key), entry)
@@ -125,12 +150,17 @@ def merge(arguments: argparse.Namespace) -> int:
         failed = len(changed) if changed and not disk.write(destination, text.encode()) else 0
     else:
         failed = sum(not disk.write(destination / key.file, e.dumps().encode()) for key, e in changed.items())
+    carried = kernels.Carried()
+    if not is_file:
+        carried = kernels.carry(folders, destination, list(merged.values()), complete=complete)
     added = len(changed.keys() - before.keys())
     counts = {"added": added, "updated": len(changed) - added, "unchanged": len(merged) - len(changed)}
-    unusable = [item for item in read if item.entry is None]
+    unusable = [*(item for item in read if item.entry is None), *carried.unusable]
+    failed += carried.failed
     said = ", ".join(f"{name} {count}" for name, count in counts.items())
-    said += f", not written {failed}, not used {len(unusable)}"
-    value = {"into": destination, **counts, "failed": failed, "unusable": [item.as_dict() for item in unusable]}
+    said += f", not written {failed}, not used {len(unusable)}; kernels {carried.kernels}, compiled {carried.compiled}"
+    value = {"into": destination, **counts, "kernels": carried.kernels, "compiled": carried.compiled}
+    value |= {"failed": failed, "unusable": [item.as_dict() for item in unusable]}
     output.emit(value, f"into {destination}: {said}", arguments.json)
     for item in unusable:
         output.note(f"not used: {item.path}: {item.reason}")
@@ -207,12 +237,13 @@ def _files(folder: pathlib.Path) -> Iterator[_File]:
     for item in stored.read_folder(folder):
         yield _File(item.path, "an entry", item.foreign, None if item.foreign else item.reason or None)
     # Machine code names no machine: it is another installation's if its source text, compiler or headers are not those
-    # of now. Without a compiler here that cannot be told of any.
-    compiles = toolchain.unavailable() is None
-    current = {compiler.origin(file) for file in source.source_files()} if compiles else set()
-    for path, origin in compiler.cached(folder):
-        damage = "damaged, not to be trusted, or another version's machine code" if origin is None else None
-        yield _File(path, "machine code", compiles and origin not in current, damage)
+    # of now. Without a compiler here any is as good as another.
+    current = {compiler.origin(file) for file in source.source_files()}
+    here = None if toolchain.unavailable() else toolchain.identity()
+    for path, kernel in compiler.cached(folder):
+        damage = "damaged, not to be trusted, or another version's machine code" if kernel is None else None
+        is_others = kernel is not None and (kernel.origin not in current or here not in (None, kernel.compiler))
+        yield _File(path, "machine code", is_others, damage)
     for pattern in ("tuning/*/", "cubin/"):
         for path in disk.abandoned(folder, pattern):
             yield _File(path, "a temporary file", False, "left by a process that died while writing")

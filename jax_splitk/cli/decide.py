@@ -83,7 +83,8 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
             stack.enter_context(options(workspace_limit_bytes=arguments.workspace_limit_bytes))
         if arguments.json:
             stack.enter_context(_stdout_on_stderr())
-        watched = stack.enter_context(session().watching(again=measure and arguments.again))
+        exact = measure and isinstance(what, list)  # problems that are named are measured themselves
+        watched = stack.enter_context(session().watching(again=measure and arguments.again, exact=exact))
         failures: list[str] = []
         target = target_for(platform)
         if isinstance(what, list):

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
     bench = commands.add_parser("bench", help="measure by hand what tuning decides")
     _add_bench(bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND"))
-    cache = commands.add_parser("cache", help="list, show, combine and delete what tuning decided")
+    cache = commands.add_parser("cache", help="list, show, combine, ship and delete what tuning decided")
     _add_cache(cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
     return whole
 
@@ -81,11 +81,24 @@ def _add_cache(commands: Any) -> None:
     ls.add_argument("--all", action="store_true", help="the user's cache, the read-only caches and the shipped tables")
     show = _add(commands, "show", "cache.show", "one entry with all its measurements")
     show.add_argument("what", metavar="DIGEST_PREFIX_OR_FILE", help="how a digest of `cache ls` begins, or its file")
-    about = "put entries into a cache folder or a file; the newer decision wins, all measurements are kept"
+    about = (
+        "put entries into a cache folder or a file; the newer decision wins, all measurements are kept; folders' "
+        "kernels go into a folder, but those that lost a measurement"
+    )
     merge = _add(commands, "merge", "cache.merge", about)
     merge.epilog = "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged."
     merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
+    about = (
+        "put what the user's cache and the read-only caches have into a folder, and compile the decisions' kernels "
+        "that they lack: machines that read it need no compiler"
+    )
+    export = _add(commands, "export", "cache.export", about)
+    export.epilog = "Exit code 1: not everything was exported."
+    export.add_argument("destination", metavar="DEST", help="a cache folder, made if need be")
+    verify = _add(commands, "verify", "kernels.verify", "compile every kernel of a cache again, and compare")
+    verify.epilog = "Exit code 1: one differs, or cannot be compared."
+    verify.add_argument("paths", nargs="*", metavar="PATH", help="cache folders; the user's cache by default")
     about = "delete entries and compiled kernels of the user's cache, and list them"
     prune = _add(commands, "prune", "cache.prune", about)
     prune.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -27,11 +27,15 @@ class Operation:
       random_operands: of (problem, key), the operands of one call in the order of the custom call's buffers. Traced.
       reference: of (problem, *operands), the result in plain lax. It is what XLA competes with, and for the problem
         with out_dtype="float32" what results are checked against.
+      representatives: of a problem, those whose decision may hold for it, too.
+      represented: of a problem, those that its decision may hold for, one for each kernel that it may need there.
     """
 
     problem: type[Any]
     random_operands: Callable[[Any, jax.Array], tuple[jax.Array, ...]]
     reference: Callable[..., jax.Array]
+    representatives: Callable[[Any], Iterable[Any]] = lambda problem: ()
+    represented: Callable[[Any], Iterable[Any]] = lambda problem: ()
 
 
 def _conv_operands(problem: ConvProblem, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -74,5 +78,11 @@ OPERATIONS: dict[str, Operation] = {
     "conv_dgrad": _convolution(ConvDgradProblem, conv_reference.conv_dgrad),
     "conv_wgrad": _convolution(ConvWgradProblem, conv_reference.conv_wgrad),
     "dot_general": Operation(DotProblem, dot_reference.random_operands, dot_reference.dot_general),
-    "quantized_matmul": Operation(QuantizedMatmulProblem, _quantized_matmul_operands, problem_product),
+    "quantized_matmul": Operation(
+        QuantizedMatmulProblem,
+        _quantized_matmul_operands,
+        problem_product,
+        QuantizedMatmulProblem.representatives,
+        QuantizedMatmulProblem.represented,
+    ),
 }

@@ -1,7 +1,7 @@
 """What a product with a packed quantized weight computes: a frozen, hashable, canonical description."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax import numpy as jnp
@@ -13,6 +13,10 @@ from jax_splitk.runtime.arguments import quoted, require
 
 X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
+# Rows that fill tiles of the kernels. Beyond 64 all tiles but the one of 16 rows are multiples of 32 rows.
+_FULL_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
+_TILE_ROWS = 32
+_NARROWEST_TILE = 16  # where there is more than one
 
 
 def refusal(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
@@ -93,6 +97,25 @@ class QuantizedMatmulProblem:
         """Why no kernel on any platform takes the operands; None where one may."""
         return refusal(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
 
+    def representatives(self) -> tuple["QuantizedMatmulProblem", ...]:
+        """Problems whose decision may hold for this one, the one that most others share first.
+
+        That is of rows that fill the next widest tile, or above 256 rows a quarter of a power of two: 320, 384, 448,
+        512, 640. Then of rows that fill the same tiles, of any width: the next multiple of 32.
+        """
+        step = max(_TILE_ROWS, 1 << max(0, (self.rows - 1).bit_length() - 3))
+        coarse = next((rows for rows in _FULL_TILES if rows >= self.rows), _ceil(self.rows, step))
+        rows = (coarse, _ceil(self.rows, _TILE_ROWS)) if self.rows > _FULL_TILES[3] else (coarse,)
+        return tuple(dataclasses.replace(self, rows=n) for n in dict.fromkeys(rows))
+
+    def represented(self) -> Iterator["QuantizedMatmulProblem"]:
+        """Of the problems that this one's decision may hold for, one for each number of tiles, of any width."""
+        for rows in range(self.rows, 0, -_NARROWEST_TILE):
+            problem = dataclasses.replace(self, rows=rows)
+            if self not in problem.representatives():
+                break
+            yield problem
+
     @property
     def bits(self) -> int:
         """Bits of an element of the weight."""
@@ -156,3 +179,8 @@ class QuantizedMatmulProblem:
             f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
             f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
         )
+
+
+def _ceil(value: int, step: int) -> int:
+    """The next multiple."""
+    return -(-value // step) * step

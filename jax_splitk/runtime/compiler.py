@@ -2,7 +2,8 @@
 
 What identifies a compilation is its text, options and the versions of the compiler and header packages, never a path.
 The files are read and written as `disk.mode` says, by whoever asks for the machine code: what is compiled ahead leaves
-no trace until then.
+no trace until then. A file's name has text and options apart from the versions, so that a machine without a compiler
+finds what others compiled.
 """
 
 import atexit
@@ -15,6 +16,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,7 +28,9 @@ from jax_splitk.runtime.source import Source
 
 logger = logging.getLogger("jax_splitk")
 
-_FILE_MAGIC = b"jax_splitk cubin 4\n"
+_FILE_MAGIC = b"jax_splitk cubin 5\n"
+# What the file of an earlier version is called.
+_OLD_FILES = f"cubin/{'[0-9a-f]' * 64}.cubin"
 
 
 class CompilationError(RuntimeError):
@@ -39,6 +43,28 @@ class Compiled:
 
     image: bytes
     log: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a file holds.
+
+    Attributes:
+      key: `content_key` of the source, where it was compiled.
+      origin: of the source's file, there.
+      compiler: `toolchain.identity`, there.
+      source: the same as what was compiled, its macros' values as texts.
+    """
+
+    key: str
+    origin: str
+    compiler: str
+    source: Source
+    compiled: Compiled
+
+    @property
+    def source_key(self) -> str:
+        return self.key.partition("-")[0]
 
 
 _memory: dict[str, Compiled] = {}
@@ -55,10 +81,10 @@ def compile_source(source: Source) -> Compiled:
       CompilerUnavailable: NVRTC or its headers are missing.
       CompilationError: the source does not compile; the message has the macros and the log.
     """
-    key = content_key(source)
+    key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):  # one thread compiles, the others wait for its result
         if key not in _memory:
-            _memory[key] = _load(key) or _kept(source, key, _pool.take(key) or _machine_code(source, in_worker=False))
+            _memory[key] = _found(source) or _kept(source, _pool.take(key) or _machine_code(source, in_worker=False))
     return _memory[key]
 
 
@@ -70,8 +96,8 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
       given_up: once it is set no other compilation begins, and CancelledError is raised.
     """
     sources = list(sources)
-    wanted = {content_key(source): source for source in sources}
-    missing = {key: source for key, source in wanted.items() if key not in _memory and not _is_stored(key)}
+    wanted = {source_key(source): source for source in sources}
+    missing = {key: source for key, source in wanted.items() if key not in _memory and not _is_stored(source)}
     # A single one is as soon compiled here, unless a worker is at it.
     futures = {_submit(key, source, urgent=True) for key, source in missing.items()} if len(missing) > 1 else set()
     running = {future for future in futures if future is not None}
@@ -88,8 +114,8 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
 def compile_ahead(sources: Iterable[Source]) -> None:
     """Begins to compile what will be asked for, in the background, and returns at once. Whoever asks for it waits for
     its worker, or compiles it where none is at it yet, and is told what is wrong with it."""
-    for key, source in {content_key(source): source for source in sources}.items():
-        if key not in _memory and not _in_flight.setdefault(key, threading.Lock()).locked() and not _is_stored(key):
+    for key, source in {source_key(source): source for source in sources}.items():
+        if key not in _memory and not _in_flight.setdefault(key, threading.Lock()).locked() and not _is_stored(source):
             _submit(key, source, urgent=False)
 
 
@@ -122,20 +148,57 @@ os.register_at_fork(after_in_child=_start_anew)
 atexit.register(_pool.close)
 
 
+def held(source: Source) -> Compiled | None:
+    """Machine code for `source` if this process or a cache has it; nothing is compiled.
+
+    A cache's is this machine's compiler's. Where there is none, or nothing may be written (`disk.mode`), another
+    version's serves as well: the newest.
+    """
+    key = source_key(source)
+    with _in_flight.setdefault(key, threading.Lock()):
+        if key not in _memory and (found := _found(source)) is not None:
+            _memory[key] = found
+    return _memory.get(key)
+
+
+def _found(source: Source) -> Compiled | None:
+    """`held`, by a cache."""
+    has_compiler = toolchain.unavailable() is None
+    found = _load(content_key(source)) if has_compiler else None
+    if found is None and (not has_compiler or disk.mode() != "update"):
+        found = _load_any(source_key(source))
+    return found
+
+
 def content_key(source: Source) -> str:
-    """Identity of a compilation: text, options and versions."""
+    """Identity of a compilation by this machine's compiler: text, options and versions."""
+    return f"{source_key(source)}-{_digest((toolchain.identity(),))[:16]}"
+
+
+def source_key(source: Source) -> str:
+    """Identity of what is compiled: text and options."""
     return _digest((origin(source.file), source.structs, source.options()))
 
 
 def origin(file: str) -> str:
-    """Identity of what a source file's compilations have in common: its text but for the structs, and the versions."""
-    versions = sorted(toolchain.header_versions().items())
-    return _digest((Source(file, ()).text(), toolchain.find_nvrtc().version, *versions))
+    """Identity of what a source file's compilations have in common: its text but for the structs."""
+    return _digest((Source(file, ()).text(),))
 
 
 @functools.lru_cache(maxsize=4096)
 def _digest(identity: tuple[Any, ...]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def compile_anew(source: Source) -> Compiled:
+    """`compile_source` without looking for, or keeping, what is compiled."""
+    return _compiled(source, _machine_code(source, in_worker=True))
+
+
+def store(folder: pathlib.Path, source: Source, compiled: Compiled) -> bool:
+    """Writes what this machine's compiler made of a source into a cache folder; False, with a warning, if it cannot."""
+    key = content_key(source)
+    return disk.write(folder / _file(key), _pack(key, toolchain.identity(), source, compiled))
 
 
 def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str]:
@@ -147,17 +210,21 @@ def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str
     return nvrtc.compile(source.text(), source.file, options)
 
 
-def _kept(source: Source, key: str, found: tuple[bytes | None, str]) -> Compiled:
+def _kept(source: Source, found: tuple[bytes | None, str]) -> Compiled:
     """What was found, also on disk; CompilationError where it is no machine code."""
+    compiled = _compiled(source, found)
+    folder = disk.cache_dir()
+    if folder is not None and disk.mode() == "update":
+        store(folder, source, compiled)
+    return compiled
+
+
+def _compiled(source: Source, found: tuple[bytes | None, str]) -> Compiled:
     image, log = found
     if image is None:
         macros = " ".join(f"{name}={value}" for name, value in source.defines)
         raise CompilationError(f"{source.file} does not compile with {macros}:\n{log}")
-    compiled = Compiled(image, log)
-    folder = disk.cache_dir()
-    if folder is not None and disk.mode() == "update":
-        disk.write(folder / _file(key), _pack(key, origin(source.file), compiled))
-    return compiled
+    return Compiled(image, log)
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -168,48 +235,101 @@ def _file(key: str) -> str:
     return f"cubin/{key}.cubin"
 
 
-def _is_stored(key: str) -> bool:
-    """Whether there is a file, which may be damaged."""
-    return disk.mode() != "off" and any(os.path.lexists(folder / _file(key)) for folder in disk.folders())
+def _folders() -> list[pathlib.Path]:
+    return [] if disk.mode() == "off" else disk.folders()
+
+
+def _is_stored(source: Source) -> bool:
+    """Whether there is a file for `_found`, which may be damaged."""
+    names = [_file(content_key(source))] if toolchain.unavailable() is None else []
+    if not names or disk.mode() != "update":
+        names.append(_file(f"{source_key(source)}-*"))
+    return any(next(disk.files(folder, name), None) is not None for folder in _folders() for name in names)
 
 
 def _load(key: str) -> Compiled | None:
-    for folder in [] if disk.mode() == "off" else disk.folders():
-        path = folder / _file(key)
-        if not os.path.lexists(path):
-            continue
-        if (refusal := disk.code_refusal(folder)) is not None:
-            disk.warn_once(refusal)
-        elif (data := disk.read(path, own=True)) is not None:
-            header, image = _unpack(data) or ({}, b"")
-            if header.get("key") == key:
-                return Compiled(image, header["log"])
-            disk.warn_once(f"{path} is damaged or another compilation's, and is not used")
+    """The machine code of a `content_key`."""
+    for folder in _folders():
+        if (kernel := _read(folder, folder / _file(key))) is not None:
+            return kernel.compiled
+        _say_old(folder)
     return None
 
 
-def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str | None]]:
-    """(file, origin) of the machine code that a cache folder holds; None for a file that cannot be used."""
+def _load_any(key: str) -> Compiled | None:
+    """The machine code of a `source_key` by the newest compiler; where several are equal, by precedence."""
+    paths = [(folder, path) for folder in _folders() for path in disk.files(folder, _file(f"{key}-*"))]
+    kernels = [kernel for folder, path in paths if (kernel := _read(folder, path)) is not None]
+    newest = max(kernels, key=lambda kernel: _version(kernel.compiler), default=None)
+    if newest is None:
+        return None
+    logger.info("%s of a cache is used, which %s compiled", newest.source.file, newest.compiler)
+    return newest.compiled
+
+
+def _version(compiler: str) -> list[int]:
+    """For comparisons."""
+    return [int(number) for number in re.findall(r"\d{1,9}", compiler)]
+
+
+def _read(folder: pathlib.Path, path: pathlib.Path) -> Kernel | None:
+    """The kernel in a file of a cache folder; None, with one warning if there is a file, where it cannot be used."""
+    if not os.path.lexists(path):
+        return None
+    if (refusal := disk.code_refusal(folder)) is not None:
+        disk.warn_once(refusal)
+    elif (data := disk.read(path, own=True)) is not None:
+        if (kernel := _of(path, data)) is not None:
+            return kernel
+        disk.warn_once(f"{path} is damaged or another compilation's, and is not used")
+    return None
+
+
+@functools.lru_cache(maxsize=256)  # a folder has thousands of files
+def _say_old(folder: pathlib.Path) -> None:
+    if next(disk.files(folder, _OLD_FILES), None) is not None:
+        prune = "`python -m jax_splitk cache prune --damaged` deletes a user cache's"
+        disk.warn_once(f"{folder} has kernels of another version of jax_splitk, which are not used; {prune}")
+
+
+def is_old(path: pathlib.Path) -> bool:
+    """Whether a kernel's file is called as an earlier version would."""
+    return "-" not in path.stem
+
+
+def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, Kernel | None]]:
+    """The kernels' files of a cache folder; None for a file that cannot be used."""
     for path in disk.files(folder, "cubin/*.cubin"):
-        found = _unpack(disk.read(path, own=True) or b"")
-        yield path, found[0]["origin"] if found is not None and found[0]["key"] == path.stem else None
+        yield path, _of(path, disk.read(path, own=True) or b"")
 
 
-def _pack(key: str, origin: str, compiled: Compiled) -> bytes:
-    header = {"key": key, "origin": origin, "log": compiled.log}
+def _of(path: pathlib.Path, data: bytes) -> Kernel | None:
+    """The kernel in the data of a file, if it is the one that the file is called by."""
+    kernel = _unpack(data)
+    return kernel if kernel is not None and kernel.key == path.stem else None
+
+
+def _pack(key: str, compiler: str, source: Source, compiled: Compiled) -> bytes:
+    header = {"key": key, "origin": origin(source.file), "compiler": compiler, "log": compiled.log}
+    defines = [(name, str(value)) for name, value in source.defines]
+    header |= {"file": source.file, "defines": defines, "structs": source.structs}
     body = json.dumps(header).encode() + b"\0" + compiled.image
     return _FILE_MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes) -> tuple[dict[str, str], bytes] | None:
-    """(header, cubin); None for anything that `_pack` did not write whole."""
+def _unpack(data: bytes) -> Kernel | None:
+    """None for anything that `_pack` did not write whole."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None
     text, _, image = rest[32:].partition(b"\0")
     try:
         header = json.loads(text)
-    except (ValueError, RecursionError):
+        defines = tuple((name, value) for name, value in header.pop("defines"))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    is_whole = isinstance(header, dict) and header.keys() == {"key", "origin", "log"}
-    return (header, image) if is_whole and all(isinstance(value, str) for value in header.values()) else None
+    texts = [header.get(name) for name in ("key", "origin", "compiler", "file", "structs", "log")]
+    if len(header) != len(texts) or not all(isinstance(text, str) for text in (*texts, *sum(defines, ()))):
+        return None
+    key, origin, compiler, file, structs, log = texts
+    return Kernel(key, origin, compiler, Source(file, defines, structs), Compiled(image, log))

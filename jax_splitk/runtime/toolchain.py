@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
 
-_HEADER_PACKAGES = ("nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
+_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cutlass", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 # The extra `compiler` of pyproject.toml.
 REQUIREMENTS = (
     "nvidia-cutlass>=4.2,<5",
@@ -63,15 +63,21 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def header_versions() -> dict[str, str]:
-    """Versions of the packages whose headers the kernels include ('?' where a folder is there without metadata)."""
+def package_versions() -> dict[str, str]:
+    """Versions of the packages of compiler and headers ('?' where a folder is there without metadata)."""
     versions = {}
-    for package in _HEADER_PACKAGES:
+    for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "?"
     return versions
+
+
+def identity() -> str:
+    """What compiles here, for people and comparisons: the versions. Raises `CompilerUnavailable`."""
+    major, minor = find_nvrtc().version
+    return ", ".join((f"NVRTC {major}.{minor}", *(f"{name} {version}" for name, version in package_versions().items())))
 
 
 def _install(*packages: str) -> str:

@@ -83,9 +83,10 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
     def begin() -> None:
         key, limit = key_for(problem, target), options.workspace_limit
         tuned = None if options.tuning is None else options.tuning.get(key)
-        if measure and options.config is None and tuned is None and decide.will_measure(key, limit):
+        decides = options.config is None and tuned is None
+        if measure and decides and (measured := decide.to_measure(key, limit)) is not None:
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
-                session().coming[key, limit] = None
+                session().coming[measured, limit] = None
             return
         candidate = select(problem, target, options).candidate
         if candidate != XLA and isinstance(plan := candidate.plan(problem), DevicePlan):

@@ -1,18 +1,20 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
 
-from jax_splitk.runtime import disk, settings
+from jax_splitk.runtime import disk, settings, toolchain
 from jax_splitk.runtime.target import Target
-from jax_splitk.tuning import agreement, flips, store, table, tuner
+from jax_splitk.tuning import agreement, buckets, flips, store, table, tuner
+from jax_splitk.tuning.buckets import Found
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
@@ -23,16 +25,18 @@ _logger = logging.getLogger("jax_splitk")
 
 _ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
-# An entry and where it comes from.
-Found = tuple[Entry, str]
+# GPUs of one architecture: what is fastest on one of them is worth a try on another.
+_RELATIVES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
 
 
 class FrozenCacheMiss(RuntimeError):
-    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one.
+    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one; or its
+    decision's kernel is in no cache, and there is no compiler.
 
     Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
-    exported. The message is the problem and the command that tunes it. An explicit config, `implementation="xla"`, a
-    `TuningResult` in force that has the problem, and what only XLA can compute need no decision.
+    exported. The message is the problem and the command that tunes it, or what is missing. An explicit config,
+    `implementation="xla"`, a `TuningResult` in force that has the problem, and what only XLA can compute need no
+    decision.
     """
 
 
@@ -55,7 +59,7 @@ def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Foun
       FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`, for what will be lowered.
     """
     if not measure:
-        found = _held(key, workspace_limit)
+        found = _held(key, workspace_limit) or _served(key, workspace_limit)
         if found is None and final:
             _refuse_if_frozen(key, workspace_limit)
         return found
@@ -67,11 +71,17 @@ def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Foun
     return session().once(("settled", key, workspace_limit), lambda: _agreed(key, workspace_limit))
 
 
-def will_measure(key: Key, workspace_limit: int) -> bool:
-    """Whether a lowering for the local device would measure the problem."""
+def to_measure(key: Key, workspace_limit: int) -> Key | None:
+    """What a lowering of the problem for the local device would measure first: it, a representative, or nothing."""
     if disk.mode() == "frozen" or not autotune(key.target):
-        return False
-    return session().wants_again(key) or not is_held(key, workspace_limit)
+        return None
+    if session().wants_again(key):
+        return key
+    held = _held(key, workspace_limit)
+    if held is None and not session().wants_exact():
+        held = _served(key, workspace_limit)
+        key = buckets.to_tune(key, workspace_limit)[0] if held is None else key
+    return None if held is not None and held[0].is_searched(workspace_limit) else key
 
 
 def _agreed(key: Key, workspace_limit: int) -> Found | None:
@@ -91,21 +101,31 @@ def _agreed(key: Key, workspace_limit: int) -> Found | None:
 
 
 def _here(key: Key, workspace_limit: int) -> Found | None:
-    """What decides in this process by itself: what is held, if it was searched under such a limit; else a measurement,
-    if tuning is on; else, or if that fails, which is logged, what is held."""
+    """What decides in this process by itself: what is held, for the problem or a representative, if it was searched
+    under such a limit; else a measurement, if tuning is on; else, or if that fails, which is logged, what is held."""
     again = session().wants_again(key)
     held = _held(key, workspace_limit)
+    exact = again or held is not None or session().wants_exact()
+    if not exact:
+        held = _served(key, workspace_limit)
     if held is not None and not again and held[0].is_searched(workspace_limit):
         return held
     if held is None:
         _refuse_if_frozen(key, workspace_limit)
-    if disk.mode() == "frozen" or not autotune(key.target):
+    missing = toolchain.unavailable() if key.target.platform == "cuda" else None
+    if disk.mode() == "frozen" or missing is not None or not autotune(key.target):
         if held is None:
-            _logger.info("%s: not tuned; %s", key.problem, _command(key, workspace_limit))
+            _logger.info("%s: not tuned; %s", key.problem, missing or _command(key, workspace_limit))
         return held
     seconds = tuner.budget_seconds()
     try:
-        return tuned(key, workspace_limit, seconds, again)
+        for measured in [key] if exact else buckets.to_tune(key, workspace_limit):
+            found = tuned(measured, workspace_limit, seconds, again)
+            if measured != key:
+                found = buckets.served(key, workspace_limit, {measured: found}.get)
+            if found is not None:
+                return found
+        return held
     except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
         fallback = "the cost model" if held is None else "the cache"
         _logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
@@ -124,9 +144,11 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
             return held
         _listen()
         old = next(store.found(key), (None, ""))[0]
+        # A relative's measurements say what to try first, and decide nothing.
+        relative = next(itertools.chain.from_iterable(map(store.found, _relatives(key))), (None, ""))[0]
         seconds = tuner.budget_seconds() if seconds is None else seconds
         with session().progress.measuring(key, seconds) as measured:
-            entry = flips.noted(old, tuner.tune(key, workspace_limit, old, seconds))
+            entry = flips.noted(old, tuner.tune(key, workspace_limit, old or relative, seconds))
             measured.append(entry)
         session().measured(key)
         if not store.save(entry):
@@ -138,6 +160,19 @@ def is_held(key: Key, workspace_limit: int) -> bool:
     """Whether a caller of that limit has an answer without a measurement."""
     held = _held(key, workspace_limit)
     return held is not None and held[0].is_searched(workspace_limit)
+
+
+def _relatives(key: Key) -> Iterator[Key]:
+    """The keys of the same problem on other GPUs of the architecture with as many multiprocessors."""
+    if key.environment.device_kind in _RELATIVES:
+        for kind in _RELATIVES:
+            if kind != key.environment.device_kind:
+                yield dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind=kind))
+
+
+def _served(key: Key, workspace_limit: int) -> Found | None:
+    """What is held for a representative of the problem, and holds for it, too."""
+    return buckets.served(key, workspace_limit, lambda other: _held(other, workspace_limit))
 
 
 def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
@@ -174,7 +209,7 @@ def _refuse_if_frozen(key: Key, workspace_limit: int) -> None:
 
 
 def _command(key: Key, workspace_limit: int) -> str:
-    """How to tune the problem ahead of time."""
-    fields = json.dumps(problem_as_dict(key.problem))
+    """How to tune the problem, or the one that decides for it, ahead of time."""
+    fields = json.dumps(problem_as_dict(buckets.to_tune(key, workspace_limit)[0].problem))
     limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
     return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"

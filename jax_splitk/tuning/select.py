@@ -2,7 +2,6 @@
 shipped table, a measurement where one may be made, the cost model, and XLA where no kernel of ours may or should serve.
 """
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import disk, toolchain
+from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.compiler import CompilationError
 from jax_splitk.runtime.nvrtc import NvrtcError
-from jax_splitk.runtime.plan import CustomCall
+from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, certainty, decide
+from jax_splitk.tuning import agreement, buckets, certainty, decide, model
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
+from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
@@ -36,7 +36,8 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     Raises:
       NotImplementedError: an explicit implementation or config cannot serve; the message names the limit.
       ValueError: the config is not legal for the problem, or its workspace is over the limit.
-      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`, for a final choice.
+      FrozenCacheMiss: no entry, or neither its kernel nor a compiler, under `JAX_SPLITK_CACHE_MODE=frozen`, for a final
+        choice.
     """
     if options.implementation == "xla":
         return Choice(problem, XLA, "implementation='xla' was asked for")
@@ -45,19 +46,24 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     asked = [f for f in families if options.implementation in (None, f.implementation)]
     if options.config is not None:
         asked = [f for f in asked if isinstance(options.config, f.Config)]
-    # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
-    together = measure and not options.explicit and agreement.needed()
-    missing = None if together or target.platform != "cuda" else toolchain.unavailable()
-    reasons = {family.name: Candidate(family).refusal(problem, target) or missing for family in asked}
+    reasons = {family.name: Candidate(family).refusal(problem, target) for family in asked}
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     serving = [family for family in asked if family.name not in refusals]
+    choice = None
     if serving and options.config is not None:
-        return _explicit(serving[0], problem, target, options)
-    if serving:
+        choice = _explicit(serving[0], problem, target, options)
+    elif serving:
         choice = _known(key_for(problem, target), options, measure, final)
         choice = choice or _predicted(serving, problem, target, options, refusals)
-        if choice is not None:
+    if choice is not None:
+        # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
+        together = measure and not options.explicit and agreement.needed()
+        missing = None if together else _without_code(choice, target)
+        if missing is None:
             return choice
+        if final and disk.mode() == "frozen" and not options.explicit:
+            raise FrozenCacheMiss(f"{problem}: no cache has the kernel of {choice.candidate}, and {missing}")
+        refusals = {choice.candidate.name: missing}  # what else would not serve is no matter
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
     if options.explicit:
         raise NotImplementedError(
@@ -71,6 +77,15 @@ def would_serve(problem: Problem, target: Target) -> bool:
     families = kernels.families(problem.op, "cuda") if target.is_hopper else ()
     able = (family for family in families if family.refusal(problem, None, target) is None)
     return any(family.unmeasured_refusal(problem) is None for family in able)
+
+
+def _without_code(choice: Choice, target: Target) -> str | None:
+    """Why there is no compiler for the choice's kernel, if no cache has it; None where there is its code."""
+    if choice.candidate == XLA or target.platform != "cuda" or (missing := toolchain.unavailable()) is None:
+        return None
+    plan = choice.candidate.plan(choice.problem)
+    has_code = not isinstance(plan, DevicePlan) or compiler.held(plan.source) is not None
+    return None if has_code else missing
 
 
 def _in_words(refusals: dict[str, str]) -> str:
@@ -94,17 +109,25 @@ def _explicit(family: Family, problem: Problem, target: Target, options: Options
     return Choice(problem, candidate, "the config was given explicitly")
 
 
+_IN_FORCE = "the TuningResult in force"
+
+
 # ---- by measurement ------------------------------------------------------------------------------------------------
 
 
 def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | None:
     """What a TuningResult, a cache, the shipped table or a measurement says; None where nothing does."""
     limit = options.workspace_limit
-    entry = None if options.tuning is None else options.tuning.get(key)
-    if entry is not None and entry.best(limit) is not None:
-        return _from_entry(entry, "the TuningResult in force", options)
-    if options.tuning is not None and entry is None:
-        _say_what_does_not_match(options.tuning, key)
+    if options.tuning is not None:
+        entry = options.tuning.get(key)
+        if entry is not None and entry.best(limit) is not None:
+            return _from_entry(entry, _IN_FORCE, options)
+        in_force = lambda other: (e, _IN_FORCE) if (e := options.tuning.get(other)) else None  # noqa: E731
+        found = buckets.served(key, limit, in_force)
+        if found is not None:
+            return _from_entry(*found, options)
+        if entry is None:
+            _say_what_does_not_match(options.tuning, key)
     found = decide.known(key, limit, measure=measure, final=final)
     return None if found is None else _from_entry(*found, options)
 
@@ -124,6 +147,9 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
         return None
 
     def times() -> Times:
+        if buckets.REPRESENTATIVE in entry.metadata and candidate.family is not None:
+            seconds = candidate.family.estimate(entry.key.problem, candidate.config, entry.key.target)
+            return Times(seconds * 1e6, predicted=True)
         measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
         return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
@@ -145,7 +171,9 @@ def _predicted(
         reason = None if options.implementation else family.unmeasured_refusal(problem)
         if family.measured_only:
             reason = "it takes an explicit config, or a measurement"
-        seconds, best, count = _best_by_model(family, problem, target, limit) if reason is None else (0.0, None, 0)
+        seconds, best, count = 0.0, None, 0
+        if reason is None:
+            seconds, best, count = model.best_of_family(family, problem, target, limit)
         total += count
         if best is None:
             refusals[family.name] = reason or f"no config fits in workspace_limit_bytes={limit}"
@@ -160,15 +188,6 @@ def _predicted(
         return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")
     times = Times(seconds * 1e6, predicted=True)
     return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
-
-
-@functools.lru_cache(maxsize=4096)
-def _best_by_model(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:
-    """(predicted seconds, config or None, number of configs that fit in the workspace)."""
-    fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
-    timed = [(family.estimate(problem, config, target), i, config) for i, config in enumerate(fitting)]
-    seconds, _, best = min(timed, default=(0.0, 0, None))
-    return seconds, best, len(fitting)
 
 
 def announce(choice: Choice, options: Options) -> None:

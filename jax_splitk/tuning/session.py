@@ -23,6 +23,7 @@ class Watched:
 
     Attributes:
       again: whether what a cache already has is measured too, each key once.
+      exact: whether a problem is measured itself, where another one's decision would do.
       choices: of every operation that was lowered, with how often.
       asked: the same, by problem and the caller's options.
       entries: by key, where a cache or a measurement was asked; None where neither had an answer.
@@ -30,6 +31,7 @@ class Watched:
     """
 
     again: bool = False
+    exact: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
     asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
     entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
@@ -85,9 +87,9 @@ class Session:
             return self._once.setdefault(what, marker := object()) is marker
 
     @contextlib.contextmanager
-    def watching(self, *, again: bool = False) -> Iterator[Watched]:
+    def watching(self, *, again: bool = False, exact: bool = False) -> Iterator[Watched]:
         """Records what is chosen while the block runs; see `Watched`."""
-        watched = Watched(again)
+        watched = Watched(again, exact)
         self._watchers.append(watched)
         try:
             yield watched
@@ -111,6 +113,10 @@ class Session:
     def wants_again(self, key: Key) -> bool:
         """Whether a key that a cache has is to be measured now all the same."""
         return any(watched.again and key not in watched.entries for watched in self._watchers)
+
+    def wants_exact(self) -> bool:
+        """Whether problems are to be measured themselves."""
+        return any(watched.exact for watched in self._watchers)
 
 
 _session = Session()

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from jax_splitk.runtime import compiler, disk, toolchain
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Measurement
@@ -220,7 +221,8 @@ def test_merge_keeps_every_entry_and_the_newer_decision(tmp_path: pathlib.Path, 
     put(b, elsewhere, {X: 30.0, A: 20.0})
     put(c, keys[2], {X: 30.0, A: 20.0})
     found = run(capsys, "cache", "merge", a, b, c)
-    assert found == {"into": str(c), "added": 2, "updated": 1, "unchanged": 0, "failed": 0, "unusable": []}
+    counts = {"added": 2, "updated": 1, "unchanged": 0, "kernels": 0, "compiled": 0, "failed": 0}
+    assert found == {"into": str(c), **counts, "unusable": []}
     merged = got(c, keys[0])
     assert merged is not None
     assert (merged.choice, merged.metadata["date"]) == (B, NEW)
@@ -303,20 +305,20 @@ def test_a_damaged_file_changes_nothing_and_stays(
 @pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(name: str) -> pathlib.Path:
-        path, compiled = cache / "cubin" / f"{name}.cubin", compiler.Compiled(b"machine code", "log")
-        assert disk.write(path, compiler._pack(name, compiler.origin("wgrad/im2col.cu"), compiled))
-        return path
+        made = Source("wgrad/im2col.cu", (("NAME", name),)), compiler.Compiled(b"machine code", "log")
+        assert compiler.store(cache, *made)
+        return cache / compiler._file(compiler.content_key(made[0]))
 
     good, old = (put(cache, key_of(problem), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
     gpu = put(cache, key_for(PROBLEM, target_for("cuda")), {X: 30.0})
     other, other_old = (put(cache, key_of(problem, cores=999), {X: 30.0, A: 20.0}) for problem in PROBLEMS[:2])
     current_code, old_code = code("current"), code("old")
     with monkeypatch.context() as patch:
-        patch.setattr(toolchain, "header_versions", lambda: {"nvidia-cutlass": "0.1"})
+        patch.setattr(toolchain, "package_versions", lambda: {"nvidia-cutlass": "0.1"})
         other_code, other_old_code = code("other"), code("other_old")
     put(cache, key_of(PROBLEMS[3]), {X: 30.0, A: 20.0})
     damaged, others = damage(cache, good), foreign(cache, good)
-    damaged_code, notes = cache / "cubin" / "damaged.cubin", [good.parent / "notes.txt", cache / "cubin" / "x.txt"]
+    damaged_code, notes = cache / "cubin" / f"{'0' * 64}.cubin", [good.parent / "notes.txt", cache / "cubin" / "x.txt"]
     fresh, dead = ([folder / f".tmp-{name}" for folder in (good.parent, cache / "cubin")] for name in ("fresh", "dead"))
     for path in (damaged_code, *notes, *fresh, *dead):
         path.write_text("")
@@ -400,11 +402,11 @@ def test_prune_stays_in_the_cache(cache: pathlib.Path, tmp_path: pathlib.Path, c
 
 
 def test_ls_and_prune_read_kernels_too(cache: pathlib.Path, capsys: Any) -> None:
-    key = "0" * 64
-    whole = compiler._pack(key, "origin", compiler.Compiled(b"code", "log"))
-    files = {cache / compiler._file(name): whole for name in (key, "1" * 64)}
+    key = f"{'0' * 64}-1"
+    whole = compiler._pack(key, "compiler", Source("wgrad/im2col.cu", ()), compiler.Compiled(b"code", "log"))
+    files = {cache / compiler._file(name): whole for name in (key, f"{'1' * 64}-1")}
     nested = b"[" * 100_000 + b"\0"
-    files[cache / compiler._file("2" * 64)] = compiler._FILE_MAGIC + hashlib.sha256(nested).digest() + nested
+    files[cache / compiler._file(f"{'2' * 64}-1")] = compiler._FILE_MAGIC + hashlib.sha256(nested).digest() + nested
     for path, data in files.items():
         assert disk.write(path, data)
     good, *damaged = files

@@ -235,7 +235,6 @@ def test_what_kernels_do_not_take_is_plain_jax() -> None:
         ({"residual": np.ones((4, 8))}, ValueError, r"residual of shape \(4, 8\); accepted: \(8, 4\)"),
         ({"residual": np.ones((8, 4), bool)}, TypeError, "residual of dtype bool; accepted: bfloat16"),
     ],
-    ids=str,
 )
 def test_errors(after: dict[str, Any], error: type[Exception], message: str) -> None:
     for precision in (None, jax.lax.DotAlgorithmPreset.F32_F32_F32):  # the latter is lax's

@@ -200,12 +200,12 @@ def test_key_differs_with_text_macros_and_versions(machine: Machine, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(toolchain.find_nvrtc(), "version", (99, 9))
         keys.append(compiler.content_key(tiny()))
-    for package in toolchain.header_versions():
+    for package in toolchain.package_versions():
         with monkeypatch.context() as patch:
-            versions = {**toolchain.header_versions(), package: "99.9"}
-            patch.setattr(toolchain, "header_versions", lambda versions=versions: versions)
+            versions = {**toolchain.package_versions(), package: "99.9"}
+            patch.setattr(toolchain, "package_versions", lambda versions=versions: versions)
             keys.append(compiler.content_key(tiny()))
-    assert len(set(keys)) == len(keys) == 8
+    assert len(set(keys)) == len(keys) == 9
     assert compiler.content_key(tiny()) == keys[0]
 
 
@@ -265,7 +265,7 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
 
 def finished(*sources: Source) -> None:
     """Waits until the workers have compiled what they were given."""
-    assert all(compiler._pool._futures[compiler.content_key(source)].exception(60) is None for source in sources)
+    assert all(compiler._pool._futures[compiler.source_key(source)].exception(60) is None for source in sources)
 
 
 def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine) -> None:
@@ -484,13 +484,13 @@ def lowered(**options: str) -> str:
     return text
 
 
-def test_without_a_compiler_lowering_for_cuda_falls_back_to_xla(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_compiler_and_kernel_lowering_for_cuda_falls_back_to_xla(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(toolchain, "unavailable", lambda: "nvidia-cuda-nvrtc 13 is not installed: reason of the test")
     with caplog.at_level(logging.INFO, "jax_splitk"):
         lowered()
-    assert "wgrad_im2col: nvidia-cuda-nvrtc 13 is not installed: reason of the test)" in caplog.text
+    assert "XLA where a kernel would serve: wgrad_im2col: nvidia-cuda-nvrtc 13 is not installed: reason" in caplog.text
     with pytest.raises(NotImplementedError, match=r"reason of the test.*Use implementation=None"):
         lowered(implementation="cutlass")
 
@@ -534,13 +534,60 @@ def test_origins_of_what_is_stored(machine: Machine) -> None:
     compiler.compile_source(tiny())
     current = compiler.origin("tiny.cu")
     path = machine.file()
-    assert list(compiler.cached(machine.cache)) == [(path, current)]
+    origins = lambda: [(path, kernel and kernel.origin) for path, kernel in compiler.cached(machine.cache)]  # noqa: E731
+    assert origins() == [(path, current)]
     machine.source_text(TINY + "// a newer kernel\n")
     assert compiler.origin("tiny.cu") != current
-    assert list(compiler.cached(machine.cache)) == [(path, current)]
+    assert origins() == [(path, current)]
     path.write_bytes(path.read_bytes()[:-1])
-    assert list(compiler.cached(machine.cache)) == [(path, None)]
+    assert origins() == [(path, None)]
     assert list(compiler.cached(machine.cache / "nowhere")) == []
+
+
+def test_another_compilers_kernels_are_used_where_nothing_is_written(
+    machine: Machine, hide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This machine's come first; of others' the newest."""
+    code = {name: compiler.Compiled(name.encode(), "log") for name in ("13.2", "13.10", "own")}
+
+    def found() -> bytes:
+        machine.forget()
+        return compiler.compile_source(tiny()).image
+
+    for name in ("13.2", "13.10"):
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, "identity", lambda name=name: f"NVRTC {name}, nvidia-cutlass 4.2.1")
+            assert compiler.store(machine.cache, tiny(), code[name])
+    assert found() not in (b"13.2", b"13.10")
+    assert len(machine.compiled) == 1  # "update": what this machine compiles
+    (own,) = (p for p, kernel in compiler.cached(machine.cache) if kernel and kernel.compiler == toolchain.identity())
+    own.unlink()
+    with caplog.at_level(logging.INFO, "jax_splitk"):
+        for mode in ("read", "frozen"):
+            monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
+            assert found() == b"13.10"
+    assert "tiny.cu of a cache is used, which NVRTC 13.10, nvidia-cutlass 4.2.1 compiled" in caplog.text
+    assert compiler.store(machine.cache, tiny(), code["own"])
+    assert found() == b"own"
+    monkeypatch.delenv("JAX_SPLITK_CACHE_MODE")
+    own.unlink()
+    hide("libnvrtc.so.13")
+    assert found() == b"13.10"
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
+    machine.forget()
+    assert compiler.held(tiny()) is None
+    with pytest.raises(CompilerUnavailable):
+        compiler.compile_source(tiny())
+
+
+def test_kernels_of_an_earlier_version_are_mentioned_once(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    old = machine.cache / "cubin" / f"{'a1' * 32}.cubin"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"jax_splitk cubin 4\n")
+    compiler.compile_sources([tiny(1), tiny(2)])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{machine.cache} has kernels of another version of jax_splitk")
+    assert len(list(machine.cache.glob("cubin/*"))) == 3
 
 
 def test_source_text_is_the_packages_file() -> None:

@@ -25,7 +25,7 @@ def kernel(cache: pathlib.Path, data: bytes | None = None) -> pathlib.Path:
     """The file of `SOURCE`'s code, with a right checksum of other data where that is given."""
     key = compiler.content_key(SOURCE)
     path = cache / compiler._file(key)
-    whole = compiler._pack(key, "origin", CODE)
+    whole = compiler._pack(key, "compiler", SOURCE, CODE)
     if data is not None:
         whole = compiler._FILE_MAGIC + hashlib.sha256(data).digest() + data
     assert disk.write(path, whole)
@@ -123,7 +123,16 @@ def test_what_is_no_file_is_not_read(
     assert len(caplog.records) == 1
 
 
-KEYED = functools.partial(dict, origin="origin", log="log")
+KEYED = functools.partial(
+    dict,
+    origin="",
+    log="",
+    compiler="",
+    file="",
+    structs="",
+    defines=[["VALUE", "1"]],
+    key=compiler.content_key(SOURCE),
+)
 
 
 @pytest.mark.parametrize("data", [
@@ -137,7 +146,9 @@ KEYED = functools.partial(dict, origin="origin", log="log")
     b"[" * 100_000 + b"\0code",
     json.dumps({"key": compiler.content_key(SOURCE)}).encode() + b"\0code",
     json.dumps(KEYED(key=["list"])).encode() + b"\0code",
-    json.dumps(KEYED(key=compiler.content_key(SOURCE), log=3)).encode() + b"\0code",
+    json.dumps(KEYED(log=3)).encode() + b"\0code",
+    json.dumps(KEYED(more="")).encode() + b"\0code",
+    *(json.dumps(KEYED(defines=odd)).encode() + b"\0code" for odd in (None, 3, "ab", ["abc"], [[1, 1]], [["A", 1]])),
     json.dumps(KEYED(key="another compilation's")).encode() + b"\0code",
 ], ids=lambda data: repr(data[:12]))  # fmt: skip
 def test_a_kernel_of_odd_content_is_a_miss_said_once(

@@ -164,7 +164,7 @@ def test_what_begins_is_what_would_be_lowered(what: str, count: int, compilation
         jax.eval_shape(lambda x, g: wgrad(x, g, case), x, g)
     begun = list(compiler._pool._futures)
     assert len(begun) == count
-    own = compiler.content_key(choice.candidate.plan(case.problem()).source)
+    own = compiler.source_key(choice.candidate.plan(case.problem()).source)
     assert (begun == [own]) is (what in ("config", "eval_shape"))
 
 
@@ -185,7 +185,7 @@ def test_over_several_devices_only_what_shard_map_has_divided_begins(
         run = jax.shard_map(run, mesh=mesh, in_specs=over, out_specs=over)
     assert devices > 1
     jax.eval_shape(run, x, g)
-    own = compiler.content_key(source(case))
+    own = compiler.source_key(source(case))
     assert list(compiler._pool._futures) == [own] * count
 
 

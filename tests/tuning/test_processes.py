@@ -136,6 +136,7 @@ import logging
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.runtime import compiler, disk
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import search, store
 from jax_splitk.tuning.choice import XLA
@@ -150,8 +151,9 @@ logging.getLogger("jax_splitk").addHandler(handler)
 target = target_for("cpu")
 keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem(), target) for i in range(5)]
 ranked = {key: search.ranked(key) for key in keys}
-names = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
+names = [f"{hashlib.sha256(bytes([i])).hexdigest()}-1" for i in range(5)]
 # Made ahead: it is writers that are to be killed.
+source = Source("wgrad/im2col.cu", ())
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
 cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image in images]
 
@@ -166,7 +168,7 @@ def write_entries(rng):
 def write_cubins(rng):
     while True:
         name = rng.choice(names)
-        disk.write(disk.cache_dir() / compiler._file(name), compiler._pack(name, "origin", rng.choice(cubins)))
+        disk.write(disk.cache_dir() / compiler._file(name), compiler._pack(name, "", source, rng.choice(cubins)))
 
 def check():
     for key in keys:

@@ -146,11 +146,11 @@ def test_lowering_measures_a_miss_once(cache: pathlib.Path, monkeypatch: pytest.
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
     weights = jax.vmap(lambda w: prepack(quantize(w, "int8", group_size=32)))(jnp.ones((3, 64, 33)))
-    x = jnp.ones((3, 4, 64), jnp.bfloat16)
+    x = jnp.ones((3, 8, 64), jnp.bfloat16)
     out = jax.jit(jax.vmap(quantized_matmul))(x, weights)
     np.testing.assert_allclose(out.astype(jnp.float32), 64, rtol=1e-2)
     (path,) = store.files(cache)
-    assert json.loads(path.read_text())["key"]["problem"]["rows"] == 4
+    assert json.loads(path.read_text())["key"]["problem"]["rows"] == 8
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

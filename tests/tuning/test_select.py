@@ -185,7 +185,12 @@ def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
 
 
 def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a cache has the kernel."""
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "held", lambda source: compiler.Compiled(b"code", "log"))
+        assert select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass")).implementation == "cutlass"
+    monkeypatch.setattr(compiler, "held", lambda source: None)
     why = select(PROBLEM, DEFAULT_CUDA, Options()).why
     assert re.search(r"wgrad_im2col: no compiler in this test$", why)
     with pytest.raises(NotImplementedError, match="no compiler in this test"):
@@ -195,6 +200,7 @@ def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch
 
 def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must come to the others' barriers; there they learn what it lacks."""
+    monkeypatch.setattr(compiler, "held", lambda source: None)
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     monkeypatch.setattr(agreement, "needed", lambda: True)
     monkeypatch.setattr(agreement, "agree", lambda key, limit, decide: (True, None))
@@ -304,6 +310,7 @@ def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
         for problem, target in ((double, DEFAULT_CUDA), (THREES, DEFAULT_CUDA), (PROBLEM, A100), (UNKNOWN, CPU)):
             assert levels(problem, target, undivided="other") == ["INFO"]
         assert levels(THREES) == levels(PROBLEM, A100) == ["INFO"]
+        monkeypatch.setattr(compiler, "held", lambda source: None)
         monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler")
         assert levels(PROBLEM) == ["WARNING"]
         assert levels(other) == ["INFO"]

@@ -1,0 +1,232 @@
+"""Decisions that serve fewer rows than their own: which, when, and what they may cost."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+
+import jax_splitk
+from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from jax_splitk.tuning import buckets, decide, entry, model, search, select, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
+from jax_splitk.tuning.result import TuningResult
+from tests.tuning_cache import product, put
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+LIMIT = DEFAULT_WORKSPACE_LIMIT
+SHAPES = [(8192, 8192), (8192, 28672), (4096, 1024)]  # k, features
+
+
+def problem(rows: int, k: int = 8192, features: int = 8192, **changes: Any) -> QuantizedMatmulProblem:
+    found = QuantizedMatmulProblem(rows, k, features, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
+    return dataclasses.replace(found, **changes)
+
+
+def key_of(rows: int, target: Target = DEFAULT_CUDA, **changes: Any) -> Key:
+    return key_for(problem(rows, **changes), target)
+
+
+def decided(key: Key, choice: Candidate | None = None, us: float = 5.0, xla_us: float = 50.0) -> Entry:
+    """The model's first candidate, or another choice."""
+    ours = search.ranked(key)[0]
+    return Entry.of(key, choice or ours, [Measurement(ours, us), Measurement(XLA, xla_us)])
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "expected"), [
+    (1, [8]), (8, [8]), (9, [16]), (16, [16]), (17, [32]), (32, [32]), (33, [64]), (64, [64]), (65, [96]), (96, [96]),
+    (97, [128]), (129, [192, 160]), (161, [192]), (193, [256, 224]), (225, [256]), (257, [320, 288]), (320, [320]),
+    (321, [384, 352]), (512, [512]), (513, [640, 544]), (1024, [1024]), (1025, [1280, 1056]), (4097, [5120, 4128]),
+])  # fmt: skip
+def test_the_rows_that_decide(rows: int, expected: list[int]) -> None:
+    assert [p.rows for p in problem(rows).representatives()] == expected
+    assert [p for p in problem(rows).representatives() if p != problem(p.rows)] == []
+
+
+def test_they_follow_the_tiles_of_the_kernels() -> None:
+    widths = {*stream.TILES_N, *tiled.TILES_N, *fp8.TILES_N}
+    for width in widths:
+        assert problem(width).representatives() == (problem(width),)
+    for rows in range(65, 3000):
+        coarse = problem(rows).representatives()[0].rows
+        assert rows <= coarse < 1.5 * rows
+        fine = -(-rows // 32) * 32
+        assert all(math.ceil(rows / n) == math.ceil(fine / n) for n in widths if n >= 32)
+        assert fine in {p.rows for p in problem(rows).representatives()}
+    # All of whom it may serve, by their number of tiles.
+    for rows in (8, 16, 32, 64, 96, 320, 352, 768):
+        served = [n for n in range(1, 1000) if problem(rows) in problem(n).representatives()]
+        few = [p.rows for p in problem(rows).represented()]
+        counted = [n for n in widths if n >= (32 if rows > 64 else 16)]
+        tiles = lambda some, counted=counted: {tuple(-(-n // width) for width in counted) for n in some}  # noqa: E731
+        assert set(few) <= set(served)
+        assert tiles(few) == tiles(served)
+    assert list(problem(100).represented()) == []
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_decision_serves_fewer_rows_unless_they_have_one(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = decided(key_of(32))
+    put(cache, held.key, held.dumps())
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
+
+    def chosen(rows: int, **options: Any) -> select.Choice:
+        return select.select(problem(rows), DEFAULT_CUDA, Options(**options), final=True)
+
+    for rows in range(17, 32):
+        seconds = tiled.FAMILY.estimate(problem(rows), held.choice.config, DEFAULT_CUDA)
+        why = f"user cache, decision of 32 rows ({seconds * 1e6:.1f} us predicted)"
+        assert (chosen(rows).candidate, chosen(rows).why) == (held.choice, why)
+        assert chosen(rows).problem == problem(rows)
+    assert chosen(32).because == "user cache"
+    for rows in (16, 33):
+        with pytest.raises(decide.FrozenCacheMiss, match=f'tune \'{{"op": .*"rows": {16 if rows == 16 else 64}, '):
+            chosen(rows)
+    own = Candidate(held.choice.family, dataclasses.replace(held.choice.config, stages=6))
+    put(cache, key_of(20), decided(key_of(20), own).dumps())
+    assert (chosen(20).candidate, chosen(20).because) == (own, "user cache")
+    assert chosen(21).candidate == held.choice
+    with TuningResult(((key_of(32), decided(key_of(32), own)),)) as result:
+        choice = chosen(21, tuning=result)
+        assert (choice.candidate, choice.because) == (own, "the TuningResult in force, decision of 32 rows")
+    # Processes of a job send each other what was decided.
+    (found, _) = decide._served(key_of(21), LIMIT) or (None, "")
+    assert found is not None
+    assert entry.loads(found.dumps(), key_of(21)).choice == held.choice
+
+
+@pytest.mark.parametrize(("k", "features"), SHAPES)
+@pytest.mark.parametrize(("rows", "of"), [(20, 32), (130, 192), (130, 160), (270, 320), (513, 640), (700, 768)])
+def test_it_serves_where_it_is_legal_and_loses_little(k: int, features: int, rows: int, of: int) -> None:
+    key, other = key_of(rows, k=k, features=features), key_of(of, k=k, features=features)
+    seconds = lambda each, c: c.family.estimate(each.problem, c.config, DEFAULT_CUDA)  # noqa: E731
+    best, best_of_other = (min(seconds(each, c) for c in search.ranked(each)) for each in (key, other))
+    for candidate in search.ranked(other):
+        family, config = candidate.family, candidate.config
+        assert family is not None
+        expected = None
+        if family.refusal(key.problem, config, DEFAULT_CUDA) is None:
+            here, there = seconds(key, candidate) / best, seconds(other, candidate) / best_of_other
+            # Slow where it was measured to be fast is no argument.
+            expected = candidate if here / max(1, there) - 1 <= 0.03 else None
+        assert buckets.held_by(key, Entry.of(other, candidate), LIMIT) == expected
+
+
+def test_what_is_not_legal_or_slow_for_fewer_rows_does_not_serve(cache: pathlib.Path) -> None:
+    """Both happen with the model's first candidates; what decides is the next representative then."""
+    reasons = set()
+    for (k, features), rows in itertools.product(SHAPES, range(257, 1100, 13)):
+        key = key_of(rows, k=k, features=features)
+        first = buckets.representatives(key)[:1]
+        for other in first:
+            choice = search.ranked(other)[0]
+            if buckets.held_by(key, Entry.of(other, choice), LIMIT) is None:
+                reasons.add("slow" if choice.refusal(key.problem, DEFAULT_CUDA) is None else "not legal")
+        # A multiple of 32 has the same tiles, so that its decision serves.
+        assert buckets.to_tune(key, LIMIT)[:-1] or rows % 32 == 0
+    assert reasons == {"slow", "not legal"}
+    big = decided(key_of(320))
+    need = big.choice.workspace_bytes(problem(300))
+    assert buckets.held_by(key_of(300), big, LIMIT) == big.choice
+    assert need == 0 or buckets.held_by(key_of(300), big, need - 1) is None
+
+
+@pytest.mark.parametrize(("rows", "of"), [(20, 32), (513, 640)])
+def test_xla_serves_fewer_rows_where_it_stays_the_faster(rows: int, of: int) -> None:
+    """XLA's time does not grow with fewer rows, and ours falls as the model says."""
+    here, there = (model.best(problem(n), DEFAULT_CUDA, LIMIT) for n in (rows, of))
+    assert here is not None
+    assert there is not None
+    ours = 100.0 * there[0] / here[0]  # 100 us for the fewer rows
+    for xla_us, serves in ((90.0, True), (102.9, True), (103.1, False)):
+        held = decided(key_of(of), XLA, ours, xla_us)
+        assert buckets.held_by(key_of(rows), held, LIMIT) == (XLA if serves else None)
+    unknown = dataclasses.replace(decided(key_of(of), XLA), evidence={})
+    assert buckets.held_by(key_of(rows), unknown, LIMIT) is None
+
+
+# ---- tuning ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Entry | None]]:
+    """What is tuned, and the earlier entry that it starts from; the model's first candidate wins."""
+    found: list[tuple[int, Entry | None]] = []
+
+    def tune(key: Key, workspace_limit: int, old: Entry | None, seconds: float | None) -> Entry:
+        found.append((key.problem.rows, old))
+        return decided(key)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    return found
+
+
+def test_two_hundred_batch_sizes_are_tuned_eight_times(asked: list[tuple[int, Entry | None]]) -> None:
+    for rows in range(1, 201):
+        found = decide.known(key_of(rows), LIMIT, measure=True, final=True)
+        assert found is not None
+        assert found[0].key == key_of(rows)
+        assert found[0].choice.refusal(problem(rows), DEFAULT_CUDA) is None
+    assert [rows for rows, _ in asked] == [8, 16, 32, 64, 96, 128, 192, 256]
+
+
+def test_a_problem_whose_representatives_decision_does_not_hold_is_tuned_itself(
+    asked: list[tuple[int, Entry | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "held_by", lambda *arguments: None)
+    assert decide.known(key_of(270), LIMIT, measure=True, final=True) == (decided(key_of(270)), "measured now")
+    assert asked[-1][0] == 270
+    assert {rows for rows, _ in asked[:-1]} <= {320, 288}
+
+
+def test_a_relatives_times_are_tried_first_and_decide_nothing(
+    asked: list[tuple[int, Entry | None]], cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h100 = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
+    theirs = decided(key_of(32, h100))
+    put(cache, theirs.key, theirs.dumps())
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
+    assert decide.known(key_of(32), LIMIT, measure=True, final=True) is None
+    monkeypatch.delenv("JAX_SPLITK_AUTOTUNE")
+    found = decide.known(key_of(32), LIMIT, measure=True, final=True)
+    assert found is not None
+    assert (found[0].key, found[1]) == (key_of(32), "measured now")
+    assert asked == [(32, theirs)]
+    # Of other GPUs nothing is known.
+    pcie = dataclasses.replace(h100, device_kind="NVIDIA H100 PCIe", cores=114)
+    decide.known(key_of(32, pcie), LIMIT, measure=True, final=True)
+    assert asked[1:] == [(32, None)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
+def test_on_a_miss_the_representative_is_measured(
+    asked: list[tuple[int, Entry | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    x, weight = product(8)
+    why = lambda: jax_splitk.explain(jax_splitk.quantized_matmul, x[:5], weight).decisions[0].why  # noqa: E731
+    for rows in (3, 5, 8):
+        jax.jit(jax_splitk.quantized_matmul).lower(x[:rows], weight)
+    assert asked == [(8, None)]
+    assert why().startswith("user cache, decision of 8 rows (")
+    # Who asks for a problem gets its own.
+    (decision,) = jax_splitk.explain(jax_splitk.quantized_matmul, x[:5], weight).decisions
+    jax_splitk.tune_problems([decision.problem])
+    assert asked[1:] == [(5, None)]
+    assert why().startswith("user cache: ")
