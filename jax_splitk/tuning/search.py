@@ -23,6 +23,7 @@ from jax_splitk import kernels
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.tuning import certainty
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
@@ -36,7 +37,6 @@ _logger = logging.getLogger("jax_splitk")
 FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
 FEWEST = 6  # likewise at least, where the model is sure
 KERNELS = 10  # at most that are compiled for it
-CLOSE = 1.2  # candidates whose predicted times are within this factor of the best may be the fastest
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
@@ -98,7 +98,7 @@ class Search:
         self._compile_seconds = 0.0  # of as many
         self._limit = workspace_limit
         self._old = old
-        self._first = first_round(ranking)
+        self._first = first_round(key, ranking)
 
     def stuck(self) -> Candidate | None:
         """What has been running on the device for longer than anything that comes back."""
@@ -278,10 +278,10 @@ def _measurement(contestant: Contestant) -> Measurement:
     return Measurement(contestant.candidate, us, contestant.error)
 
 
-def first_round(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """The candidates that are timed at first: as many as the model predicts to be close to the best, few where it is
+def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
     sure. The last third of them are the best of other kernel variants, if there are such: models err by whole tiles."""
-    close = sum(seconds <= CLOSE * ranking[0][0] for seconds, _ in ranking)
+    close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
     compiled = set(list(dict.fromkeys(map(_variant, candidates)))[:KERNELS])

@@ -246,7 +246,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
 
 
 def first_kernels(key: Key) -> set[Source]:
-    return {c.plan(key.problem).source for c in search.first_round(search.predicted(key))}
+    return {c.plan(key.problem).source for c in search.first_round(key, search.predicted(key))}
 
 
 KEYS = [key_for(case.problem(), DEFAULT_CUDA) for case in CASES]
@@ -355,13 +355,13 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
 def test_few_are_tried_where_the_model_is_sure() -> None:
     ranking = search.predicted(KEYS[0])
     candidates = [candidate for _, candidate in ranking]
-    sure = search.first_round([(1.0 + 9.0 * (i > 1), c) for i, c in enumerate(candidates)])
-    close = search.first_round([(1.0 + 0.001 * i, c) for i, c in enumerate(candidates)])
+    sure = search.first_round(KEYS[0], [(1.0 + 9.0 * (i > 1), c) for i, c in enumerate(candidates)])
+    close = search.first_round(KEYS[0], [(1.0 + 0.001 * i, c) for i, c in enumerate(candidates)])
     assert (len(sure), len(close)) == (search.FEWEST, search.FIRST_ROUND)
     for first in (sure, close):
         assert first[: len(first) * 2 // 3] == candidates[: len(first) * 2 // 3]
         assert len(set(map(search._variant, first))) <= search.KERNELS
         assert len(set(first)) == len(first)
     assert len(set(map(search._variant, sure))) > len(set(map(search._variant, candidates[: search.FEWEST])))
-    assert search.first_round([]) == []
-    assert search.first_round(ranking[:1]) == candidates[:1]
+    assert search.first_round(KEYS[0], []) == []
+    assert search.first_round(KEYS[0], ranking[:1]) == candidates[:1]

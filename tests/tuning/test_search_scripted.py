@@ -400,7 +400,7 @@ def test_compilation_keeps_to_the_budget(
     began = script.clock.now
     found = tuner.tune(key, seconds=10.0)
     assert script.clock.now - began <= 30.0 + 1.5 + search.LATE_ROUNDS * 0.8 + 0.1
-    first = search.first_round(search.predicted(key))
+    first = search.first_round(key, search.predicted(key))
     assert {m.candidate for m in found.measurements} == {XLA, *first[: len(script.compiled)]}
     assert len(script.compiled) == cores
 
