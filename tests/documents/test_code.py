@@ -35,6 +35,7 @@ ELSEWHERE = {
     "pip install": ".ci/package; the extra cuda13 is two gigabytes",
     "python -m build": ".ci/package",
     "python -m benchmarks": "minutes, and a GPU; tests/benchmarks",
+    "python -m jax_splitk tune --again benchmarks": "the same",
     ".ci/": "the scripts themselves",
     "python3 -m venv .venv/asan": "minutes; by hand",
     ".venv/asan": "the same",
