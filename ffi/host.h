@@ -8,8 +8,8 @@
 // workspace; attributes geometry (int64 array), splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostWgrad);
 
-// Convolutions and gradients of their inputs, target jax_splitk_host_conv_v1. Arguments lhs, rhs; results out,
-// workspace; attributes geometry (int64 array), mirrored, splits, block (int64).
+// Convolutions and gradients of their inputs, target jax_splitk_host_conv_v1. Arguments lhs, rhs; results
+// out, workspace; attributes geometry (int64 array), mirrored, splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 
 // Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v2.

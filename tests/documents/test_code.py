@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import importlib.util
 import inspect
+import itertools
 import logging
 import os
 import pathlib
@@ -88,7 +89,11 @@ def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
 def script(text: str) -> str:
     """A shell block without the commands that do not run here."""
     lines = text.replace("\\\n", " ").splitlines()
-    return "\n".join(line for line in lines if not _ASSIGNMENTS.sub("", line).startswith(tuple(ELSEWHERE)))
+    runs = (
+        not any(command.startswith(tuple(ELSEWHERE)) for command in (line, _ASSIGNMENTS.sub("", line)))
+        for line in lines
+    )
+    return "\n".join(itertools.compress(lines, runs))
 
 
 def run(command: str, folder: pathlib.Path) -> None:

@@ -200,9 +200,7 @@ def test_any_real_number_is_a_budget(seconds: Any, monkeypatch: pytest.MonkeyPat
 def test_wrong_problems_are_refused_before_anything_is_tuned(cache: pathlib.Path) -> None:
     good = CASE.problem()
     for wrong in (3, "conv_wgrad", None, {"op": "conv_wgrad"}, CASE):
-        with pytest.raises(
-            TypeError, match=r"problems\[1\]=.*; accepted: ConvWgradProblem, DotProblem, QuantizedMatmulProblem"
-        ):
+        with pytest.raises(TypeError, match=r"problems\[1\]=.*; accepted: .*ConvWgradProblem, DotProblem"):
             jax_splitk.tune_problems([good, wrong])
     wrong = dataclasses.replace(good, output_spatial=(3, 3))
     with pytest.raises(ValueError, match=r"problems\[1\]: output_spatial=\(3, 3\); the convolution gives"):

@@ -384,7 +384,7 @@ def test_compilation_keeps_to_the_budget(
     XLA's operation, the kernels that are compiled at once, and the finals."""
     monkeypatch.setattr(toolchain, "unavailable", lambda: None)
     key = key_for(Case("layer", 32, 28, 28, 128, 128, (3, 3)).problem(), DEFAULT_CUDA)
-    ranking = search.ranked(key)
+    ranking, first = search.ranked(key), search.first_round(key, search.predicted(key))
     script = scripted(lambda c: 60.0 if c == XLA else 20.0 + ranking.index(c) if c in ranking else 50.0)
     script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, compile_seconds, 1.5, 0.8
     script.device_us = script.us
@@ -392,7 +392,7 @@ def test_compilation_keeps_to_the_budget(
     found = tuner.tune(key, seconds=10.0)
     assert script.clock.now - began <= 12.0
     assert found.choice == ranking[0]
-    assert len(script.prepared) - 1 >= cores
+    assert len(script.prepared) - 1 >= min(cores, len(first))
     # Where the first kernels alone take longer, nothing else is begun.
     script = scripted(script.us)
     script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, 30.0, 1.5, 0.8
@@ -400,9 +400,8 @@ def test_compilation_keeps_to_the_budget(
     began = script.clock.now
     found = tuner.tune(key, seconds=10.0)
     assert script.clock.now - began <= 30.0 + 1.5 + search.LATE_ROUNDS * 0.8 + 0.1
-    first = search.first_round(key, search.predicted(key))
     assert {m.candidate for m in found.measurements} == {XLA, *first[: len(script.compiled)]}
-    assert len(script.compiled) == cores
+    assert len(script.compiled) == min(cores, len(first))
 
 
 def test_a_lucky_moment_before_the_finals_does_not_win(scripted: Any) -> None:
