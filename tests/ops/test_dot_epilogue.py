@@ -142,7 +142,7 @@ def test_explain_shows_what_a_kernel_takes_with_the_product() -> None:
     x, w, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 4096), (4096, 64), (64,)))
 
     def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-        return jax_splitk.matmul(x, w, bias=bias, activation="gelu", residual=x[:, :64])
+        return jax_splitk.matmul(x, w, bias=bias, activation="gelu", residual=x[:, :64], implementation="cutlass")
 
     (decision,) = jax_splitk.explain(layer, x, w, bias, platform="cuda").decisions
     assert decision.family == "dot_tma"

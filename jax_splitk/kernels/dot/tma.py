@@ -230,7 +230,11 @@ class Tma(CudaFamily[DotProblem, Config]):
         return split_k.splits_refusal(config.splits, k_blocks(problem), "blocks of k", uneven=True)
 
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
-        """XLA's library is as fast where tiles fill the machine by themselves, and on long products."""
+        """XLA's library is as fast where tiles fill the machine by themselves, and on long products. What no GPU has
+        run yet is left to those who ask for it."""
+        if problem.dtype == E4M3 or problem.epilogue:
+            what = "an epilogue" if problem.epilogue else "e4m3 operands"
+            return f"{what} in the kernel: it takes an explicit config or implementation, or a measurement"
         tiles = -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
         seconds = max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _LIBRARY_BYTES)
         if tiles <= _FEW_TILES and seconds < _SHORT_SECONDS:
