@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_splitk.kernels import cost_model
 from jax_splitk.kernels.wgrad.geometry import bytes_touched
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -101,13 +101,13 @@ def _floor(problem: Problem, dtype: str, share: float, moved: float) -> float:
     return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved / _BYTES) / share + _LAUNCH_SECONDS
 
 
-def _arithmetic(problem: ConvWgradProblem | DotProblem) -> str:
+def _arithmetic(problem: ConvProblem | DotProblem) -> str:
     if problem.dtype != "float32":
         return "half" if problem.dtype in ("bfloat16", "float16") else problem.dtype
     return "exact" if "highest" in problem.precision else "float32"
 
 
-def _of_conv_wgrad(p: ConvWgradProblem, share: float) -> Features:
+def _of_conv(p: ConvProblem, share: float) -> Features:
     arithmetic, (channels, out_channels) = _arithmetic(p), p.group_channels
     if p.feature_group_count > 1:
         kind = "depthwise" if channels == 1 else "grouped"
@@ -153,7 +153,9 @@ def _of_dot_general(p: DotProblem, share: float) -> Features:
 
 
 _FEATURES: dict[str, Callable[[Any, float], Features]] = {
-    "conv_wgrad": _of_conv_wgrad,
+    "conv_fprop": _of_conv,
+    "conv_dgrad": _of_conv,
+    "conv_wgrad": _of_conv,
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
 }

@@ -46,9 +46,11 @@ def test_stock_and_ours_agree(name: str) -> None:
     assert "host" in {choice.implementation for choice in watched.choices}
     assert float(ours) == pytest.approx(float(stock), rel=1e-4)
     pairs = zip(jax.tree_util.tree_leaves_with_path(stock_gradients), jax.tree.leaves(our_gradients), strict=True)
+    largest = max(float(jnp.linalg.norm(a)) for a in jax.tree.leaves(stock_gradients))
     for (path, a), b in pairs:
         assert float(jnp.linalg.norm(a)) > 0, path
-        assert float(jnp.linalg.norm(a - b)) <= 1e-3 * float(jnp.linalg.norm(a)), path
+        # A bias before a normalization has a gradient of rounding errors.
+        assert float(jnp.linalg.norm(a - b)) <= 1e-3 * float(jnp.linalg.norm(a)) + 1e-6 * largest, path
 
 
 def size(params: Params) -> int:

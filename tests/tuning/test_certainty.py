@@ -6,17 +6,20 @@ import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from benchmarks.cost_model import records
 from jax_splitk import kernels
 from jax_splitk.kernels import cost_model, xla
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import certainty, table
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
+from tests.tuning_cache import random_key
 
 SUITES = {str(r.problem): r.problem for r in records.shipped(DEFAULT_CUDA)}
 LONG = next(p for p in SUITES.values() if "8x56x56x64 g 8x56x56x64 kernel 3x3" in str(p))
@@ -83,3 +86,12 @@ def test_more_candidates_are_close_where_the_model_is_less_sure(
     sure = certainty.close(ranking, LONG, device(monkeypatch, tmp_path, 0.0, 0.1))
     assert sure == [ranking[0][1], ranking[1][1]]  # two families err apart
     assert certainty.close([], LONG, DEFAULT_CUDA) == []
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_operations_problems_have_a_class(op: str) -> None:
+    """Each search asks for it."""
+    key = random_key(np.random.default_rng(0), DEFAULT_CUDA, op)
+    for family in kernels.families(op):
+        assert family.uncertainty(key.problem, DEFAULT_CUDA) > 0
+    assert xla.class_of(key.problem) != "empty"
