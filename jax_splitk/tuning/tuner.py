@@ -87,6 +87,7 @@ def tune(
             session().progress.tick(key)
             if (stuck := search.stuck()) is not None and not result.done():
                 return _without(search, stuck)
+        thread.join()  # it lets go of executables, in native code: see `_leave`
         session().search = None
         return result.result()
     except (KeyboardInterrupt, RuntimeError) as error:
@@ -161,8 +162,8 @@ def _wait_for_the_last() -> Candidate | None:
 
 @atexit.register
 def _leave() -> None:
-    """Waits for a search that was given up: a thread that comes back from native code while the interpreter ends would
-    abort the process."""
+    """Waits for a search that was given up: a thread that comes back from native code while the interpreter ends aborts
+    the process."""
     try:
         if (left := session().search) is not None:
             left[0].given_up.set()

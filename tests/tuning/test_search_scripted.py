@@ -1,8 +1,9 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -356,6 +357,20 @@ def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pyt
     assert not thread.is_alive()
     assert len(script.rounds) == rounds
     assert tuner.tune(key).measurements
+
+
+def test_no_thread_outlives_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lets go of executables while the interpreter ends would abort the process."""
+
+    @contextlib.contextmanager
+    def slow_to_leave(_: int) -> Iterator[None]:
+        yield
+        threading.Event().wait(0.5)
+
+    scripted(lambda _: 100.0)
+    monkeypatch.setattr(compiler, "sparing", slow_to_leave)
+    tuner.tune(wide(generator(23)))
+    assert not [thread for thread in threading.enumerate() if thread.name == "jax_splitk-tuner"]
 
 
 def test_the_budget_is_kept(scripted: Any) -> None:
