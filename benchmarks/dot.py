@@ -36,7 +36,7 @@ SAMPLES = 16  # rows and columns of the result that are computed in float64
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(report.Figures):
     """One case's figures; see `benchmarks.wgrad.Result`.
 
     Attributes:
@@ -61,23 +61,6 @@ class Result:
     regret: float | None
     tuning_seconds: float | None
     entry: Entry | None
-
-    @property
-    def speedup(self) -> float:
-        """XLA's time over ours: above 1 where we are faster."""
-        return self.xla.us / self.ours.us
-
-    @property
-    def tflops(self) -> float:
-        return self.case.problem().flops / self.ours.us * 1e-6
-
-    @property
-    def gbytes(self) -> float:
-        return self.case.problem().bytes_moved / self.ours.us * 1e-3
-
-    @property
-    def share_of_floor(self) -> float | None:
-        return None if self.floor_us is None else self.floor_us / self.ours.us
 
     def as_json(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "entry"}

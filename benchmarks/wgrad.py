@@ -30,7 +30,7 @@ Positions = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(report.Figures):
     """One case's figures. Times in microseconds; `ours_error` and `xla_error` are relative, against float64.
 
     Where the problem was tuned, `regret` is how much slower the cost model's first choice was than our fastest
@@ -51,23 +51,6 @@ class Result:
     xla_error: float | None
     regret: float | None
     tuning_seconds: float | None
-
-    @property
-    def speedup(self) -> float:
-        """XLA's time over ours: above 1 where we are faster."""
-        return self.xla.us / self.ours.us
-
-    @property
-    def tflops(self) -> float:
-        return self.case.problem().flops / self.ours.us * 1e-6
-
-    @property
-    def gbytes(self) -> float:
-        return self.case.problem().bytes_moved / self.ours.us * 1e-3
-
-    @property
-    def share_of_floor(self) -> float | None:
-        return None if self.floor_us is None else self.floor_us / self.ours.us
 
     @property
     def share_of_measured(self) -> float | None:

@@ -90,7 +90,9 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
         if isinstance(what, list):
             if measure:
                 asked = [(key_for(problem, target), current().workspace_limit) for problem in what]
-                stack.enter_context(decide.run([each for each in asked if ranked(*each)], arguments.again))
+                served = [each for each in asked if ranked(*each)]
+                missing = decide.missing(served, arguments.again)
+                stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
             decisions = [decision(select(problem, target, current(), measure=measure)) for problem in what]
         else:
             failures = _run(what, arguments.script_arguments)

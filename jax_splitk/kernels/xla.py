@@ -96,7 +96,7 @@ def _is_beyond(value: float, low: float, high: float) -> bool:
     return not low - _MARGIN <= value <= high + _MARGIN
 
 
-def _floor(problem: Problem, dtype: str, share: float, moved: float) -> float:
+def _floor(problem: Problem | ConvProblem, dtype: str, share: float, moved: float) -> float:
     """Seconds at the rates of arithmetic and memory of such a share of an H200."""
     return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved / _BYTES) / share + _LAUNCH_SECONDS
 

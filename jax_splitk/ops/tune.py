@@ -99,7 +99,8 @@ def _tune_all(
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
     keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
-    with tuner.coming(asked for asked in keys if again or not decide.is_held(*asked)), decide.run(keys, again) as run:
+    missing = decide.missing(keys, again)
+    with tuner.coming(missing), session().progress.run(len(missing), len(keys) - len(missing)) as run:
         for (key, limit), count in keys.items():
             tuned = functools.partial(decide.tuned, key, limit, budget, again)
             _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])

@@ -1,12 +1,11 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from jax_splitk.tuning.buckets import Found
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
-from jax_splitk.tuning.progress import Run
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
@@ -156,10 +154,14 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         return entry, "measured now"
 
 
-def is_held(key: Key, workspace_limit: int) -> bool:
-    """Whether a caller of that limit has an answer without a measurement."""
-    held = _held(key, workspace_limit)
-    return held is not None and held[0].is_searched(workspace_limit)
+def missing(asked: Iterable[tuple[Key, int]], again: bool) -> list[tuple[Key, int]]:
+    """Those of the keys, each with a workspace limit, that `tuned` has to measure; `again`: all of them."""
+
+    def is_held(key: Key, workspace_limit: int) -> bool:
+        held = _held(key, workspace_limit)
+        return held is not None and held[0].is_searched(workspace_limit)
+
+    return [each for each in asked if again or not is_held(*each)]
 
 
 def _relatives(key: Key) -> Iterator[Key]:
@@ -173,13 +175,6 @@ def _relatives(key: Key) -> Iterator[Key]:
 def _served(key: Key, workspace_limit: int) -> Found | None:
     """What is held for a representative of the problem, and holds for it, too."""
     return buckets.served(key, workspace_limit, lambda other: _held(other, workspace_limit))
-
-
-def run(asked: Collection[tuple[Key, int]], again: bool) -> contextlib.AbstractContextManager[Run]:
-    """A run of `tuned`, in which the user sees how many of the keys, each with a workspace limit, have to be measured,
-    which `again` all of them have."""
-    known = 0 if again else sum(is_held(*each) for each in asked)
-    return session().progress.run(len(asked) - known, known)
 
 
 @functools.cache
