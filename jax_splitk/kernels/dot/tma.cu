@@ -19,11 +19,12 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32; 3 for e4m3), OUT, TILE_M, TILE_N,
 // STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the
-// cluster's size; 1 elsewhere), and those of epilogue.cuh.
+// cluster's size; 1 elsewhere), and those of epilogue.cuh and conv/patch.cuh.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
+#include "conv/patch.cuh"
 #include "dot/epilogue.cuh"
 
 #if ELEMENT == 0
@@ -89,15 +90,28 @@ template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
                                Pipeline<STAGES>& pipeline, const Work& work, int k, int blocks) {
   const int step = g.splits.value * BLOCK_K;
-  const uint64_t a_hint = hint_for(g.a_once), b_hint = hint_for(g.b_once);
+  [[maybe_unused]] const uint64_t a_hint = hint_for(g.a_once), b_hint = hint_for(g.b_once);
   Position at;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i, k += step) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     uint64_t* full = pipeline.expect(at, STAGE_BYTES);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
+#if PATCH == 1
+    const FilterPart part = filter_part(g, k);
+    load_windows(a_map, g, full, stage, work.m, part);
+    load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, part.element, part.row, b_hint);
+#else
+#if PATCH == 3
+#pragma unroll
+    for (int i = 0; i < M_BLOCKS; ++i) {
+      load_windows(a_map, g, full, stage + i * BLOCK_BYTES, k, filter_part(g, work.m + 64 * i));
+    }
+#else
     load<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
+#endif
     load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
+#endif
     at.advance(STAGES);
   }
 }
@@ -187,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
       (tile - tile_column * g.rows.value) * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
   const int col =
       (tile_column - batch * g.columns.value) * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
-  const bool inside = i * 4 < r.size && row < g.m && col < g.n;
+  const bool inside = i * 4 < r.size && row < g.m && col < g.n && !is_padding(g, row);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   wait_on_dependent_grids();
   if (inside) {
@@ -195,10 +209,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     sum = add_splits(partials + size_t(lane) * r.stride + size_t(i) * 4, step, lane, r.splits, lanes);
   }
   if (!add_lanes(sum, lanes, columns, column) || !inside) return;
-  Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
+  Output* to = result_at(g, out, batch, 0, 0, row, col);
   const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
   epilogue.store(out, to, row, col, {sum.x, sum.y});
-  if (row + 8 < g.m) epilogue.store(out, to + 8 * g.n, row + 8, col, {sum.z, sum.w});
+  if (row + 8 >= g.m || is_padding(g, row + 8)) return;
+  epilogue.store(out, eight_below(g, out, to, batch, row, col), row + 8, col, {sum.z, sum.w});
 }
 #else
 constexpr int PITCH =
@@ -241,9 +256,9 @@ __device__ inline void store_rows(const Args& g, const Work& work, uint32_t sums
 #pragma unroll 2
   for (int i = thread; i < rows * CHUNKS; i += CONSUMER_THREADS) {
     const int row = first + i / CHUNKS, column = i % CHUNKS * 4;
-    if (work.m + row >= g.m || work.n + column >= g.n) continue;
+    if (work.m + row >= g.m || work.n + column >= g.n || is_padding(g, work.m + row)) continue;
     const float4 v = sums_at(sums + (row * PITCH + column) * 4);
-    Output* to = out + (size_t(work.batch) * g.m + work.m + row) * g.n + work.n + column;
+    Output* to = result_at(g, out, work.batch, work.m, work.n, row, column);
     epilogue.store(out, to, work.m + row, work.n + column, {v.x, v.y, v.z, v.w});
   }
 }

@@ -81,7 +81,7 @@ def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
 
 
-def _args(problem: DotProblem, config: Config) -> Values:
+def kernel_args(problem: DotProblem, config: Config) -> Values:
     """Of the kernels: tiles along m and n; blocks of the reduction of a split, of which the first `longer` splits have
     one more; whether a single tile reads any of the operand, so that it need not stay in the L2."""
     rows, columns = tile_counts(problem, config)
@@ -108,7 +108,7 @@ def _is_whole(size: int) -> bool:
     return size % BOX == 0
 
 
-def _operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> plan.TiledMap:
+def operand_map(buffer: int, problem: DotProblem, order: str, tile: int) -> plan.TiledMap:
     """The dimensions as (contiguous, other, batch), wherever the batch lies in memory."""
     item = jnp.dtype(problem.dtype).itemsize
     shape = problem.lhs_shape if buffer == 0 else problem.rhs_shape
@@ -348,21 +348,24 @@ class Tma(CudaFamily[DotProblem, Config]):
         return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        lhs = _operand_map(0, problem, problem.lhs_order, config.tile_m)
-        return lhs, _operand_map(1, problem, problem.rhs_order, config.tile_n)
+        lhs = operand_map(0, problem, problem.lhs_order, config.tile_m)
+        return lhs, operand_map(1, problem, problem.rhs_order, config.tile_n)
 
-    def launches(self, problem: DotProblem, config: Config) -> tuple[plan.Launch, ...]:
+    def launches(
+        self, problem: DotProblem, config: Config, args: Values | None = None
+    ) -> tuple[plan.Launch, ...]:
+        """With those arguments, of a family that borrows the kernels, for the product's."""
         rows, columns = tile_counts(problem, config)
         cluster = config.splits if config.reduction == "cluster" else 1
         in_workspace = config.reduction == "workspace"
-        args = _args(problem, config).param()
+        args_param = (args or kernel_args(problem, config)).param()
         out = plan.Pointer(2 + len(problem.epilogue_operands))
         partials, epilogue = plan.Pointer(out.buffer + 1), _epilogue_params(problem)
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
             block=(config.threads, 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args, *((partials,) if in_workspace else (out, *epilogue))),
+            params=(plan.MapParam(0), plan.MapParam(1), args_param, *((partials,) if in_workspace else (out, *epilogue))),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
         )
@@ -373,7 +376,7 @@ class Tma(CudaFamily[DotProblem, Config]):
             kernel="reduce_dot",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),
+            params=(partials, out, args_param, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce
@@ -382,9 +385,12 @@ class Tma(CudaFamily[DotProblem, Config]):
         size = self._partial_stride(problem, config)
         return split_k.reduce_args(size, size, config.splits)
 
-    def source(self, problem: DotProblem, config: Config) -> Source:
-        structs = declarations(self._reduce_args(problem, config), _args(problem, config))
-        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+    def source(
+        self, problem: DotProblem, config: Config, args: Values | None = None, **macros: int
+    ) -> Source:
+        """With those arguments and further macros, of a family that borrows the kernels."""
+        structs = declarations(self._reduce_args(problem, config), args or kernel_args(problem, config))
+        return Source(self.file, tuple((self.macros(problem, config) | macros).items()), structs)
 
 
 FAMILY = Tma(Config, Costs)

@@ -1,0 +1,261 @@
+"""Kernel families: convolutions whose filter is as large as its stride, all three passes, as matrix products by
+dot_tma's kernels (device code: dot/tma.cu with conv/patch.cuh).
+
+A patch is a window that no other overlaps. Along columns the input [N, H, columns * kw, C] is [N, H, columns, kw * C]
+as it lies in memory; along rows and planes TMA's im2col mode walks the windows. So the products read and write the
+images as they are.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.structs import Divisor, Values
+from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.dot.tma import Config
+from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
+from jax_splitk.kernels.wgrad.refusals import HALVES
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap, tensor_map_strides
+from jax_splitk.runtime.source import Source
+from jax_splitk.runtime.target import Target
+
+_INNER = tma.FAMILY
+_CHUNK = 64  # elements of a box, along a filter row
+_MULTIPLE = 8  # of elements that TMA's strides are
+# TMA's im2col mode in three dimensions: the largest stride, and the largest filter whose rows are a dimension.
+_MAX_STRIDE, _MAX_ROWS = 8, 17
+
+
+def _row(p: ConvProblem) -> int:
+    """Elements of a row of the filter."""
+    return p.kernel_spatial[-1] * p.in_channels
+
+
+def _filter_rows(p: ConvProblem) -> int:
+    return math.prod(p.kernel_spatial[:-1])
+
+
+def _chunks(p: ConvProblem) -> int:
+    return -(-_row(p) // _CHUNK)
+
+
+def _pixels(p: ConvProblem) -> int:
+    return p.batch * math.prod(p.output_spatial)
+
+
+def _is_strided(g: Geometry) -> bool:
+    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own."""
+    return max(g.kernel[:2]) <= _MAX_STRIDE
+
+
+def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
+    """Boxes of so many pixels' windows, of `_CHUNK` elements of a filter row."""
+    g, row, item = geometry(p, 3), _row(p), 2
+    line = g.size[2] * p.in_channels * item
+    plane = g.size[1] * line
+    (depth, height, _), (planes, rows, columns) = g.kernel, g.out
+    if _is_strided(g):
+        dims = (row, columns, rows * height, planes * depth, g.batch)
+        strides, steps = (line, plane, g.size[0] * plane), (height, depth)
+    else:
+        dims = (row, columns, height, rows, g.batch * planes)
+        strides, steps = (line, height * line, plane), (1, 1)
+    return Im2colMap(
+        buffer=0,
+        dtype=p.dtype,
+        dims=dims,
+        strides=(row * item, *strides),
+        element_strides=(1, 1, *steps, 1),
+        lower=(0, 0, 0),
+        upper=(0, 1 - height, 1 - depth),
+        channels=_CHUNK,
+        pixels=pixels,
+    )
+
+
+class Patch(CudaFamily[ConvProblem, Config]):
+    """One of the passes.
+
+    No GPU has run it yet.
+
+    Attributes:
+      PATCH: the macro.
+    """
+
+    ABI = 1
+    file = tma.FAMILY.file
+    competes = False  # not before a GPU has shown that whole steps gain
+    measured_only = True
+    PATCH: ClassVar[int]
+
+    def dot(self, problem: ConvProblem) -> DotProblem:
+        """The product that dot_tma's kernels compute."""
+        raise NotImplementedError
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p = problem
+        if p.dtype not in HALVES:
+            return f"dtype {p.dtype}; accepted: {', '.join(HALVES)}"
+        if p.feature_group_count != 1 or p.batch_group_count != 1:
+            return f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}; accepted: 1"
+        if p.window_strides != p.kernel_spatial:
+            return f"a filter of {p.kernel_spatial} with strides {p.window_strides}; accepted: strides of its size"
+        if set(p.lhs_dilation) != {1}:
+            return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
+        if any(d != 1 and k != 1 for d, k in zip(p.rhs_dilation, p.kernel_spatial, strict=True)):
+            return f"rhs_dilation {p.rhs_dilation}; accepted: 1"
+        if 0 in (*p.lhs_shape, *p.g_shape):
+            return f"lhs {p.lhs_shape}, g {p.g_shape}; accepted: no empty dimension"
+        return self._covered_refusal(p) or self._tma_refusal(p) or _INNER.problem_refusal(self.dot(p))
+
+    def _covered_refusal(self, p: ConvProblem) -> str | None:
+        sizes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.padding, strict=True)
+        if all(low == 0 and out * kernel <= size for size, out, kernel, (low, _) in sizes):
+            return None
+        return f"padding {p.padding} of an input of {p.input_spatial}; accepted: windows that lie within it"
+
+    def _tma_refusal(self, p: ConvProblem) -> str | None:
+        g = geometry(p, 3)
+        depth, height, width = g.kernel
+        line = g.size[2] * p.in_channels
+        for what, count in (
+            (f"{width} columns of {p.in_channels} channels in a filter row", _row(p)),
+            (f"{g.size[2]} columns of {p.in_channels} channels in a row of the input", line),
+            (f"{p.out_channels} output channels", p.out_channels),
+        ):
+            if count % _MULTIPLE:
+                return f"{what}; accepted: a multiple of {_MULTIPLE}"
+        if not _is_strided(g) and (depth > 1 or height > _MAX_ROWS):
+            sides = f"{_MAX_STRIDE} planes and rows, or of 1 plane and {_MAX_ROWS} rows"
+            return f"a filter of {depth} planes and {height} rows; accepted: up to {sides}"
+        return None
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        return _INNER.config_refusal(self.dot(problem), config)
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
+        return config.blocks_per_sm
+
+    def candidates(self, problem: ConvProblem, target: Target) -> Sequence[Config]:
+        return _INNER.candidates(self.dot(problem), target)
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> Sequence[Config]:
+        return _INNER.neighbours(self.dot(problem), config, target)
+
+    def swept(self, config: Config, splits: int) -> Sequence[Config]:
+        return _INNER.swept(config, splits)
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        return _INNER.estimate(self.dot(problem), config, target)
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return _INNER.workspace_bytes(self.dot(problem), config)
+
+    def _args(self, problem: ConvProblem, config: Config) -> Values:
+        g = geometry(problem, 3)
+        planes, rows, columns = g.out
+        # The view of `_windows`, or the output.
+        view = g.out if _is_strided(g) or self.PATCH == 2 else (rows, 1, columns)
+        return Values(
+            "Args",
+            {
+                **tma.kernel_args(self.dot(problem), config).values,
+                "row": Divisor.of(_row(problem)),
+                "chunks": Divisor.of(_chunks(problem)),
+                "filter_rows": _filter_rows(problem),
+                "kernel_d": g.kernel[0],
+                "kernel_h": Divisor.of(g.kernel[1]),
+                "out": tuple(map(Divisor.of, view)),
+                "step": (*g.kernel[:2], 1) if _is_strided(g) else (1, 1, 1),
+            },
+        )
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        return _INNER.macros(self.dot(problem), config) | {"PATCH": self.PATCH}
+
+    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
+        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
+        sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
+        sizes += [math.prod(problem.out_shape) * out_item, self.workspace_bytes(problem, config)]
+        return tuple(Buffer(size, 16) for size in sizes)
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
+        return _INNER.maps(self.dot(problem), config)
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
+        return _INNER.launches(self.dot(problem), config, self._args(problem, config))
+
+    def source(self, problem: ConvProblem, config: Config) -> Source:
+        return _INNER.source(self.dot(problem), config, self._args(problem, config), PATCH=self.PATCH)
+
+
+class FpropPatch(Patch):
+    """Filter rows pad to whole chunks of the reduction."""
+
+    name = "fprop_patch"
+    PATCH = 1
+
+    def dot(self, problem: ConvProblem) -> DotProblem:
+        p = problem
+        k = _filter_rows(p) * _chunks(p) * _CHUNK
+        return DotProblem(1, _pixels(p), p.out_channels, k, "bmk", "bkn", p.dtype, p.out_dtype)
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
+        """The weight's dimensions are (output channels, elements of a filter row, filter rows)."""
+        p = problem
+        weight = DotProblem(_filter_rows(p), 1, p.out_channels, _row(p), "bmk", "bkn", p.dtype, p.out_dtype)
+        return _windows(p, config.tile_m), tma.operand_map(1, weight, weight.rhs_order, config.tile_n)
+
+
+class DgradPatch(Patch):
+    name = "dgrad_patch"
+    PATCH = 2
+
+    def dot(self, problem: ConvProblem) -> DotProblem:
+        p = problem
+        n = _filter_rows(p) * _row(p)
+        return DotProblem(1, _pixels(p), n, p.out_channels, "bmk", "bnk", p.dtype, p.out_dtype)
+
+    def _covered_refusal(self, p: ConvProblem) -> str | None:
+        """The kernel writes what the windows cover."""
+        sizes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, strict=True)
+        if all(out * kernel == size for size, out, kernel in sizes):
+            return super()._covered_refusal(p)
+        return f"an input of {p.input_spatial}; accepted: one that windows of {p.kernel_spatial} cover"
+
+
+class WgradPatch(Patch):
+    """Filter rows pad to whole chunks of the rows of the product."""
+
+    name = "wgrad_patch"
+    PATCH = 3
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        if problem.taps == 1:
+            return "a filter of one tap; accepted: more"  # as fast by wgrad_im2col
+        return super().problem_refusal(problem)
+
+    def dot(self, problem: ConvProblem) -> DotProblem:
+        p = problem
+        m = _filter_rows(p) * _chunks(p) * _CHUNK
+        return DotProblem(1, m, p.out_channels, _pixels(p), "bkm", "bkn", p.dtype, p.out_dtype)
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
+        dot = self.dot(problem)
+        return _windows(problem, tma.BOX), tma.operand_map(1, dot, dot.rhs_order, config.tile_n)
+
+
+FPROP = FpropPatch(Config)
+DGRAD = DgradPatch(Config)
+WGRAD = WgradPatch(Config)
