@@ -1,0 +1,25 @@
+"""What a family of convolutions must hold to in the emulator."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from tests import emulator, float64
+
+
+def check(family: CudaFamily[Any, Any], p: ConvProblem, config: Any, seed: int = 0) -> None:
+    """Exact on integers, whose sums every dtype holds, whatever the order of threads and copies."""
+    assert family.refusal(p, config) is None, f"{family.refusal(p, config)}: {p} {config}"
+    rng = np.random.default_rng(seed)
+    x, y = (rng.integers(-2, 3, shape).astype(_dtype(p.dtype)) for shape in p.operand_shapes)
+    want = float64.ON_HOST[p.op](p, x, y).astype(np.float32).astype(_dtype(p.out_dtype))
+    out = np.empty(p.out_shape, want.dtype)
+    emulator.run(family.plan(p, config), (x, y), (out,), seed)
+    np.testing.assert_array_equal(out, want, err_msg=f"{p} {config}")
+
+
+def _dtype(name: str) -> Any:
+    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
