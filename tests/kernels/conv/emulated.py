@@ -1,5 +1,6 @@
 """What a family of convolutions must hold to in the emulator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -7,19 +8,43 @@ import numpy as np
 
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime.plan import DevicePlan
 from tests import emulator, float64
 
 
-def check(family: CudaFamily[Any, Any], p: ConvProblem, config: Any, seed: int = 0) -> None:
+def check(
+    family: CudaFamily[Any, Any],
+    p: ConvProblem,
+    config: Any,
+    seed: int = 0,
+    change: Callable[[DevicePlan], DevicePlan] = lambda plan: plan,
+) -> None:
     """Exact on integers, whose sums every dtype holds, whatever the order of threads and copies."""
     assert family.refusal(p, config) is None, f"{family.refusal(p, config)}: {p} {config}"
     rng = np.random.default_rng(seed)
     x, y = (rng.integers(-2, 3, shape).astype(_dtype(p.dtype)) for shape in p.operand_shapes)
     want = float64.ON_HOST[p.op](p, x, y).astype(np.float32).astype(_dtype(p.out_dtype))
     out = np.empty(p.out_shape, want.dtype)
-    emulator.run(family.plan(p, config), (x, y), (out,), seed)
+    emulator.run(change(family.plan(p, config)), (x, y), (out,), seed)
     np.testing.assert_array_equal(out, want, err_msg=f"{p} {config}")
 
 
 def _dtype(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+def check_not_finite(family: CudaFamily[Any, Any], p: ConvProblem, config: Any) -> None:
+    """A NaN in the first operand reaches what depends on it, and all else is as exact as ever."""
+    rng = np.random.default_rng(1)
+    x, y = (rng.integers(-2, 3, shape).astype(_dtype(p.dtype)) for shape in p.operand_shapes)
+    place = tuple(size // 2 for size in x.shape)
+    one = np.zeros(x.shape)
+    one[place] = 1
+    reached = float64.ON_HOST[p.op](p, one, np.ones(y.shape)) != 0
+    want = float64.ON_HOST[p.op](p, x, y).astype(np.float32).astype(_dtype(p.out_dtype))
+    x[place] = np.nan
+    out = np.empty(p.out_shape, want.dtype)
+    emulator.run(family.plan(p, config), (x, y), (out,))
+    assert reached.any()
+    assert np.isnan(out[reached].astype(np.float32)).all()
+    np.testing.assert_array_equal(out[~reached], want[~reached])
