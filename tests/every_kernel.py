@@ -13,6 +13,8 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import gather as conv_gather
+from jax_splitk.kernels.conv import patch
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -211,6 +213,45 @@ def _depthwise_passes() -> Iterator[Run]:
         yield Run(family, p, conv_depthwise.Config(*config))
 
 
+def _patches() -> Iterator[Run]:
+    tall = (128, 64, 4, 2, "workspace")
+    pairs = (
+        (patch.FPROP, ConvFpropProblem),
+        (patch.DGRAD, ConvDgradProblem),
+        (patch.WGRAD, ConvWgradProblem),
+    )
+    for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
+        pairs,
+        (
+            ((12, 20), (4, 4), (4, 136), {}, (64, 64, 5)),
+            (
+                (32, 48),
+                (16, 16),
+                (3, 128),
+                {"batch": 12, "dtype": HALF, "out_dtype": HALF},
+                (128, 64, 4, 2, "workspace"),
+            ),
+            ((20, 28), (2, 2), (40, 136), {"out_dtype": "bfloat16"}, (64, 128, 4, 2, "cluster")),
+            ((4, 6, 8), (2, 3, 2), (4, 136), {"batch": 6}, (192, 64, 4, 2, "workspace")),
+            ((2, 18, 4), (1, 9, 2), (8, 64), {"out_dtype": "bfloat16"}, (256, 64, 5)),
+        ),
+    ):
+        p = kind(**vars(conv(size, kernel, channels, stride=kernel, **changes)))
+        yield Run(family, p, dot_tma.Config(*config))
+
+
+def _stems() -> Iterator[Run]:
+    for size, kernel, channels, changes, config in (
+        ((33, 40), (7, 7), (3, 64), {"stride": 2, "padding": 3, "out_dtype": "bfloat16"}, (2, 1, 64, 1, 8, 16, 2)),
+        ((15, 17), (3, 3), (3, 40), {"padding": 1, "dtype": HALF}, (1, 2, 32, 1, 8, 16, 4)),
+        ((12, 12), (3, 3), (16, 136), {"dtype": HALF, "out_dtype": HALF}, (2, 2, 256, 2, 6, 6, 2)),
+        ((90,), (10,), (1, 192), {"stride": 5}, (1, 4, 192, 3, 1, 18, 3)),
+        ((14, 15), (2, 3), (5, 24), {"rhs_dilation": (1, 2), "out_dtype": "bfloat16"}, (1, 1, 32, 1, 8, 8, 2)),
+    ):
+        p = ConvFpropProblem(**vars(conv(size, kernel, channels, **changes)))
+        yield Run(conv_gather.FAMILY, p, conv_gather.Config(*config))
+
+
 # ---- matrix products -----------------------------------------------------------------------------------------------
 
 
@@ -303,7 +344,7 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes(), _patches(), _stems()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

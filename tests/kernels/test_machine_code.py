@@ -30,6 +30,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, every_kernel, formats, products, random_problems
 from tests.every_kernel import Run
 from tests.kernels.dot.test_dot_tma import random_problem as random_dot
+from tests.problems import conv
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
@@ -131,6 +132,13 @@ def _depthwise_pass(m: Main) -> None:
     assert m.registers >= m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
 
 
+def _gather_pass(m: Main) -> None:
+    eights = m["SEGMENTS"] * -(-(m["PARITY"] + m["SEGMENT"]) // 8)
+    assert m.count(cubin.HGMMA_REGISTERS) == -(-eights // 2)
+    assert (m.count(cubin.STMATRIX) > 0) == (m["OUT"] > 0)
+    assert m.shared_out
+
+
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -172,6 +180,13 @@ CODE = {
     ),
     "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
     "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
+    "fprop_gather": Code(
+        _gather_pass, "ELEMENT OUT CTAS_PER_SM PAIRED RUNS PARITY", "CONSUMERS BLOCKS TILE_N GROUP DENSE GRANULE"
+    ),
+    **{
+        f"{name}_patch": Code(_wgmma_tile, "ELEMENT OUT REDUCTION B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM")
+        for name in ("fprop", "dgrad", "wgrad")
+    },
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
@@ -207,6 +222,17 @@ def passes() -> list[Problem]:
     return [OPERATIONS[op].problem(**vars(p)) for op in ("conv_fprop", "conv_dgrad") for p in gradients()]
 
 
+def patches() -> list[Problem]:
+    """Of networks' first layers and the layers between their stages, in all passes."""
+    shapes = (((224, 224), (16, 16), (3, 768)), ((56, 56), (2, 2), (96, 192)), ((8, 32, 32), (2, 4, 4), (4, 72)))
+    dtypes = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"))
+    return [
+        OPERATIONS[op].problem(**vars(conv(*shape, batch=64, stride=shape[1], dtype=dtype, out_dtype=out)))
+        for op in ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        for shape, (dtype, out) in zip(shapes, dtypes, strict=True)
+    ]
+
+
 def matrix_products() -> list[Problem]:
     """Of every major and dtype, with long and short reductions."""
     rng = np.random.default_rng(1)
@@ -230,7 +256,7 @@ def quantized_products() -> list[Problem]:
 def pool(family: Family) -> dict[compiler.Source, Run]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
     samples = [run for run in every_kernel.RUNS if run.family is family]
-    every = (*gradients(), *passes(), *matrix_products(), *quantized_products())
+    every = (*gradients(), *passes(), *patches(), *matrix_products(), *quantized_products())
     served = [p for p in every if family in kernels.FAMILIES[p.op]]
     served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:

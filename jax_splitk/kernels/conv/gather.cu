@@ -3,11 +3,11 @@
 //
 //   out[pixel, k] = sum over (tap, c) of x[pixel * stride - pad + tap * dilation, c] * w[tap, c, k]
 //
-// A stage of the pipeline holds what the windows of a tile of pixels touch (wgrad/gather_input.cuh). WGMMA's A
-// fragments, [pixels] x [(tap, channel)], are gathered from it into registers: the elements of a `segment`
-// are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled up
-// to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros: in
-// A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
+// A stage of the pipeline holds what the windows of a tile of pixels touch (wgrad/gather_input.cuh). WGMMA's
+// A fragments, [pixels] x [(tap, channel)], are gathered from it into registers: the elements of a `segment`
+// are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled
+// up to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros:
+// in A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
 // memory, MN-major under the 128-byte swizzle, while thread blocks go from tile to tile.
 //
 // Roles: warpgroup 0 is the producer of stages (cp.async, or its own loads and stores), the others are
@@ -17,11 +17,11 @@
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of wgrad/gather_input.cuh, TAP_* (from one tap to the next), SEGMENTS of
-// SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are aligned
-// as pairs, GROUP: products of 16 elements in a batch.
+// SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
+// aligned as pairs, GROUP: products of 16 elements in a batch.
 
-#include "device/pipeline.cuh"
 #include "device/output.cuh"
+#include "device/pipeline.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "structs.cuh"
@@ -31,10 +31,10 @@ using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
 
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = PRODUCERS + CONSUMER_THREADS;
-constexpr int ACCUMULATORS = TILE_N / 2;                   // per thread and 64-row block
-constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;         // of a segment
-constexpr int STEPS = (SEGMENTS * EIGHTS + 1) / 2;         // products of a 64-row block
-constexpr int BOX_BYTES = STEPS * 16 * 128;                // 64 columns of the weights
+constexpr int ACCUMULATORS = TILE_N / 2;            // per thread and 64-row block
+constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;  // of a segment
+constexpr int STEPS = (SEGMENTS * EIGHTS + 1) / 2;  // products of a 64-row block
+constexpr int BOX_BYTES = STEPS * 16 * 128;         // 64 columns of the weights
 constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
 
 using Accumulator = float[ACCUMULATORS];
@@ -47,8 +47,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * CHUNKS; i += CONSUMER_THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS, k = k0 + chunk * 8;
     const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
-    const bool is_there =
-        segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
+    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
     const Element* from = w + (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
     const uint4 value = is_there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     store_shared(weights + chunk / 8 * BOX_BYTES + swizzled(row, chunk % 8), value);
@@ -150,8 +149,8 @@ __device__ inline int pixel_of(const Args& g, const Tile& tile, int row) {
 
 #if OUT == 0
 // A lane's neighbours go as they are: four lanes fill a sector.
-__device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t, const Accumulator& acc,
-                             Output* out) {
+__device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t,
+                             const Accumulator& acc, Output* out) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -186,8 +185,8 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #pragma unroll
     for (int column = 0; column < COLUMNS_AT_ONCE; column += 16) {
       const float* v = &acc[(first + column) / 2];
-      store_matrices(to + column * 2, {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]),
-                                       packed(v[6], v[7])});
+      store_matrices(to + column * 2,
+                     {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
     }
     __syncwarp();
 #pragma unroll

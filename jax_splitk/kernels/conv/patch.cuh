@@ -9,6 +9,10 @@
 // Where they are loaded, windows are read by TMA's im2col mode from a view of the input whose `channels` are
 // such rows; the view's planes and rows are `step` times the output's. Undefined: a product of matrices.
 
+#include "device/output.cuh"
+#include "device/pipeline.cuh"
+#include "structs.cuh"
+
 #if PATCH
 // Where 64 of the filter's elements are: the row's number, and the place in it.
 struct FilterPart {
@@ -46,7 +50,8 @@ __device__ inline bool is_padding(const Args& g, int row) {
 
 // Where the result has the product's elements from (m + row, n + column) on. As they are added up, so is the
 // machine code.
-__device__ inline Output* result_at(const Args& g, Output* out, int batch, int m, int n, int row, int column) {
+__device__ inline Output* result_at(const Args& g, Output* out, int batch, int m, int n, int row,
+                                    int column) {
 #if PATCH == 2
   // [plane][t][h][r][w][element]
   const int line = (m + row) / g.out.w, w = m + row - line * g.out.w.value;
@@ -64,7 +69,8 @@ __device__ inline Output* result_at(const Args& g, Output* out, int batch, int m
 }
 
 // The same of the row after eight others; `at` is (row, column).
-__device__ inline Output* eight_below(const Args& g, Output* out, Output* at, int batch, int row, int column) {
+__device__ inline Output* eight_below(const Args& g, Output* out, Output* at, int batch, int row,
+                                      int column) {
 #if PATCH >= 2
   return result_at(g, out, batch, 0, 0, row + 8, column);
 #else

@@ -20,7 +20,7 @@ from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.kernels.wgrad.refusals import HALVES
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
-from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap, tensor_map_strides
+from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
@@ -164,9 +164,8 @@ class Patch(CudaFamily[ConvProblem, Config]):
 
     def _args(self, problem: ConvProblem, config: Config) -> Values:
         g = geometry(problem, 3)
-        planes, rows, columns = g.out
-        # The view of `_windows`, or the output.
-        view = g.out if _is_strided(g) or self.PATCH == 2 else (rows, 1, columns)
+        # Of the view of `_windows`, or of the output.
+        view = g.out if _is_strided(g) or self.PATCH == 2 else (g.out[1], 1, g.out[2])
         return Values(
             "Args",
             {

@@ -21,10 +21,10 @@
 // STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), REDUCTION, SPLITS (the
 // cluster's size; 1 elsewhere), and those of epilogue.cuh and conv/patch.cuh.
 
+#include "conv/patch.cuh"
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
-#include "conv/patch.cuh"
 #include "dot/epilogue.cuh"
 
 #if ELEMENT == 0

@@ -351,21 +351,19 @@ class Tma(CudaFamily[DotProblem, Config]):
         lhs = operand_map(0, problem, problem.lhs_order, config.tile_m)
         return lhs, operand_map(1, problem, problem.rhs_order, config.tile_n)
 
-    def launches(
-        self, problem: DotProblem, config: Config, args: Values | None = None
-    ) -> tuple[plan.Launch, ...]:
+    def launches(self, problem: DotProblem, config: Config, args: Values | None = None) -> tuple[plan.Launch, ...]:
         """With those arguments, of a family that borrows the kernels, for the product's."""
         rows, columns = tile_counts(problem, config)
         cluster = config.splits if config.reduction == "cluster" else 1
         in_workspace = config.reduction == "workspace"
-        args_param = (args or kernel_args(problem, config)).param()
+        given = (args or kernel_args(problem, config)).param()
         out = plan.Pointer(2 + len(problem.epilogue_operands))
         partials, epilogue = plan.Pointer(out.buffer + 1), _epilogue_params(problem)
         main = plan.Launch(
             kernel="dot",
             grid=(rows, columns, config.splits * problem.batch),
             block=(config.threads, 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args_param, *((partials,) if in_workspace else (out, *epilogue))),
+            params=(plan.MapParam(0), plan.MapParam(1), given, *((partials,) if in_workspace else (out, *epilogue))),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, cluster),
         )
@@ -376,7 +374,7 @@ class Tma(CudaFamily[DotProblem, Config]):
             kernel="reduce_dot",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(partials, out, args_param, self._reduce_args(problem, config).param(), *epilogue),
+            params=(partials, out, given, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce
@@ -385,9 +383,7 @@ class Tma(CudaFamily[DotProblem, Config]):
         size = self._partial_stride(problem, config)
         return split_k.reduce_args(size, size, config.splits)
 
-    def source(
-        self, problem: DotProblem, config: Config, args: Values | None = None, **macros: int
-    ) -> Source:
+    def source(self, problem: DotProblem, config: Config, args: Values | None = None, **macros: int) -> Source:
         """With those arguments and further macros, of a family that borrows the kernels."""
         structs = declarations(self._reduce_args(problem, config), args or kernel_args(problem, config))
         return Source(self.file, tuple((self.macros(problem, config) | macros).items()), structs)

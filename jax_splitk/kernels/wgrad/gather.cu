@@ -28,10 +28,10 @@
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS and what gather.py takes from its Config
 // (CONSUMERS warpgroups of BLOCKS 64-row blocks), Volume and Layout: those of wgrad/gather_input.cuh. TAP_*:
-// from one tap to the next. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or 1) come before the
-// first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels from one rounding
-// addition to the next, with three parts. RAGGED: some tiles reach beyond the output. DY_VEC: elements of one
-// load of dY without DY_TMA.
+// from one tap to the next. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or
+// 1) come before the first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels
+// from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond the output.
+// DY_VEC: elements of one load of dY without DY_TMA.
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"

@@ -1,11 +1,11 @@
 // The input of a tile of TILE_IMAGES x TILE_P x TILE_Q output pixels in shared memory: all that their windows
 // touch, once, as it is in memory, with zeros where a window leaves the image. PRODUCERS threads copy it.
 //
-// Macros: TILE_IMAGES, TILE_P, TILE_Q, SLICE (channels), KERNEL_D, LHS_D, LHS_H, LHS_W (dilations of the input)
-// and those of `Layout` (wgrad/gather_layout.py). A stage, in elements, is [TILE_IMAGES][KERNEL_D][ROWS] rows
-// of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of rows or columns is GRID_* input
-// pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too (else only pixels are). PIXEL_*:
-// from one output pixel to the next. GRANULE: bytes of one copy.
+// Macros: TILE_IMAGES, TILE_P, TILE_Q, SLICE (channels), KERNEL_D, LHS_D, LHS_H, LHS_W (dilations of the
+// input) and those of `Layout` (wgrad/gather_layout.py). A stage, in elements, is
+// [TILE_IMAGES][KERNEL_D][ROWS] rows of ROW_PITCH, in which COLUMNS pixels of PITCH follow LEAD; a step of
+// rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
+// (else only pixels are). PIXEL_*: from one output pixel to the next. GRANULE: bytes of one copy.
 
 using Element = TypeOf<ELEMENT>::type;
 

@@ -27,31 +27,32 @@ def problem(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], *ch
 
 
 HALF = {"dtype": "float16", "out_dtype": "float16"}
-CASES = [
+SHAPES = (
+    ((12, 20), (4, 4), (4, 24), {}, Config(64, 64, 4)),
+    ((32, 48), (16, 16), (3, 72), HALF, Config(128, 64, 4, 3, "workspace")),
+    ((10, 14), (2, 2), (40, 64), {"out_dtype": "bfloat16"}, Config(64, 128, 4, 2, "cluster")),
+    ((4, 6, 8), (2, 3, 2), (4, 16), {"batch": 3}, Config(192, 64, 4, 2, "workspace")),
+    ((24,), (4,), (32, 136), {"batch": 5}, Config(64, 64, 4, 2, "cluster")),
+    ((5, 18, 4), (1, 9, 2), (8, 8), {"out_dtype": "bfloat16"}, Config(256, 64, 5)),
+)
+
+
+def fitting(p: ConvProblem, config: Config) -> Config:
+    """With one split where the reduction has too few blocks."""
+    one = dataclasses.replace(config, splits=1, reduction="none")
+    return one if OF[p.op].config_refusal(p, config) else config
+
+
+PROBLEMS = [
     (problem(kind, size, kernel, *channels, **more), config)
-    for (size, kernel, channels, more, config), kind in itertools.product(
-        (
-            ((12, 20), (4, 4), (4, 24), {}, Config(64, 64, 4)),
-            ((32, 48), (16, 16), (3, 72), HALF, Config(128, 64, 4, 3, "workspace")),
-            ((10, 14), (2, 2), (40, 64), {"out_dtype": "bfloat16"}, Config(64, 128, 4, 2, "cluster")),
-            ((4, 6, 8), (2, 3, 2), (4, 16), {"batch": 3}, Config(192, 64, 4, 2, "workspace")),
-            ((24,), (4,), (32, 136), {"batch": 5}, Config(64, 64, 4, 2, "cluster")),
-            ((5, 18, 4), (1, 9, 2), (8, 8), {"out_dtype": "bfloat16"}, Config(256, 64, 5)),
-        ),
-        KINDS,
-    )
-]  # fmt: skip
+    for (size, kernel, channels, more, config), kind in itertools.product(SHAPES, KINDS)
+]
+CASES = [(p, fitting(p, config)) for p, config in PROBLEMS]
 
 
 @pytest.mark.parametrize(("p", "config"), thinned(CASES, 4))
 def test_exact_on_integers(p: ConvProblem, config: Config) -> None:
-    config = dataclasses.replace(config, **_fewer(p, config))
     emulated.check(OF[p.op], p, config)
-
-
-def _fewer(p: ConvProblem, config: Config) -> dict[str, Any]:
-    """One split where the reduction has no more blocks."""
-    return {"splits": 1, "reduction": "none"} if OF[p.op].config_refusal(p, config) else {}
 
 
 def random_problem(rng: np.random.Generator, kind: type[Any], most: float) -> ConvProblem:
