@@ -224,13 +224,7 @@ def _patches() -> Iterator[Run]:
         pairs,
         (
             ((12, 20), (4, 4), (4, 136), {}, (64, 64, 5)),
-            (
-                (32, 48),
-                (16, 16),
-                (3, 128),
-                {"batch": 12, "dtype": HALF, "out_dtype": HALF},
-                (128, 64, 4, 2, "workspace"),
-            ),
+            ((64, 96), (16, 16), (3, 128), {"batch": 3, "dtype": HALF, "out_dtype": HALF}, tall),
             ((20, 28), (2, 2), (40, 136), {"out_dtype": "bfloat16"}, (64, 128, 4, 2, "cluster")),
             ((4, 6, 8), (2, 3, 2), (4, 136), {"batch": 6}, (192, 64, 4, 2, "workspace")),
             ((2, 18, 4), (1, 9, 2), (8, 64), {"out_dtype": "bfloat16"}, (256, 64, 5)),
