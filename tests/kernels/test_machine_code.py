@@ -181,7 +181,7 @@ CODE = {
     "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
     "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
     "fprop_gather": Code(
-        _gather_pass, "ELEMENT OUT CTAS_PER_SM PAIRED RUNS PARITY", "CONSUMERS BLOCKS TILE_N GROUP DENSE GRANULE"
+        _gather_pass, "ELEMENT OUT CTAS_PER_SM PAIRED PARITY TILE_N CONSUMERS", "BLOCKS GROUP RUNS DENSE GRANULE"
     ),
     **{
         f"{name}_patch": Code(_wgmma_tile, "ELEMENT OUT REDUCTION B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM")
@@ -222,14 +222,23 @@ def passes() -> list[Problem]:
     return [OPERATIONS[op].problem(**vars(p)) for op in ("conv_fprop", "conv_dgrad") for p in gradients()]
 
 
-def patches() -> list[Problem]:
-    """Of networks' first layers and the layers between their stages, in all passes."""
-    shapes = (((224, 224), (16, 16), (3, 768)), ((56, 56), (2, 2), (96, 192)), ((8, 32, 32), (2, 4, 4), (4, 72)))
-    dtypes = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"))
+def first_layers() -> list[Problem]:
+    """Of networks, and the layers between their stages, in all passes."""
+    shapes = (
+        ((224, 224), (16, 16), (3, 768), 16),
+        ((56, 56), (2, 2), (96, 192), 2),
+        ((8, 32, 32), (2, 4, 4), (4, 72), (2, 4, 4)),
+        ((224, 224), (4, 4), (3, 96), 4),
+        ((64, 64), (3, 3), (4, 320), 1),
+        ((65, 64), (3, 3), (1, 192), 1),
+    )
+    dtypes = itertools.cycle((("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")))
     return [
-        OPERATIONS[op].problem(**vars(conv(*shape, batch=64, stride=shape[1], dtype=dtype, out_dtype=out)))
+        OPERATIONS[op].problem(
+            **vars(conv(size, kernel, channels, batch=64, stride=stride, dtype=dtype, out_dtype=out))
+        )
         for op in ("conv_fprop", "conv_dgrad", "conv_wgrad")
-        for shape, (dtype, out) in zip(shapes, dtypes, strict=True)
+        for (size, kernel, channels, stride), (dtype, out) in zip(shapes, dtypes, strict=False)
     ]
 
 
@@ -256,7 +265,7 @@ def quantized_products() -> list[Problem]:
 def pool(family: Family) -> dict[compiler.Source, Run]:
     """What the tuner may choose for problems of all types, large and small: one sample for each source."""
     samples = [run for run in every_kernel.RUNS if run.family is family]
-    every = (*gradients(), *passes(), *patches(), *matrix_products(), *quantized_products())
+    every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products())
     served = [p for p in every if family in kernels.FAMILIES[p.op]]
     served = [p for p in served if family.refusal(p) is None]
     for p in served[:: -(-len(served) // MOST_PROBLEMS)]:

@@ -189,7 +189,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
                      {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
     }
     __syncwarp();
-#pragma unroll
+#pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
       const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * 8;
       const int pixel = pixel_of(g, tile, row + line);

@@ -31,6 +31,7 @@ _SHARED_PER_SM = 228 * 1024
 _BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and barriers
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
 _OTHER_REGISTERS = 34
+_WGMMA_REGISTERS = 32  # beside its sums, of those that a thread has at launch, or ptxas does not compile it
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
 
@@ -101,6 +102,9 @@ def _shared_bytes(p: ConvProblem, config: Config) -> int:
 
 def _group(config: Config, together: int) -> int:
     """Products in a batch: as many as registers allow, of which two take turns; 0 where there are too few."""
+    at_launch = 65536 // (together * 128 * (config.consumers + 1)) // 8 * 8
+    if config.tile_n // 2 + _WGMMA_REGISTERS > at_launch:
+        return 0
     room = consumer_registers(together, config.consumers) - config.tile_n // 2 - _OTHER_REGISTERS
     return max(0, min(4, room // 8))
 
