@@ -16,8 +16,8 @@ from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
 from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
-from jax_splitk.kernels.wgrad.refusals import HALVES
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap
@@ -101,18 +101,13 @@ class Patch(CudaFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        if p.dtype not in HALVES:
-            return f"dtype {p.dtype}; accepted: {', '.join(HALVES)}"
-        if p.feature_group_count != 1 or p.batch_group_count != 1:
-            return f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}; accepted: 1"
+        reason = refusals.dtypes(p, refusals.HALVES) or refusals.groups(p) or refusals.lhs_dilation(p)
+        if (reason := reason or refusals.empty_dimensions(p)) is not None:
+            return reason
         if p.window_strides != p.kernel_spatial:
             return f"a filter of {p.kernel_spatial} with strides {p.window_strides}; accepted: strides of its size"
-        if set(p.lhs_dilation) != {1}:
-            return f"lhs_dilation {p.lhs_dilation}; accepted: 1"
         if any(d != 1 and k != 1 for d, k in zip(p.rhs_dilation, p.kernel_spatial, strict=True)):
             return f"rhs_dilation {p.rhs_dilation}; accepted: 1"
-        if 0 in (*p.lhs_shape, *p.g_shape):
-            return f"lhs {p.lhs_shape}, g {p.g_shape}; accepted: no empty dimension"
         return self._covered_refusal(p) or self._tma_refusal(p) or _INNER.problem_refusal(self.dot(p))
 
     def _covered_refusal(self, p: ConvProblem) -> str | None:

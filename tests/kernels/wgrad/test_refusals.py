@@ -9,6 +9,8 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.conv import patch
+from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -27,6 +29,7 @@ BASES: dict[Family, Fields] = {
     halo.FAMILY: {"size": (16, 32), "kernel": (3, 3), "batch": 4},
     gather.FAMILY: {"size": (12, 12), "kernel": (3, 3), "channels": (3, 64)},
     im2col.FAMILY: {"size": (12, 12), "kernel": (3, 3)},
+    patch.WGRAD: {"size": (12, 12), "kernel": (3, 3), "channels": (8, 64), "stride": 3, "padding": 0},
 }
 # Any config of the family: what is refused of the problem is said with it, too.
 CONFIGS: dict[Family, Any] = {
@@ -36,6 +39,7 @@ CONFIGS: dict[Family, Any] = {
     halo.FAMILY: halo.Config(8, 32, 3, 3, 2),
     gather.FAMILY: gather.Config(1, 1, 64, 1, 8, 8, 3, 2, 1),
     im2col.FAMILY: im2col.Config(64, 64, 4, False, 1),
+    patch.WGRAD: tma.Config(64, 64, 5),
 }
 
 
