@@ -5,6 +5,7 @@ The products are few: memory is what bounds it. A thread block slides down image
 for what tiles share, and multiplies 16 channels at a time; what groups of fewer do not have in common are zeros.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -43,7 +44,9 @@ _REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
 _MAX_THREAD_REGISTERS = 240
 _INT32_MAX = 2**31 - 1
 _MAX_GRID_Y = 65535
-_MAX_CANDIDATES = 40
+_MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
+# Share of the memory's rate that boxes of so many channels reach, by guess.
+_RATES = {16: 0.7, 32: 0.9, 64: 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,16 +295,22 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return _blocks_per_sm(problem, config)
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """The best by the model."""
+        """The best by the model, few of each kind: it is not fitted to measurements."""
         found = list(self._variants(problem, target)) or [_smallest(problem)]
-        return sorted(found, key=lambda config: self.estimate(problem, config, target))[:_MAX_CANDIDATES]
+        kept, count = [], collections.Counter[tuple[int, ...]]()
+        for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
+            kind = (config.in_block, config.units, config.strips, config.resident)
+            count[kind] += 1
+            if count[kind] <= _MAX_OF_KIND:
+                kept.append(config)
+        return kept[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
         g = geometry(forward(problem), 2)
         (_, _, rows), (_, _, columns) = output_blocks(g, 0), output_blocks(g, 1)
         heights = sorted({-(-rows // parts) for parts in (1, 2, 4, 8) if rows >= 4 * parts or parts == 1})
         widths = sorted({-(-columns // parts) for parts in range(-(-columns // 128), -(-columns // 14) + 1)})[-3:]
-        pixels = itertools.product([i for i in (1, 2, 4, 8, 16) if i <= g.batch], widths)
+        pixels = itertools.product([i for i in (1, 2, 3, 4, 6, 8, 12, 16) if i <= g.batch], widths)
         for (images, width), strips in itertools.product(pixels, (1, 2, 4)):
             if images > 1 and images * width > 256:
                 continue
@@ -339,7 +348,7 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         clocks = sorted(_step_clocks(problem, config).values())
         busy = sharing * steps * (clocks[-1] + 0.2 * sum(clocks[:-1])) / 1.7e9
         filled = min(1.0, t.blocks * config.workers * together / (2 * target.cores))
-        memory = problem.bytes_moved / (3.8e12 * filled)
+        memory = problem.bytes_moved / (3.8e12 * _RATES[config.in_block] * filled)
         ramp = 2e-6 * -(-sharing // together)
         return 2e-6 + ramp + max(busy, memory) + 0.15 * min(busy, memory)
 
