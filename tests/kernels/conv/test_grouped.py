@@ -1,6 +1,7 @@
 """The grouped family of forward passes and input gradients, without a GPU: its device code, emulated and compiled."""
 
 import dataclasses
+import math
 from typing import Any
 
 import ml_dtypes
@@ -84,7 +85,8 @@ def random_problem(rng: np.random.Generator, kind: type[Any]) -> Any:
         rank = int(rng.integers(1, 3))
         some = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
         each_in, each_out = CHANNELS[int(rng.integers(len(CHANNELS)))]
-        groups = int(rng.integers(2, max(3, 80 // max(each_in, each_out))))
+        multiple = 8 // math.gcd(8, each_in, each_out)
+        groups = max(2, multiple * int(rng.integers(1, max(2, 80 // (multiple * max(each_in, each_out))))))
         more: dict[str, Any] = {str(rng.choice(["stride", "lhs_dilation"])): some(1, 4)} if rng.random() < 0.5 else {}
         more |= {"rhs_dilation": some(1, 4) if rng.random() < 0.3 else 1, "batch": int(rng.integers(1, 6))}
         pads = tuple(zip(some(-2, 6), some(-2, 6), strict=True))
