@@ -1,11 +1,11 @@
 // Grouped convolutions for few channels per group: out[o, k] = sum over taps and channels c of k's group of
-// x[i, c] w[tap, c, k], where o * DOWN - PAD + tap * DILATION = i * UP along each axis, and one of DOWN and UP
-// is 1: a forward pass with strides, or the gradient of an input with strides (whose taps are MIRRORED).
+// x[i, c] w[tap, c, k], where o * DOWN - PAD + tap * DILATION = i * UP along each axis, and one of DOWN and
+// UP is 1: a forward pass with strides, or the gradient of an input with strides (whose taps are MIRRORED).
 //
 // Words. Unit: 16 neighbouring channels, the MMA's k, and two of its n of 8. Bundle: the fewest groups whose
 // channels are whole units on both sides; a unit of the output is summed over all units of the input of its
-// bundle, with zeros as the weights between groups. Strip: 16 pixels, the MMA's m. Block of rows (of columns):
-// UP of them, for which the same row (column) of x comes first: block b begins at b * UP + OFFSET.
+// bundle, with zeros as the weights between groups. Strip: 16 pixels, the MMA's m. Block of rows (of
+// columns): UP of them, for which the same row (column) of x comes first: block b begins at b * UP + OFFSET.
 //
 // A thread block has IN_BLOCK channels, and slides down images: a step is the x that one more block of rows
 // needs, STEP_ROWS rows of IMAGES images, as one TMA box and one stage of the pipeline. A warp has the same
@@ -21,8 +21,9 @@
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
 // BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
-// DILATION, PAD, BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H; TILES_H, TILES_W (of
-// an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; the Config's, but `workers`, which is the grid's y.
+// DILATION, PAD, BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H; TILES_H, TILES_W
+// (of an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; the Config's, but `workers`, which is the grid's
+// y.
 
 #include "device/output.cuh"
 #include "device/pipeline.cuh"
@@ -86,7 +87,8 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t s
   for (int index = blockIdx.y; index < g.tiles; index += gridDim.y) {
     const Tile tile(index);
     const int column = UP_W > 1 ? tile.column - LEFT : tile.column * DOWN_W - PAD_W;
-    const int row = UP_H > 1 ? tile.block : (tile.block + LEAD) * DOWN_H - PAD_H;  // of the tile's first block
+    const int row =
+        UP_H > 1 ? tile.block : (tile.block + LEAD) * DOWN_H - PAD_H;  // of the tile's first block
 #pragma unroll 1
     for (int block = -LEAD; block < tile.rows(); ++block, at.advance(STAGES)) {
       pipeline.wait_empty(at);
@@ -98,8 +100,8 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t s
 
 // ---- weights ----------------------------------------------------------------------------------------------
 
-// A lane's B registers of 16 channels of the input and a unit of the output: of two MMAs. Column n of MMA h is
-// channel 4 * (n / 2) + 2 * h + n % 2, so that a lane has sums of 4 neighbouring channels.
+// A lane's B registers of 16 channels of the input and a unit of the output: of two MMAs. Column n of MMA h
+// is channel 4 * (n / 2) + 2 * h + n % 2, so that a lane has sums of 4 neighbouring channels.
 struct Weights {
   uint32_t v[2][2];
 };
@@ -136,7 +138,8 @@ __device__ inline void stage_weights(const Element* __restrict__ w, uint32_t wei
 
 // ---- consumer ---------------------------------------------------------------------------------------------
 
-using Sums = float[UP_H][UP_W][UNITS][STRIPS][2][4];  // of a block of rows; the last two of the MMAs of a unit
+using Sums =
+    float[UP_H][UP_W][UNITS][STRIPS][2][4];  // of a block of rows; the last two of the MMAs of a unit
 
 struct Job {
   int unit, pixel;  // the first ones
@@ -181,7 +184,9 @@ struct WarpWeights<true> {
     for (int i = 0; i < UNITS * TAPS * IN_UNITS; ++i)
       (&each[0][0][0])[i] = load_shared<Weights>(at + i * int(32 * sizeof(Weights)));
   }
-  __device__ const Weights& operator()(int unit, int tap, int in_unit) const { return each[unit][tap][in_unit]; }
+  __device__ const Weights& operator()(int unit, int tap, int in_unit) const {
+    return each[unit][tap][in_unit];
+  }
 };
 
 // Adds the products of a step, whose first block of rows has its sums in slot `first`.
@@ -219,52 +224,57 @@ __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const Warp
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
 
-// Where a lane's sums go: of each strip rows l/4 and l/4 + 8 of the MMA, from a tile's first pixel on.
+// Where a lane's sums go: of each strip rows l/4 and l/4 + 8 of the MMA.
 struct Target {
-  int offset[STRIPS][2];  // elements
-  int column[STRIPS][2];  // of the output, the first of the block; beyond it where there is no such pixel
+  Output* to[STRIPS * 2];  // the first row of the next block
+  int column[STRIPS * 2];  // of the output, the first of the block; beyond it where there is no such pixel
 
-  __device__ void set(const Job& job, const Tile& tile, int images) {
+  __device__ Target(const Job& job, const Tile& tile, int images, Output* out) {
 #pragma unroll
     for (int i = 0; i < STRIPS * 2; ++i) {
-      const int m = job.pixel + i * 8 + threadIdx.x % 32 / 4, image = m / COLUMNS, column = m % COLUMNS;
-      const bool live = m < PIXELS && tile.image + image < images;
-      (&this->offset[0][0])[i] = (image * OUTPUT_H * OUTPUT_W + column * UP_W) * OUT_CHANNELS;
-      (&this->column[0][0])[i] = live ? (tile.column + column) * UP_W + OFFSET_W : OUTPUT_W;
+      const int m = job.pixel + i * 8 + threadIdx.x % 32 / 4, image = tile.image + m / COLUMNS;
+      const int first = (tile.column + m % COLUMNS) * UP_W + OFFSET_W;
+      const long long row = (long long)image * OUTPUT_H + tile.block * UP_H + OFFSET_H;
+      to[i] = out + (row * OUTPUT_W + first) * OUT_CHANNELS;
+      column[i] = m < PIXELS && image < images ? first : OUTPUT_W;
     }
+  }
+  __device__ void advance() {
+#pragma unroll
+    for (int i = 0; i < STRIPS * 2; ++i) to[i] += UP_H * OUTPUT_W * OUT_CHANNELS;
   }
 };
 
-// Element of the first channel of a row of the tile's first image.
-__device__ inline long long row_index(const Tile& tile, int row) {
-  const long long line = (long long)tile.image * OUTPUT_H + row;
-  return (line * OUTPUT_W + tile.column * UP_W + OFFSET_W) * OUT_CHANNELS;
+// 4 neighbouring values as one access.
+__device__ inline void store_values(Output* to, float v0, float v1, float v2, float v3) {
+  using Bits = cute::conditional_t<sizeof(Output) == 2, uint2, uint4>;
+  const Vec<Output, 4> result = converted<Output>({v0, v1, v2, v3});
+  *reinterpret_cast<Bits*>(to) = reinterpret_cast<const Bits&>(result);
 }
 
-// Stores a block of rows. `not_finite` becomes NaN where one of its sums is not finite.
-__device__ inline void store(const Sums& sums, const Target& target, const Tile& tile, int block, int channel,
-                             Output* out, float& not_finite) {
+// Stores a block of rows, the first of which is `row`. `not_finite` becomes NaN where one of its sums is not
+// finite.
+__device__ inline void store(const Sums& sums, const Target& target, int row, int channel,
+                             float& not_finite) {
 #pragma unroll
   for (int a = 0; a < UP_H; ++a) {
-    const int row = (tile.block + block) * UP_H + OFFSET_H + a;
-    if (UP_H > 1 && unsigned(row) >= OUTPUT_H) continue;
-    Output* const line = out + row_index(tile, row) + channel;
+    if (UP_H > 1 && unsigned(row + a) >= OUTPUT_H) continue;
 #pragma unroll
     for (int i = 0; i < STRIPS * 2; ++i) {
 #pragma unroll
       for (int b = 0; b < UP_W; ++b) {
-        if (unsigned(target.column[i / 2][i % 2] + b) >= OUTPUT_W) continue;
+        if (unsigned(target.column[i] + b) >= OUTPUT_W) continue;
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
           if (OUT_CHANNELS % (BUNDLES * BUNDLE_OUT) && channel + u * 16 >= OUT_CHANNELS) continue;
-          const auto& of = sums[a][b][u][i / 2];
-          const float values[4] = {of[0][i % 2 * 2], of[0][i % 2 * 2 + 1], of[1][i % 2 * 2],
-                                   of[1][i % 2 * 2 + 1]};
+          const auto& v = sums[a][b][u][i / 2];
+          const int at = i % 2 * 2;
           if constexpr (MIXED) {
 #pragma unroll
-            for (float value : values) not_finite = fmaf(value, 0.f, not_finite);
+            for (int h = 0; h < 2; ++h) not_finite = fmaf(v[h][at + 1], 0.f, fmaf(v[h][at], 0.f, not_finite));
           }
-          store_values(line + target.offset[i / 2][i % 2] + b * OUT_CHANNELS + u * 16, values);
+          store_values(target.to[i] + (a * OUTPUT_W + b) * OUT_CHANNELS + u * 16, v[0][at], v[0][at + 1],
+                       v[1][at], v[1][at + 1]);
         }
       }
     }
@@ -272,8 +282,8 @@ __device__ inline void store(const Sums& sums, const Target& target, const Tile&
 }
 
 // The sum of a pixel's channel, from memory.
-__device__ inline float sum_of(const Element* __restrict__ x, const Element* __restrict__ w, int image, int row,
-                               int column, int channel) {
+__device__ inline float sum_of(const Element* __restrict__ x, const Element* __restrict__ w, int image,
+                               int row, int column, int channel) {
   const int group = channel / GROUP_OUT;
   float sum = 0;
 #pragma unroll 1
@@ -290,8 +300,8 @@ __device__ inline float sum_of(const Element* __restrict__ x, const Element* __r
 }
 
 // Computes anew what the lane has stored of a tile and is not finite.
-__device__ inline void repair(const Element* x, const Element* w, const Job& job, const Tile& tile, int images,
-                              int first_channel, Output* out) {
+__device__ inline void repair(const Element* x, const Element* w, const Job& job, const Tile& tile,
+                              int images, int first_channel, Output* out) {
   constexpr int VALUES = UP_W * UNITS * 4, EACH = STRIPS * 2 * VALUES;  // of a pixel's columns, of a row
 #pragma unroll 1
   for (int i = 0; i < tile.rows() * UP_H * EACH; ++i) {
@@ -301,7 +311,8 @@ __device__ inline void repair(const Element* x, const Element* w, const Job& job
     const int channel = first_channel + i / 4 % UNITS * 16 + i % 4;
     if (m >= PIXELS || image >= images || unsigned(row) >= OUTPUT_H || unsigned(column) >= OUTPUT_W) continue;
     if (channel >= OUT_CHANNELS) continue;
-    Output* const to = out + (((long long)image * OUTPUT_H + row) * OUTPUT_W + column) * OUT_CHANNELS + channel;
+    Output* const to =
+        out + (((long long)image * OUTPUT_H + row) * OUTPUT_W + column) * OUT_CHANNELS + channel;
     const float value = float(*to);
     if (value - value != 0.f) convert(sum_of(x, w, image, row, column, channel), *to);
   }
@@ -319,8 +330,7 @@ __device__ inline void consume(const Element* x, const Element* w, const Args& g
 #pragma unroll 1
   for (int index = blockIdx.y; index < g.tiles; index += gridDim.y) {
     const Tile tile(index);
-    Target target;
-    target.set(job, tile, g.images);
+    Target target(job, tile, g.images, out + channel);
     float not_finite = 0;
     Sums sums[SLOTS] = {};
 #pragma unroll 1
@@ -333,7 +343,10 @@ __device__ inline void consume(const Element* x, const Element* w, const Args& g
         __syncwarp();
         if (lane == 0) pipeline.release(at.stage);
         at.advance(STAGES);
-        if (first + j >= 0) store(sums[j], target, tile, first + j, channel, out, not_finite);
+        if (first + j >= 0) {
+          store(sums[j], target, (tile.block + first + j) * UP_H + OFFSET_H, channel, not_finite);
+          target.advance();
+        }
 #pragma unroll
         for (int i = 0; i < int(sizeof(Sums) / sizeof(float)); ++i) reinterpret_cast<float*>(&sums[j])[i] = 0;
       }
@@ -344,8 +357,8 @@ __device__ inline void consume(const Element* x, const Element* w, const Args& g
 
 // Grid: x over blocks of channels, y over workers.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    grouped(const __grid_constant__ TensorMap x_map, const Element* __restrict__ x, const Element* __restrict__ w,
-            const __grid_constant__ Args g, Output* out) {
+    grouped(const __grid_constant__ TensorMap x_map, const Element* __restrict__ x,
+            const Element* __restrict__ w, const __grid_constant__ Args g, Output* out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw), weights = stages + STAGES * STAGE_BYTES;
