@@ -7,10 +7,11 @@
 // bundle, with zeros as the weights between groups. Strip: 16 pixels, the MMA's m. Block of rows (of
 // columns): UP of them, for which the same row (column) of x comes first: block b begins at b * UP + OFFSET.
 //
-// A thread block has IN_BLOCK channels, and slides down images: a step is the x that one more block of rows
-// needs, STEP_ROWS rows of IMAGES images, as one TMA box and one stage of the pipeline. A warp has the same
-// strips and units of the output from the first step to the last: it keeps the sums of the SLOTS blocks of
-// rows that a step reaches in registers, so that each row of x is read once for all rows of taps.
+// A thread block has IN_BLOCK channels, and slides down planes of images: a step is the x that one more block
+// of rows needs of a plane, STEP_ROWS rows of IMAGES images, as one TMA box and one stage of the pipeline. A
+// warp has the same strips and units of the output from the first step to the last: it keeps the sums of the
+// SLOTS blocks of rows that a step reaches in registers, so that each row of x is read once for all rows of
+// taps; for each plane of taps it is read again.
 //
 // Infinities and NaNs reach other groups of their bundle through the zeros. So a warp that has stored what is
 // not finite computes that anew, without the MMA.
@@ -20,10 +21,10 @@
 // MMA's registers; RESIDENT: a warp has its own in registers.
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
-// BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
-// DILATION, PAD, BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H; TILES_H, TILES_W
-// (of an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; the Config's, but `workers`, which is the grid's
-// y.
+// BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
+// DILATION, PAD; of h and w BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H;
+// TILES_H, TILES_W (of an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; the Config's, but `workers`,
+// which is the grid's y.
 
 #include "device/output.cuh"
 #include "device/pipeline.cuh"
@@ -32,7 +33,7 @@
 
 using Element = TypeOf<ELEMENT>::type;
 
-constexpr int TAPS = KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 constexpr int IN_UNITS = BUNDLE_IN / 16, OUT_UNITS = BUNDLE_OUT / 16;
 constexpr int WARP_BUNDLES = UNITS > OUT_UNITS ? UNITS / OUT_UNITS : 1;
 constexpr int WARP_OUT = UNITS / WARP_BUNDLES;  // units of a bundle that a warp has
@@ -62,17 +63,25 @@ __device__ constexpr int column_of(int s) {
 }
 __device__ constexpr int phase_w(int s) { return UP_W > 1 ? (REACH_W - s * DILATION_W) % UP_W : 0; }
 
-// A tile's first image, block of rows and block of columns.
+// A tile's first image, its plane, its first block of rows and block of columns.
 struct Tile {
-  int image, block, column;
+  int image, plane, block, column;
   __device__ explicit Tile(int index) {
-    const int row = index / TILES_W;
-    image = row / TILES_H * IMAGES;
-    block = BASE_H + row % TILES_H * ROWS;
     column = BASE_W + index % TILES_W * COLUMNS;
+    index /= TILES_W;
+    block = BASE_H + index % TILES_H * ROWS;
+    index /= TILES_H;
+    plane = index % OUTPUT_D;
+    image = index / OUTPUT_D * IMAGES;
   }
   __device__ int rows() const { return min(ROWS, BASE_H + BLOCKS_H - block); }
 };
+
+// x's plane that plane t of taps meets, -1 for none.
+__device__ inline int input_plane(const Tile& tile, int t) {
+  const int at = tile.plane * DOWN_D - PAD_D + t * DILATION_D;
+  return at >= 0 && at % UP_D == 0 && at / UP_D < INPUT_D ? at / UP_D : -1;
+}
 
 // First channels of a thread block.
 __device__ inline int first_in() { return blockIdx.x * (BUNDLES * BUNDLE_IN); }
@@ -90,10 +99,17 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t s
     const int row =
         UP_H > 1 ? tile.block : (tile.block + LEAD) * DOWN_H - PAD_H;  // of the tile's first block
 #pragma unroll 1
-    for (int block = -LEAD; block < tile.rows(); ++block, at.advance(STAGES)) {
-      pipeline.wait_empty(at);
-      load_box(x_map, pipeline.expect(at, BOX_BYTES), stages + at.stage * STAGE_BYTES, first_in(), column,
-               row + block * DOWN_H, tile.image);
+    for (int block = -LEAD; block < tile.rows(); ++block) {
+#pragma unroll 1
+      for (int t = 0; t < KERNEL_D; ++t) {
+        const int plane = input_plane(tile, t);
+        if (plane < 0) continue;
+        pipeline.wait_empty(at);
+        uint64_t* const full = pipeline.expect(at, BOX_BYTES);
+        load_box(x_map, full, stages + at.stage * STAGE_BYTES, first_in(), column, row + block * DOWN_H,
+                 plane, tile.image);
+        at.advance(STAGES);
+      }
     }
   }
 }
@@ -116,23 +132,39 @@ __device__ constexpr int weights_offset(int unit, int tap, int in_unit) {
   return ((unit * TAPS + tap) * IN_UNITS + in_unit) * int(32 * sizeof(Weights));
 }
 
+// Puts the weights in their order, 8 neighbouring ones at a time: of two channels of the input and 8 of the
+// output, or where they are mirrored of 8 of the input and one of the output.
 __device__ inline void stage_weights(const Element* __restrict__ w, uint32_t weights) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 2
-  for (int i = threadIdx.x / 32; i < BUNDLES * OUT_UNITS * TAPS * IN_UNITS; i += WARPS) {
-    const int unit = i / (TAPS * IN_UNITS), tap = i / IN_UNITS % TAPS;
-    const int in = first_in() + (unit / OUT_UNITS * IN_UNITS + i % IN_UNITS) * 16 + lane % 4 * 2;
-    const int out = first_out() + unit * 16 + lane / 8 * 4 + lane / 4 % 2;
-    uint4 lanes;
-    uint32_t* const v = &lanes.x;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int c = in + j / 2 % 2 * 8 + j % 2, k = out + j / 4 * 2;
-      const bool valid = c < IN_CHANNELS && k < OUT_CHANNELS && c / GROUP_IN == k / GROUP_OUT;
-      const uint32_t element = valid ? reinterpret_cast<const uint16_t&>(w[weight_index(tap, c, k)]) : 0;
-      v[j / 2] = j % 2 ? v[j / 2] | element << 16 : element;
+  constexpr int PIECES = MIRRORED ? 32 : 16, WORDS = MIRRORED ? 4 : 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < BUNDLES * OUT_UNITS * TAPS * IN_UNITS * PIECES; i += WARPS * 32) {
+    const int each = i / PIECES, unit = each / (TAPS * IN_UNITS), tap = each / IN_UNITS % TAPS,
+              at = i % PIECES;
+    const int c0 = MIRRORED ? at / 16 * 8 : at % 8 * 2, k0 = MIRRORED ? at % 16 : at / 8 * 8;  // of the unit
+    const int in = first_in() + (unit / OUT_UNITS * IN_UNITS + each % IN_UNITS) * 16 + c0;
+    const int out = first_out() + unit * 16 + k0;
+    uint4 first = {}, second = {};
+    if (in < IN_CHANNELS && out < OUT_CHANNELS) {
+      first = *reinterpret_cast<const uint4*>(w + weight_index(tap, in, out));
+      if (!MIRRORED) second = *reinterpret_cast<const uint4*>(w + weight_index(tap, in + 1, out));
     }
-    store_shared(weights + i * int(sizeof(Weights)) * 32 + lane * int(sizeof(Weights)), lanes);
+#pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+      const int c = MIRRORED ? j * 2 : 0, k = MIRRORED ? 0 : j;
+      uint32_t word = (&first.x)[MIRRORED ? j : j / 2];
+      if (!MIRRORED) {
+        const uint32_t other = (&second.x)[j / 2];
+        word = j % 2 ? word >> 16 | (other & 0xffff0000u) : (word & 0xffffu) | other << 16;
+      }
+      if (MIXED) {
+        const int group = (out + k) / GROUP_OUT;
+        if ((in + c) / GROUP_IN != group) word &= 0xffff0000u;
+        if ((in + c + 1) / GROUP_IN != group) word &= 0xffffu;
+      }
+      const int lane = (c0 + c) % 8 / 2 + ((k0 + k) / 4 * 2 + (k0 + k) % 2) * 4;
+      const int reg = (k0 + k) / 2 % 2 * 2 + (c0 + c) / 8;
+      store_shared(weights + (each * 32 + lane) * int(sizeof(Weights)) + reg * 4, word);
+    }
   }
 }
 
@@ -189,9 +221,9 @@ struct WarpWeights<true> {
   }
 };
 
-// Adds the products of a step, whose first block of rows has its sums in slot `first`.
+// Adds the products of a step with plane t of taps; its first block of rows has its sums in slot `first`.
 __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const WarpWeights<RESIDENT>& weights,
-                                int first, Sums (&sums)[SLOTS]) {
+                                int t, int first, Sums (&sums)[SLOTS]) {
 #pragma unroll
   for (int k = 0; k < STEP_ROWS; ++k) {
 #pragma unroll
@@ -208,7 +240,7 @@ __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const Warp
 #pragma unroll
           for (int u = 0; u < WARP_OUT; ++u) {
             const int unit = bundle * WARP_OUT + u;
-            const Weights b = weights(unit, r * KERNEL_W + s, in % IN_UNITS);
+            const Weights b = weights(unit, (t * KERNEL_H + r) * KERNEL_W + s, in % IN_UNITS);
             auto& to = sums[(first + slot_of(r)) % SLOTS][phase_h(r)][phase_w(s)][unit];
 #pragma unroll
             for (int i = 0; i < STRIPS; ++i) {
@@ -234,7 +266,8 @@ struct Target {
     for (int i = 0; i < STRIPS * 2; ++i) {
       const int m = job.pixel + i * 8 + threadIdx.x % 32 / 4, image = tile.image + m / COLUMNS;
       const int first = (tile.column + m % COLUMNS) * UP_W + OFFSET_W;
-      const long long row = (long long)image * OUTPUT_H + tile.block * UP_H + OFFSET_H;
+      const long long plane = (long long)image * OUTPUT_D + tile.plane;
+      const long long row = plane * OUTPUT_H + tile.block * UP_H + OFFSET_H;
       to[i] = out + (row * OUTPUT_W + first) * OUT_CHANNELS;
       column[i] = m < PIXELS && image < images ? first : OUTPUT_W;
     }
@@ -281,17 +314,20 @@ __device__ inline void store(const Sums& sums, const Target& target, int row, in
   }
 }
 
-// The sum of a pixel's channel, from memory.
-__device__ inline float sum_of(const Element* __restrict__ x, const Element* __restrict__ w, int image,
-                               int row, int column, int channel) {
+// The sum of a channel of the tile's plane of an image, from memory.
+__device__ inline float sum_of(const Element* __restrict__ x, const Element* __restrict__ w, const Tile& tile,
+                               int image, int row, int column, int channel) {
   const int group = channel / GROUP_OUT;
   float sum = 0;
 #pragma unroll 1
   for (int tap = 0; tap < TAPS; ++tap) {
-    const int h = row * DOWN_H - PAD_H + tap / KERNEL_W * DILATION_H;
+    const int plane = input_plane(tile, tap / (KERNEL_H * KERNEL_W));
+    const int h = row * DOWN_H - PAD_H + tap / KERNEL_W % KERNEL_H * DILATION_H;
     const int v = column * DOWN_W - PAD_W + tap % KERNEL_W * DILATION_W;
-    if (h < 0 || h % UP_H || h / UP_H >= INPUT_H || v < 0 || v % UP_W || v / UP_W >= INPUT_W) continue;
-    const long long pixel = ((long long)image * INPUT_H + h / UP_H) * INPUT_W + v / UP_W;
+    if (plane < 0 || h < 0 || h % UP_H || h / UP_H >= INPUT_H) continue;
+    if (v < 0 || v % UP_W || v / UP_W >= INPUT_W) continue;
+    const long long line = ((long long)image * INPUT_D + plane) * INPUT_H + h / UP_H;
+    const long long pixel = line * INPUT_W + v / UP_W;
 #pragma unroll 1
     for (int c = group * GROUP_IN; c < (group + 1) * GROUP_IN; ++c)
       sum = fmaf(float(x[pixel * IN_CHANNELS + c]), float(w[weight_index(tap, c, channel)]), sum);
@@ -311,10 +347,10 @@ __device__ inline void repair(const Element* x, const Element* w, const Job& job
     const int channel = first_channel + i / 4 % UNITS * 16 + i % 4;
     if (m >= PIXELS || image >= images || unsigned(row) >= OUTPUT_H || unsigned(column) >= OUTPUT_W) continue;
     if (channel >= OUT_CHANNELS) continue;
-    Output* const to =
-        out + (((long long)image * OUTPUT_H + row) * OUTPUT_W + column) * OUT_CHANNELS + channel;
+    const long long line = ((long long)image * OUTPUT_D + tile.plane) * OUTPUT_H + row;
+    Output* const to = out + (line * OUTPUT_W + column) * OUT_CHANNELS + channel;
     const float value = float(*to);
-    if (value - value != 0.f) convert(sum_of(x, w, image, row, column, channel), *to);
+    if (value - value != 0.f) convert(sum_of(x, w, tile, image, row, column, channel), *to);
   }
 }
 
@@ -338,11 +374,15 @@ __device__ inline void consume(const Element* x, const Element* w, const Args& g
 #pragma unroll
       for (int j = 0; j < SLOTS; ++j) {
         if (first + j >= tile.rows()) break;
-        pipeline.wait_full(at);
-        multiply(cursor, stages + at.stage * STAGE_BYTES, weights, j, sums);
-        __syncwarp();
-        if (lane == 0) pipeline.release(at.stage);
-        at.advance(STAGES);
+#pragma unroll
+        for (int t = 0; t < KERNEL_D; ++t) {
+          if (input_plane(tile, t) < 0) continue;
+          pipeline.wait_full(at);
+          multiply(cursor, stages + at.stage * STAGE_BYTES, weights, t, j, sums);
+          __syncwarp();
+          if (lane == 0) pipeline.release(at.stage);
+          at.advance(STAGES);
+        }
         if (first + j >= 0) {
           store(sums[j], target, (tile.block + first + j) * UP_H + OFFSET_H, channel, not_finite);
           target.advance();

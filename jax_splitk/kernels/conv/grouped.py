@@ -19,7 +19,7 @@ from jax_splitk.kernels.conv.passes import forward, output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
-from jax_splitk.kernels.wgrad.geometry import axis_macros, geometry
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Buffer, Launch, MapParam, Pointer, TiledMap, tensor_map_strides
@@ -97,16 +97,16 @@ class Tiling:
     Attributes:
       bundles: of a thread block.
       blocks: of channels.
-      tiles: of images, along rows and along columns.
+      tiles: of images, planes, along rows and along columns.
       step_rows, x_width: pixels of a step's box.
       slots: blocks of rows that have sums at a time.
       warps: consumers.
-      products: of a warp for a step.
+      products: of a warp for a block of rows.
     """
 
     bundles: int
     blocks: int
-    tiles: tuple[int, int, int]
+    tiles: tuple[int, int, int, int]
     step_rows: int
     x_width: int
     stage_bytes: int
@@ -117,25 +117,31 @@ class Tiling:
     registers: int
 
 
+def _step_rows(g: Geometry) -> set[int]:
+    """Rows of a step that some row of taps meets."""
+    return {tap * g.dilation[1] % g.stride[1] for tap in range(g.kernel[1])}
+
+
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvProblem, config: Config) -> Tiling:
     q = forward(p)
-    g, (bundle_in, bundle_out) = geometry(q, 2), bundle(p)
-    up, bundles, taps = g.lhs_dilation, max(1, config.in_block // bundle_in), math.prod(g.kernel)
+    g, (bundle_in, bundle_out) = geometry(q, 3), bundle(p)
+    (_, up_h, up_w), taps, bundles = g.lhs_dilation, math.prod(g.kernel), max(1, config.in_block // bundle_in)
     in_units, out_units = bundle_in // UNIT, bundle_out // UNIT
-    step_rows = 1 + max(tap * g.dilation[0] % g.stride[0] for tap in range(g.kernel[0]))
-    x_width = (config.columns - 1) * g.stride[1] + g.reach[1] // up[1] + 1
-    slots = g.reach[0] // (g.stride[0] * up[0]) + 1
-    sums = 8 * slots * math.prod(up) * config.units * config.strips
+    step_rows = 1 + max(_step_rows(g))
+    x_width = (config.columns - 1) * g.stride[2] + g.reach[2] // up_w + 1
+    slots = g.reach[1] // (g.stride[1] * up_h) + 1
+    sums = 8 * slots * up_h * up_w * config.units * config.strips
     weights = 4 * taps * in_units * config.units if config.resident else 8
-    addresses = config.strips * (step_rows * g.kernel[1] + 4)
+    addresses = config.strips * (step_rows * g.kernel[2] + 4)
     return Tiling(
         bundles,
         -(-q.in_channels // (bundles * bundle_in)),
         (
             -(-q.batch // config.images),
-            -(-output_blocks(g, 0)[2] // config.rows),
-            -(-output_blocks(g, 1)[2] // config.columns),
+            g.out[0],
+            -(-output_blocks(g, 1)[2] // config.rows),
+            -(-output_blocks(g, 2)[2] // config.columns),
         ),
         step_rows,
         x_width,
@@ -172,31 +178,32 @@ def _units(p: ConvProblem, in_block: int) -> list[int]:
 
 def _smallest(p: ConvProblem) -> Config:
     """The config with the least shared memory and the fewest registers."""
-    g = geometry(forward(p), 2)
-    columns = min(STRIP, output_blocks(g, 1)[2])
+    g = geometry(forward(p), 3)
+    columns = min(STRIP, output_blocks(g, 2)[2])
     return Config(_in_blocks(p)[0], 1, 1, columns, 1, 1, resident=False, stages=2, workers=1)
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-def _step_clocks(p: ConvProblem, config: Config) -> dict[str, float]:
-    """Clocks of an SM that a step of a thread block takes, by what takes them. Not fitted to measurements."""
-    g, t = geometry(forward(p), 2), tiling(p, config)
-    rows = {tap * g.dilation[0] % g.stride[0] for tap in range(g.kernel[0])}
+def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
+    """Clocks of an SM that a thread block's block of rows takes, by what takes them. Not fitted to measurements."""
+    g, t = geometry(forward(p), 3), tiling(p, config)
+    planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
-    loads = len(rows) * g.kernel[1] * units * config.strips
-    weights = 0 if config.resident else t.products / (2 * config.strips)
-    stores = config.strips * config.units * math.prod(g.lhs_dilation) * 2
+    products = t.products * planes / g.kernel[0]
+    loads = planes * len(_step_rows(g)) * g.kernel[2] * units * config.strips
+    weights = 0 if config.resident else products / (2 * config.strips)
+    stores = config.strips * config.units * math.prod(g.lhs_dilation[1:]) * 2
     out_bytes = t.warps * stores * 32 * 4 * jnp.dtype(p.out_dtype).itemsize
-    conflicts = math.gcd(g.stride[1], 8)
+    conflicts = math.gcd(g.stride[2], 8)
     return {
-        "mma": 1.7 * t.warps * t.products,
-        "shared": t.warps * 4 * (loads * conflicts + weights) + t.stage_bytes / 128,
-        "issue": t.warps * (t.products + 2 * loads + weights + 12 * stores + 30) / 2.4,
-        "l2": (t.stage_bytes + out_bytes) / 40,
+        "mma": 1.7 * t.warps * products,
+        "shared": t.warps * 4 * (loads * conflicts + weights) + planes * t.stage_bytes / 128,
+        "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / 2.4,
+        "l2": (planes * t.stage_bytes + out_bytes) / 40,
         # Of a warp: for its barrier, its first load, and products that wait for each other.
-        "alone": (220 + 8 * t.products) / _blocks_per_sm(p, config),
+        "alone": (220 * planes + 8 * products) / _blocks_per_sm(p, config),
     }
 
 
@@ -221,8 +228,6 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        if p.rank > 2:
-            return f"{p.rank} spatial dimensions; accepted: 1, 2"
         if p.dtype not in _DTYPES:
             return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
         if p.out_dtype not in OUT_CODES:
@@ -238,13 +243,12 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
                 f"groups, the fewest with multiples of {UNIT} of both; accepted: at least 2, and up to {BLOCKS[-1]} of "
                 f"the input and {4 * BLOCKS[-1]} of the output"
             )
-        if q.in_channels % 8 or q.out_channels % 4:
-            given = f"{q.in_channels} channels of {q.operands[0]} and {q.out_channels} of the result"
-            return f"{given}; accepted: multiples of 8 and of 4"
+        if p.in_channels % 8 or p.out_channels % 8:
+            return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
         return self._extent_refusal(p)
 
     def _extent_refusal(self, p: ConvProblem) -> str | None:
-        g = geometry(forward(p), 2)
+        g = geometry(forward(p), 3)
         if (reason := passes.steps_refusal(g, _MAX_STRIDE)) is not None:
             return reason
         sizes = (*p.lhs_shape, *p.g_shape)
@@ -255,15 +259,15 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return reason and f"a filter of {p.kernel_spatial}, dilated by {p.rhs_dilation}: {reason}"
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        g = geometry(forward(problem), 2)
+        g = geometry(forward(problem), 3)
         reason = field_refusal(config, in_block=_in_blocks(problem))
         if reason is not None:
             return reason
         reason = field_refusal(
             config,
             images=range(1, min(g.batch, _MAX_BOX) + 1),
-            rows=range(1, output_blocks(g, 0)[2] + 1),
-            columns=range(1, min(output_blocks(g, 1)[2], _MAX_BOX) + 1),
+            rows=range(1, output_blocks(g, 1)[2] + 1),
+            columns=range(1, min(output_blocks(g, 2)[2], _MAX_BOX) + 1),
             units=_units(problem, config.in_block),
             strips=(1, 2, 4),
             resident=(False, True),
@@ -306,8 +310,8 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return kept[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
-        g = geometry(forward(problem), 2)
-        (_, _, rows), (_, _, columns) = output_blocks(g, 0), output_blocks(g, 1)
+        g = geometry(forward(problem), 3)
+        (_, _, rows), (_, _, columns) = output_blocks(g, 1), output_blocks(g, 2)
         heights = sorted({-(-rows // parts) for parts in (1, 2, 4, 8) if rows >= 4 * parts or parts == 1})
         widths = sorted({-(-columns // parts) for parts in range(-(-columns // 128), -(-columns // 14) + 1)})[-3:]
         pixels = itertools.product([i for i in (1, 2, 3, 4, 6, 8, 12, 16) if i <= g.batch], widths)
@@ -342,11 +346,11 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
         """The larger of device memory and the busiest SM's steps. Not fitted to measurements."""
         t = tiling(problem, config)
-        steps = (config.rows + t.slots - 1) * -(-math.prod(t.tiles) // config.workers)
+        blocks = (config.rows + t.slots - 1) * -(-math.prod(t.tiles) // config.workers)
         sharing = -(-t.blocks * config.workers // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, _blocks_per_sm(problem, config))
-        clocks = sorted(_step_clocks(problem, config).values())
-        busy = sharing * steps * (clocks[-1] + 0.2 * sum(clocks[:-1])) / 1.7e9
+        clocks = sorted(_clocks(problem, config).values())
+        busy = sharing * blocks * (clocks[-1] + 0.2 * sum(clocks[:-1])) / 1.7e9
         filled = min(1.0, t.blocks * config.workers * together / (2 * target.cores))
         memory = problem.bytes_moved / (3.8e12 * _RATES[config.in_block] * filled)
         ramp = 2e-6 * -(-sharing // together)
@@ -357,8 +361,8 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         p = forward(problem)
-        g, t = geometry(p, 2), tiling(problem, config)
-        (base_h, offset_h, blocks_h), (base_w, offset_w, _) = output_blocks(g, 0), output_blocks(g, 1)
+        g, t = geometry(p, 3), tiling(problem, config)
+        (base_h, offset_h, blocks_h), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
         axes = axis_macros(
             INPUT=g.size,
             OUTPUT=g.out,
@@ -369,7 +373,7 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
             PAD=g.pad,
             BASE=(base_h, base_w),
             OFFSET=(offset_h, offset_w),
-            TILES=t.tiles[1:],
+            TILES=t.tiles[2:],
         )
         (group_in, group_out), (bundle_in, bundle_out) = p.group_channels, bundle(problem)
         return {
@@ -390,9 +394,9 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
         p, t = forward(problem), tiling(problem, config)
-        g = geometry(p, 2)
-        dims = (p.in_channels, g.size[1], g.size[0], g.batch)
-        box = (config.in_block, t.x_width, t.step_rows, config.images)
+        g = geometry(p, 3)
+        dims = (p.in_channels, *g.size[::-1], g.batch)
+        box = (config.in_block, t.x_width, t.step_rows, 1, config.images)
         return (TiledMap(0, p.dtype, dims, tensor_map_strides(dims, 2), box, _SWIZZLES[config.in_block]),)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:

@@ -68,6 +68,7 @@ CASES = [
          (64, 1, 2, 3, 1, 1, False, 2, 1)),
         ((5, 9), (3, 3), (64, 64, 8), {"padding": ((2, 3), (1, 2)), "lhs_dilation": (2, 1)},
          (64, 1, 3, 9, 2, 1, False, 2, 2)),
+        ((5, 4, 6), (3, 3, 2), (32, 32, 4), {"padding": 1, "stride": (2, 1, 2)}, (16, 2, 2, 3, 1, 1, True, 3, 3)),
     )
     for kind in BOTH
 ]  # fmt: skip
@@ -82,7 +83,7 @@ def test_device_code_is_exact_on_integers(p: ConvProblem, config: Config) -> Non
 def random_problem(rng: np.random.Generator, kind: type[Any]) -> Any:
     """Small, of any geometry that the family serves."""
     while True:
-        rank = int(rng.integers(1, 3))
+        rank = int(rng.integers(1, 4))
         some = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
         each_in, each_out = CHANNELS[int(rng.integers(len(CHANNELS)))]
         multiple = 8 // math.gcd(8, each_in, each_out)
@@ -93,7 +94,9 @@ def random_problem(rng: np.random.Generator, kind: type[Any]) -> Any:
         more |= {"dtype": str(rng.choice(["bfloat16", "float16"])), "padding": pads}
         out_dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
         channels = (each_in * groups, each_out * groups, groups)
-        p = problem(kind, some(2, (40, 14)[rank - 1]), some(1, 6), *channels, out_dtype=out_dtype, **more)
+        p = problem(
+            kind, some(2, (40, 14, 8)[rank - 1]), some(1, (6, 6, 4)[rank - 1]), *channels, out_dtype=out_dtype, **more
+        )
         if FAMILIES[p.op].refusal(p) is None:
             return p
 
@@ -146,7 +149,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it(p: ConvProblem, config: C
     ({"feature_group_count": 1}, "feature_group_count 1, batch_group_count 1; accepted: at least 2 feature groups"),
     ({"feature_group_count": 32}, "1 of the input and 1 of the output channels of a group, .*; accepted: at least 2"),
     ({"in_channels": 320, "out_channels": 320, "feature_group_count": 2}, "160 of the output channels of a group"),
-    ({"in_channels": 36, "out_channels": 36, "feature_group_count": 9}, "; accepted: multiples of 8 and of 4"),
+    ({"in_channels": 36, "out_channels": 36, "feature_group_count": 9}, "36 output channels; accepted: multiples of 8"),
     ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
     ({"out_dtype": "float64"}, "out_dtype float64; accepted: float32, bfloat16, float16"),
     ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
@@ -178,7 +181,7 @@ def test_candidates_are_legal_and_of_several_kinds() -> None:
         family = FAMILIES[p.op]
         found = family.candidates(p, DEFAULT_CUDA)
         assert all(family.refusal(p, c) is None and family.estimate(p, c, DEFAULT_CUDA) > 0 for c in found), str(p)
-        assert p not in NETWORKS or len({(c.in_block, c.units, c.strips, c.resident) for c in found}) >= 4, str(p)
+        assert p not in NETWORKS or len({(c.in_block, c.units, c.strips, c.resident) for c in found}) >= 3, str(p)
         assert any(family.refusal(p, c) is None for c in family.neighbours(p, found[0], DEFAULT_CUDA))
 
 
