@@ -39,18 +39,19 @@ def _dtype(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
-def emulated(p: ConvProblem, config: Config, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def emulated(p: ConvProblem, config: Config, x: np.ndarray, w: np.ndarray, seed: int = 0) -> np.ndarray:
     """The result; what nobody writes is NaN."""
     assert FAMILIES[p.op].refusal(p, config) is None, f"{p} {config}"
     out = np.empty(p.out_shape, _dtype(p.out_dtype))
-    emulator.run(FAMILIES[p.op].plan(p, config), [x, w], [out])
+    emulator.run(FAMILIES[p.op].plan(p, config), [x, w], [out], seed)
     return out
 
 
 def check(p: ConvProblem, config: Config, rng: np.random.Generator) -> None:
     x, w = operands(p, rng)
     exact = float64.ON_HOST[p.op](p, x, w).astype(np.float32).astype(_dtype(p.out_dtype))
-    np.testing.assert_array_equal(emulated(p, config, x, w), exact, err_msg=f"{p} {config}")
+    out = emulated(p, config, x, w, int(rng.integers(2**31)))
+    np.testing.assert_array_equal(out, exact, err_msg=f"{p} {config}")
 
 
 HALF = {"dtype": "float16", "out_dtype": "float32"}
@@ -58,9 +59,7 @@ CASES = [
     (problem(kind, size, kernel, *channels, **more), Config(*config))
     for size, kernel, channels, more, config in (
         ((9, 10), (3, 3), (32, 32, 8), {"padding": 1}, (32, 2, 4, 5, 1, 1, False, 3, 2)),
-        ((9, 11), (3, 3), (64, 64, 4), {"padding": 1, "stride": 2, **HALF}, (16, 1, 3, 5, 1, 1, True, 2, 3)),
-        ((40,), (5,), (64, 64, 16), {"padding": ((4, 0),)}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
-        ((7, 7), (3, 3), (64, 64, 2), {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, False, 2, 2)),
+        ((40,), (5,), (64, 64, 16), {"padding": ((4, 0),), **HALF}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
         ((8, 6), (3, 2), (128, 128, 2), {"out_dtype": "float32"}, (64, 1, 2, 4, 1, 1, False, 2, 4)),
         ((12, 13), (3, 3), (40, 40, 20), {"padding": ((2, 0), (-1, 3)), "rhs_dilation": (2, 3)},
          (16, 2, 5, 6, 1, 1, True, 4, 4)),
@@ -125,7 +124,7 @@ def test_random_problems_are_exact(kind: type[Any], seed: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize(("p", "config"), thinned([CASES[0], CASES[11], CASES[3], CASES[13]], 3))
+@pytest.mark.parametrize(("p", "config"), thinned([CASES[0], CASES[7], CASES[2], CASES[11]], 3))
 def test_what_is_not_finite_reaches_what_depends_on_it(p: ConvProblem, config: Config, value: float) -> None:
     """Not other groups of the bundle, nor pixels that a tap does not meet."""
     with seeded(3) as rng:
@@ -185,7 +184,7 @@ def test_candidates_are_legal_and_of_several_kinds() -> None:
         assert any(family.refusal(p, c) is None for c in family.neighbours(p, found[0], DEFAULT_CUDA))
 
 
-@pytest.mark.parametrize("p", thinned(NETWORKS, 4))
+@pytest.mark.parametrize("p", thinned(NETWORKS, 10))
 def test_device_code_does_not_spill(p: ConvProblem) -> None:
     """Of the best by the model, and of those with the fewest registers for what they have."""
     family = FAMILIES[p.op]
