@@ -236,12 +236,12 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
             given = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
             return f"{given}; accepted: at least 2 feature groups and no batch groups"
         q = forward(p)
-        if min(q.group_channels) < 2 or max(bundle(p)[0], bundle(p)[1] // 4) > BLOCKS[-1]:
+        if max(q.group_channels) == 1 or max(bundle(p)[0], bundle(p)[1] // 4) > BLOCKS[-1]:
             groups, channels = bundle(p)[0] // q.group_channels[0], "{} of the input and {} of the output"
             return (
                 f"{channels.format(*q.group_channels)} channels of a group, {channels.format(*bundle(p))} of {groups} "
-                f"groups, the fewest with multiples of {UNIT} of both; accepted: at least 2, and up to {BLOCKS[-1]} of "
-                f"the input and {4 * BLOCKS[-1]} of the output"
+                f"groups, the fewest with multiples of {UNIT} of both; accepted: not 1 of each, and up to {BLOCKS[-1]} "
+                f"of the input and {4 * BLOCKS[-1]} of the output"
             )
         if p.in_channels % 8 or p.out_channels % 8:
             return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
