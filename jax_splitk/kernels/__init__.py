@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
 from jax_splitk.kernels.conv import gather as conv_gather
+from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.conv import patch
 from jax_splitk.kernels.dot import as_wgrad, tma
@@ -21,8 +22,8 @@ from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, t
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_fprop": (conv_depthwise.FPROP, patch.FPROP, conv_gather.FAMILY, conv_host.FPROP),
-    "conv_dgrad": (conv_depthwise.DGRAD, patch.DGRAD, conv_host.DGRAD),
+    "conv_fprop": (conv_depthwise.FPROP, conv_grouped.FPROP, patch.FPROP, conv_gather.FAMILY, conv_host.FPROP),
+    "conv_dgrad": (conv_depthwise.DGRAD, conv_grouped.DGRAD, patch.DGRAD, conv_host.DGRAD),
     "conv_wgrad": (
         *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col)),
         patch.WGRAD,

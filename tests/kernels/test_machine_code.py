@@ -34,7 +34,7 @@ from tests.problems import conv
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 170
+MOST_SOURCES = 200
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if isinstance(family, CudaFamily)]  # others have no code of their own
@@ -187,6 +187,8 @@ CODE = {
         f"{name}_patch": Code(_wgmma_tile, "ELEMENT OUT REDUCTION B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM")
         for name in ("fprop", "dgrad", "wgrad")
     },
+    "fprop_grouped": Code(_grouped, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
+    "dgrad_grouped": Code(_grouped, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(

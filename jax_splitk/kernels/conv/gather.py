@@ -11,8 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from jax import numpy as jnp
-
+from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Values
@@ -283,10 +282,7 @@ class Gather(CudaFamily[ConvProblem, Config]):
         return (self._args(problem, config),)
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        """The operands, the result, no workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
-        return tuple(Buffer(size, 16) for size in (*sizes, math.prod(problem.out_shape) * out_item, 0))
+        return passes.buffers(problem)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as fit the machine at a time; each goes from tile to tile."""

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jax import numpy as jnp
-
+from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
@@ -179,10 +178,7 @@ class Patch(CudaFamily[ConvProblem, Config]):
         return _INNER.macros(self.dot(problem), config) | {"PATCH": self.PATCH}
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
-        sizes += [math.prod(problem.out_shape) * out_item, self.workspace_bytes(problem, config)]
-        return tuple(Buffer(size, 16) for size in sizes)
+        return passes.buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         return _INNER.maps(self.dot(problem), config)
