@@ -165,7 +165,7 @@ class Gather(CudaFamily[ConvProblem, Config]):
         # A tile may reach beyond the output.
         reason = reason or refusals.output_pixels(p, refusals.INT32_MAX - MAX_ROWS**2) or refusals.weights(p)
         reason = reason or refusals.coordinates(_volume(p), p.rank, MAX_ROWS, row=p.in_channels)
-        if reason is None and not self.candidates(problem, DEFAULT_CUDA):
+        if reason is None and next(self._variants(problem), None) is None:
             reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
         return reason
 

@@ -37,8 +37,8 @@ CONFIGS = (
     Config(128, 256, 4),
     Config(64, 128, 6, 2, "cluster"),
     Config(192, 64, 5, 5, "cluster"),
-    Config(256, 128, 4, 7, "workspace"),
-    Config(128, 128, 5, 40, "workspace"),
+    Config(256, 128, 4, 3, "workspace"),
+    Config(128, 128, 5, 11, "workspace"),
 )
 
 

@@ -61,7 +61,8 @@ def random_problem(rng: np.random.Generator, kind: type[Any], most: float) -> Co
         rank = int(rng.integers(1, 4))
         kernel = tuple(int(k) for k in rng.choice([1, 2, 3, 4, 5, 8, 14, 16], rank))
         rest = [0 if rng.random() < 0.7 else int(rng.integers(k)) for k in kernel]
-        size = tuple(int(rng.integers(1, 8)) * k + more for k, more in zip(kernel, rest, strict=True))
+        windows = rng.integers(1, (200, 24, 8)[rank - 1], rank)
+        size = tuple(int(n) * k + more for n, k, more in zip(windows, kernel, rest, strict=True))
         channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 20))
         types = {"dtype": str(rng.choice(["bfloat16", "float16"]))}
         types["out_dtype"] = str(rng.choice(["float32", types["dtype"]]))
