@@ -60,7 +60,7 @@ struct Four {
       const size_t step = size_t(r.stride) << log_lanes;
       sum = add_splits(partials + size_t(lane) * r.stride + size_t(i) * 4, step, lane, r.splits, lanes);
     }
-    return add_lanes(sum, lanes, columns, column) && inside;
+    return add_lanes(sum, lanes, columns, column);
   }
 };
 #else

@@ -29,6 +29,29 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 // Bytes from one instruction's k to the next's.
 [[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
 
+// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN
+// (WHOLE), or a box for each, where these do not come out even.
+template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
+__device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k,
+                                    int batch, uint64_t hint) {
+  if constexpr (!MN_MAJOR) {
+    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
+  } else if constexpr (WHOLE) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k,
+                                   batch);
+    }
+  }
+}
+
+__device__ inline uint64_t hint_for(int once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
+}
+
 // acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
 // `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.
 template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>

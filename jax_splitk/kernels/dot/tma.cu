@@ -12,7 +12,7 @@
 // memory.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32; 3 for e4m3), OUT, TILE_M, TILE_N,
-// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load`), and those of
+// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load_operand`), and those of
 // device/split_tile.cuh and epilogue.cuh.
 
 #include "device/pipeline.cuh"
@@ -52,29 +52,6 @@ __device__ inline int blocks_of(const Args& g, int split) { return g.k_blocks + 
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN
-// (WHOLE), or a box for each, where these do not come out even.
-template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
-__device__ inline void load(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k, int batch,
-                            uint64_t hint) {
-  if constexpr (!MN_MAJOR) {
-    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
-  } else if constexpr (WHOLE) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
-  } else {
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k,
-                                   batch);
-    }
-  }
-}
-
-__device__ inline uint64_t hint_for(int once) {
-  using Hint = cute::TMA::CacheHintSm90;
-  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
-}
-
 // Loads `blocks` blocks of k from k on. The first ones, into stages that are EMPTY yet, are a loop of their
 // own right at the kernel's start: all that follows waits for them, and code that lies far off is slow to
 // come.
@@ -89,8 +66,8 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     uint64_t* full = pipeline.expect(at, STAGE_BYTES);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    load<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
-    load<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
+    load_operand<A_MN, A_WHOLE, M_BLOCKS>(a_map, full, stage, work.m, k, work.batch, a_hint);
+    load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, k, work.batch, b_hint);
     at.advance(STAGES);
   }
 }
@@ -150,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   const int col = at.col((tile_column - batch * g.columns.value) * TILE_N);
   const bool inside = at.i * 4 < r.size && row < g.m && col < g.n;
   float4 sum;
-  if (!at.add(partials, r, inside, sum)) return;
+  if (!at.add(partials, r, inside, sum) || !inside) return;
   Output* to = out + (size_t(batch) * g.m + row) * g.n + col;
   const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
   epilogue.store(out, to, row, col, {sum.x, sum.y});
