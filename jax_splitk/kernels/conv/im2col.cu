@@ -19,7 +19,7 @@
 // `empty`.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, RANK (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), EMPTY (some split of
+// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), EMPTY (some split of
 // some phase has no block), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
 // dot/epilogue.cuh.
 
@@ -54,7 +54,7 @@ __device__ inline Axes residues_of(const Args& g, int phase) {
     const int line = phase / g.residues.w;
     at.w = phase - line * g.residues.w.value;
     at.h = line;
-#if RANK == 3
+#if AXES == 3
     at.d = line / g.residues.h;
     at.h = line - at.d * g.residues.h.value;
 #endif
@@ -80,11 +80,11 @@ struct Pixel {
 __device__ inline Pixel pixel_at(const Args& g, int m) {
   const int line = m / g.pixels.w;
   Pixel p = {line, {0, 0, m - line * g.pixels.w.value}};
-#if RANK > 1
+#if AXES > 1
   p.n = line / g.pixels.h;
   p.at.h = line - p.n * g.pixels.h.value;
 #endif
-#if RANK > 2
+#if AXES > 2
   const int image = p.n / g.pixels.d;
   p.at.d = p.n - image * g.pixels.d.value;
   p.n = image;
@@ -100,12 +100,12 @@ __device__ inline int row_of(const Args& g, const Axes& residue, int m) {
   const int w = g.on_w[residue.w].place + p.at.w * g.up.w;
   bool inside = w < g.out.w;
   int row = p.n;
-#if RANK > 2
+#if AXES > 2
   const int d = g.on_d[residue.d].place + p.at.d * g.up.d;
   inside &= d < g.out.d;
   row = row * g.out.d + d;
 #endif
-#if RANK > 1
+#if AXES > 1
   const int h = g.on_h[residue.h].place + p.at.h * g.up.h;
   inside &= h < g.out.h;
   row = row * g.out.h + h;
@@ -125,17 +125,17 @@ struct Block {
 };
 
 __device__ inline Block block_at(const Args& g, const Axes& residue, int index) {
-#if RANK == 0
+#if AXES == 0
   return {index, {0, 0, 0}};
 #else
   const int tap = index / g.blocks;
   Block b = {index - tap * g.blocks.value, {0, 0, tap}};
-#if RANK > 1
+#if AXES > 1
   const auto& w = g.on_w[residue.w].taps;
   b.tap.h = tap / w;
   b.tap.w = tap - b.tap.h * w.value;
 #endif
-#if RANK > 2
+#if AXES > 2
   const auto& h = g.on_h[residue.h].taps;
   const int line = b.tap.h;
   b.tap.d = line / h;
@@ -147,14 +147,14 @@ __device__ inline Block block_at(const Args& g, const Axes& residue, int index) 
 
 __device__ inline void advance(const Args& g, const Axes& residue, const Block& by, Block& b) {
   b.c += by.c;
-#if RANK > 0
+#if AXES > 0
   b.tap.w += by.tap.w;
   if (b.c >= g.blocks.value) {
     b.c -= g.blocks.value;
     ++b.tap.w;
   }
 #endif
-#if RANK > 1
+#if AXES > 1
   const int w = g.on_w[residue.w].taps.value;
   b.tap.h += by.tap.h;
   if (b.tap.w >= w) {
@@ -162,7 +162,7 @@ __device__ inline void advance(const Args& g, const Axes& residue, const Block& 
     ++b.tap.h;
   }
 #endif
-#if RANK > 2
+#if AXES > 2
   const int h = g.on_h[residue.h].taps.value;
   b.tap.d += by.tap.d;
   if (b.tap.h >= h) {
@@ -175,13 +175,13 @@ __device__ inline void advance(const Args& g, const Axes& residue, const Block& 
 // Of all taps and channels, and those of the split.
 __device__ inline int blocks_of(const Args& g, const Work& work) {
   int all = g.blocks.value;
-#if RANK > 0
+#if AXES > 0
   all *= g.on_w[work.residue.w].taps.value;
 #endif
-#if RANK > 1
+#if AXES > 1
   all *= g.on_h[work.residue.h].taps.value;
 #endif
-#if RANK > 2
+#if AXES > 2
   all *= g.on_d[work.residue.d].taps.value;
 #endif
   return SPLIT ? (all - work.split + g.splits.value - 1) / g.splits : all;
@@ -196,15 +196,15 @@ struct Loads {
 
 __device__ inline Loads loads_of(const Args& g, const Work& work) {
   Loads l = {};
-#if RANK > 0
+#if AXES > 0
   const Pixel first = pixel_at(g, work.m);
   l.n = first.n;
   l.window.w = g.lower.w + first.at.w * g.down.w;
 #endif
-#if RANK > 1
+#if AXES > 1
   l.window.h = g.lower.h + first.at.h * g.down.h;
 #endif
-#if RANK > 2
+#if AXES > 2
   l.window.d = g.lower.d + first.at.d * g.down.d;
 #endif
   l.step.c = 1;
@@ -218,7 +218,7 @@ __device__ inline Loads loads_of(const Args& g, const Work& work) {
 __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Work& work,
                             const Loads& l, uint64_t* full, uint32_t stage) {
   const int c = l.block.c * BLOCK_K;
-#if RANK == 0
+#if AXES == 0
   load_operand<false, false, M_BLOCKS>(a_map, full, stage, work.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
@@ -226,13 +226,13 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   const uint16_t w = on_w.offset + l.block.tap.w * g.step.w;
   int tap = on_w.tap + l.block.tap.w * g.tap_step.w;
   uint8_t* to = shared_pointer(stage);
-#if RANK == 1
+#if AXES == 1
   cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
 #else
   const auto& on_h = g.on_h[work.residue.h];
   const uint16_t h = on_h.offset + l.block.tap.h * g.step.h;
   tap += on_h.tap + l.block.tap.h * g.tap_step.h;
-#if RANK == 2
+#if AXES == 2
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
   const auto& on_d = g.on_d[work.residue.d];
@@ -245,7 +245,7 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, c, tap, hint_for(g.b_once));
 }
 
-// Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are EMPTY yet, are a
+// Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are empty yet, are a
 // loop of their own right at the kernel's start: all that follows waits for them, and code that lies far off
 // is slow to come. There every lane walks, so that the compiler knows that the warp's numbers are uniform.
 template <bool FIRST>
@@ -348,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
 #if REDUCTION == 1
     launch_dependent_grids();
-    const size_t tiles = size_t(gridDim.z / g.splits) * gridDim.x;
+    const size_t tiles = size_t(int(gridDim.z) / g.splits) * gridDim.x;
     store_partials(partials, work.split * tiles + work.phase * gridDim.x + blockIdx.x, acc);
 #else
     const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;

@@ -311,7 +311,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
-            "RANK": 0 if is_matrix_product(_forward(problem)) else len(of),
+            "AXES": 0 if is_matrix_product(_forward(problem)) else len(of),
             "PHASED": int(any(axis.up > 1 for axis in of)),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
             "B_MN": int(is_forward),
