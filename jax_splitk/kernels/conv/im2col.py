@@ -161,10 +161,13 @@ def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
 
 
 def _residues(problem: ConvProblem) -> dict[str, Field]:
-    """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is."""
+    """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
+    many of each axis, so that device code is the same for many strides."""
     mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
+    most = max(len(axis.residues) for axis in axes(problem))
+    size = 1 << (most - 1).bit_length()
     for name, axis in zip("whd", reversed(axes(problem)), strict=False):
-        found[f"on_{name}"] = [
+        rows = [
             Values(
                 "Residue",
                 {
@@ -176,6 +179,7 @@ def _residues(problem: ConvProblem) -> dict[str, Field]:
             )
             for residue in axis.residues
         ]
+        found[f"on_{name}"] = rows + rows[-1:] * (size - len(rows))
         pitch *= axis.kernel
     return found
 
@@ -240,14 +244,13 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         if is_matrix_product(_forward(p)):
             return None
         lowest, highest, farthest = _IM2COL_LIMITS[len(found)]
+        rank = f"of {len(found)} spatial dimensions"
         for axis in found:
-            corners = f"windows that begin {axis.lower} to {axis.upper} pixels from the input's first and last"
             if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
-                return f"{corners} in {len(found)} dimensions; accepted: {lowest} to {highest}"
+                corners = f"windows that begin {axis.lower} and {axis.upper} pixels from the input's first and last"
+                return f"{corners} {rank}; accepted: {lowest} to {highest}"
             if axis.farthest > farthest:
-                return (
-                    f"dilated window's reach {axis.farthest} in {len(found)} dimensions; accepted: at most {farthest}"
-                )
+                return f"dilated window's reach {axis.farthest} {rank}; accepted: at most {farthest}"
         return None
 
     def _size_refusal(self, p: ConvProblem) -> str | None:

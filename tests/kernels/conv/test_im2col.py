@@ -12,8 +12,8 @@ import pytest
 from jax_splitk.kernels.conv import im2col
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
-from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
-from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem, conv_output_spatial
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64
@@ -45,23 +45,35 @@ def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> 
 
 
 FPROP, DGRAD = BOTH
+SHARED, CLUSTER = "workspace", "cluster"
+FLOAT, HALF = {"dtype": "float32"}, {"dtype": "float16", "out_dtype": "float16"}
 CASES = [
-    (problem(DGRAD, (9, 11), (3, 3), 40, 72, padding=1, stride=2), tile(64, 64, 3, "workspace")),
-    (problem(FPROP, (9, 11), (3, 4), 72, 136, stride=(2, 3), padding=((2, 0), (-1, 3)), rhs_dilation=(2, 1)), tile(64, 128, 3, "cluster")),
-    (problem(FPROP, (5, 6, 7), (3, 2, 3), 16, 64, padding=1, stride=(1, 2, 1), out_dtype="float32"), tile(128, 64, 2, "workspace")),
-    (problem(DGRAD, (600,), (4,), 20, 16, rhs_dilation=130, padding=((390, 0),), dtype="float32"), tile(256, 64)),
-    # Strides larger than the filter: what no tap meets is zero.
-    (problem(DGRAD, (8, 7), (2, 1), 68, 24, stride=(3, 2), dtype="float16", out_dtype="float32"), tile(64, 64)),
-    (problem(FPROP, (8, 9), (3, 3), 72, 40, padding=1), Config(64, 64, 3)),
-    (problem(FPROP, (13, 9), (1, 1), 136, 72, batch=3, dtype="float16", out_dtype="float16"), tile(192, 128, 2, "cluster")),
-    (problem(FPROP, (9, 10), (3, 3), 64, 200, padding=((2, 3), (1, 1)), stride=(1, 2), lhs_dilation=(2, 1)), tile(128, 256)),
-    (problem(DGRAD, (4, 5, 6), (3, 3, 3), 64, 40, padding=1, stride=2), tile(64, 64, 4, "cluster")),
-    (problem(DGRAD, (9, 8), (3, 3), 100, 136, padding=2, rhs_dilation=2, dtype="float32", out_dtype="float32"), tile(64, 128, 5, "workspace")),
-    (problem(DGRAD, (17, 16), (3, 4), 16, 24, padding=((3, 4), (0, 5)), stride=(2, 4), rhs_dilation=(3, 2)), tile(192, 64, 2, "cluster")),
-    (problem(DGRAD, (12, 9), (4, 4), 264, 72, stride=(4, 3), padding=((1, -1), (2, 2)), batch=5), tile(256, 128)),
-    (problem(DGRAD, (31,), (7,), 72, 64, stride=3, padding=3, out_dtype="float16", dtype="float16"), tile(128, 192)),
-    (problem(DGRAD, (9, 9), (1, 1), 24, 64, stride=2), tile(64, 64)),
-    (problem(FPROP, (3, 10, 3, 4), (1, 3, 1)[:3], 24, 16)if False else problem(FPROP, (6, 10, 3), (1, 3, 1), 24, 16, padding=((0, 0), (1, 1), (0, 0))), tile(64, 64, 3, "workspace")),
+    (problem(kind, size, kernel, *channels, **more), config)
+    for kind, size, kernel, channels, config, more in (
+        (DGRAD, (9, 11), (3, 3), (40, 72), tile(64, 64, 3, SHARED), {"padding": 1, "stride": 2}),
+        (FPROP, (9, 11), (3, 4), (72, 136), tile(64, 128, 3, CLUSTER),
+         {"padding": ((2, 0), (-1, 3)), "stride": (2, 3), "rhs_dilation": (2, 1)}),
+        (FPROP, (5, 6, 7), (3, 2, 3), (16, 64), tile(128, 64, 2, SHARED),
+         {"padding": 1, "stride": (1, 2, 1), "out_dtype": "float32"}),
+        (DGRAD, (600,), (4,), (20, 16), tile(256, 64), {"padding": ((390, 0),), "rhs_dilation": 130, **FLOAT}),
+        # Strides larger than the filter: what no tap meets is zero.
+        (DGRAD, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": "float16", "out_dtype": "float32"}),
+        (FPROP, (8, 9), (3, 3), (72, 40), Config(64, 64, 3), {"padding": 1}),
+        (FPROP, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, CLUSTER), {"batch": 3, **HALF}),
+        (FPROP, (9, 10), (3, 3), (64, 200), tile(128, 256),
+         {"padding": ((2, 3), (1, 1)), "stride": (1, 2), "lhs_dilation": (2, 1)}),
+        (FPROP, (6, 10, 3), (1, 3, 1), (24, 16), tile(64, 64, 3, SHARED), {"padding": ((0, 0), (1, 1), (0, 0))}),
+        (FPROP, (70,), (3,), (24, 64), tile(64, 64), {"rhs_dilation": 150, "padding": 150}),
+        (DGRAD, (4, 5, 6), (3, 3, 3), (64, 40), tile(64, 64, 4, CLUSTER), {"padding": 1, "stride": 2}),
+        (DGRAD, (9, 8), (3, 3), (100, 136), tile(64, 128, 5, SHARED),
+         {"padding": 2, "rhs_dilation": 2, "out_dtype": "float32", **FLOAT}),
+        (DGRAD, (17, 16), (3, 4), (16, 24), tile(192, 64, 2, CLUSTER),
+         {"padding": ((3, 4), (0, 5)), "stride": (2, 4), "rhs_dilation": (3, 2)}),
+        (DGRAD, (12, 9), (4, 4), (264, 72), tile(256, 128),
+         {"padding": ((1, -1), (2, 2)), "stride": (4, 3), "batch": 5}),
+        (DGRAD, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **HALF}),
+        (DGRAD, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
+    )
 ]  # fmt: skip
 
 
@@ -69,6 +81,101 @@ CASES = [
 def test_exact_on_integers(p: ConvProblem, config: Config) -> None:
     with seeded(81) as rng:
         check(p, config, rng)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"feature_group_count": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
+    ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
+    ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
+    ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
+    ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
+    ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
+    ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "window stride 2 of an input dilated by 2; accepted: one of"),
+    ({"window_strides": (17, 1)}, "; accepted: one of them 1, up to 8 and 16"),
+    ({"padding": ((300, 300), (1, 1))}, "windows that begin .* of 2 spatial dimensions; accepted: -128 to 127"),
+    ({"rhs_dilation": (128, 128), "padding": ((128, 128),) * 2}, "reach 256 of 2 spatial .* at most 255"),
+    ({"batch": 2**22}, "more than 2146435071 elements"),
+])  # fmt: skip
+def test_refusals(kind: type[Any], change: dict[str, Any], reason: str) -> None:
+    p = dataclasses.replace(problem(kind, (9, 10), (3, 3), 64, 64, padding=1), **change)
+    given = (p.window_strides, p.padding, p.lhs_dilation, p.rhs_dilation)
+    out = conv_output_spatial(p.input_spatial, p.kernel_spatial, *given)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(FAMILIES[p.op].refusal(dataclasses.replace(p, output_spatial=out)))
+
+
+def test_float32_is_an_input_gradients() -> None:
+    forward, gradient = (problem(kind, (9, 10), (3, 3), 64, 64, dtype="float32") for kind in BOTH)
+    assert "dtype float32; accepted: bfloat16, float16" in str(im2col.FPROP.refusal(forward))
+    assert im2col.DGRAD.refusal(gradient) is None
+    highest = dataclasses.replace(gradient, precision="highest")
+    assert "precision 'highest'; accepted" in str(im2col.DGRAD.refusal(highest))
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    (Config(96, 64, 4), "tile 96x64; accepted"),
+    (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
+    (Config(64, 64, 8, 4, "cluster"), None),
+])  # fmt: skip
+def test_refuses_configs(config: Config, reason: str | None) -> None:
+    """The longest of the phases is what splits are of."""
+    p = problem(DGRAD, (8, 8), (3, 3), 64, 64, stride=2, padding=1)
+    refusal = im2col.DGRAD.config_refusal(p, config)
+    assert refusal is None if reason is None else str(refusal).startswith(reason)
+
+
+def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
+    """Of each spatial dimension all (output pixel, tap, input pixel) that are multiplied."""
+    forward = p if isinstance(p, ConvFpropProblem) else other_way(p)
+    found = []
+    for axis, (low, _) in enumerate(forward.padding):
+        of = set()
+        for pixel, tap in itertools.product(range(forward.output_spatial[axis]), range(forward.kernel_spatial[axis])):
+            at = pixel * forward.window_strides[axis] - low + tap * forward.rhs_dilation[axis]
+            if at % forward.lhs_dilation[axis] == 0:
+                of.add((pixel, tap, at // forward.lhs_dilation[axis]))
+        found.append(of)
+    return found
+
+
+def test_phases_meet_every_tap_of_every_pixel_once() -> None:
+    with seeded(83) as rng:
+        for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
+            of = im2col.axes(p)
+            if len(of) < p.rank:  # folded
+                continue
+            for axis, wanted in zip(of, meeting(p), strict=True):
+                found = []
+                for residue, i in itertools.product(axis.residues, range(axis.pixels)):
+                    pixel = residue.place + i * axis.up
+                    for tap in range(residue.taps):
+                        place = axis.lower + i * axis.down + axis.offset(residue) + tap * axis.step
+                        if pixel < axis.out:
+                            found.append((pixel, residue.first + tap * axis.tap_step, place))
+                assert len(found) == len(set(found)) and set(found) == wanted, str(p)
+                # The box of origins has as many pixels as the phase.
+                assert len(range(axis.lower, axis.size + axis.upper, axis.down)) == axis.pixels
+
+
+def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
+    with seeded(84) as rng:
+        for p in (random_problem(rng, BOTH[i % 2]) for i in range(40)):
+            family = FAMILIES[p.op]
+            found = family.candidates(p, DEFAULT_CUDA)
+            assert found and len(set(found)) == len(found)
+            for config in found:
+                assert family.refusal(p, config) is None and family.estimate(p, config, DEFAULT_CUDA) > 0
+            config = found[int(rng.integers(len(found)))]
+            plan = family.plan(p, config)
+            windows, weight = plan.maps
+            assert math.prod(windows.dims) == math.prod(p.operand_shapes[0])
+            assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
+            if isinstance(windows, Im2colMap):
+                assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.tile_m)
+            rows, columns = im2col.tile_counts(p, config)
+            assert plan.launches[0].grid == (rows * columns, 1, config.splits * im2col.phases(p))
+            assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
 MAX_WINDOWS, MAX_FLOPS = 2_000_000, 2e8  # what NumPy and the emulator compute in a moment
