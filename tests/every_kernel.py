@@ -28,6 +28,7 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, float64, products
 from tests.gpu_wgrad import with_splits
+from tests.kernels.conv import test_im2col
 from tests.problems import conv
 from tests.random_problems import device_plan
 
@@ -211,6 +212,10 @@ def _depthwise_passes() -> Iterator[Run]:
         yield Run(family, p, conv_depthwise.Config(*config))
 
 
+def _dense_passes() -> Iterator[Run]:
+    return (Run(test_im2col.FAMILIES[p.op], p, config) for p, config in test_im2col.CASES)
+
+
 # ---- matrix products -----------------------------------------------------------------------------------------------
 
 
@@ -303,7 +308,7 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes(), _dense_passes()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

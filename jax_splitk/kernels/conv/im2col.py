@@ -124,6 +124,7 @@ class Axis:
         return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
 
 
+@functools.lru_cache(maxsize=4096)
 def _forward(problem: ConvProblem) -> ConvProblem:
     """As a forward pass."""
     return problem if isinstance(problem, ConvFpropProblem) else other_way(problem)
@@ -270,7 +271,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def _chains(self, problem: ConvProblem) -> list[int]:
         """Blocks of the reduction of each phase."""
         taps = itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem)))
-        return [math.prod(of) * _channel_blocks(problem) for of in taps]
+        blocks = _channel_blocks(problem)
+        return [math.prod(of) * blocks for of in taps]
 
     def chains(self, problem: ConvProblem) -> list[int]:
         return sorted(self._chains(problem), reverse=True)
@@ -318,7 +320,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             "PHASED": int(any(axis.up > 1 for axis in of)),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
             "B_MN": int(is_forward),
-            "B_WHOLE": int(is_whole(_forward(problem).out_channels)),
+            "B_WHOLE": int(is_forward and is_whole(problem.out_channels)),
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:

@@ -73,6 +73,7 @@ CASES = [
          {"padding": ((1, -1), (2, 2)), "stride": (4, 3), "batch": 5}),
         (DGRAD, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **HALF}),
         (DGRAD, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
+        (DGRAD, (150,), (1,), (68, 136), tile(64, 64, 2, CLUSTER), FLOAT),
     )
 ]  # fmt: skip
 
