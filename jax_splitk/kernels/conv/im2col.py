@@ -20,7 +20,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
-    INT32_MAX,
+    MAX_ELEMENTS,
     MAX_GRID_YZ,
     Costs,
     SplitTile,
@@ -37,7 +37,6 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
 
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; the residues of a phase
-_MAX_ELEMENTS = INT32_MAX - 2**20
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 
@@ -256,8 +255,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     def _size_refusal(self, p: ConvProblem) -> str | None:
         most = max(math.prod(shape) for shape in (*p.operand_shapes, p.out_shape))
-        if max(most, pixels(p)) > _MAX_ELEMENTS:
-            return f"operands or a result of more than {_MAX_ELEMENTS} elements"
+        if max(most, pixels(p)) > MAX_ELEMENTS:
+            return f"operands or a result of more than {MAX_ELEMENTS} elements"
         return None
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:

@@ -36,7 +36,7 @@ BOX = 64  # elements along m or n of a box of an operand that is not K-major
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 # Blocks of the reduction of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
-INT32_MAX = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1 - 2**20  # of an array; 32-bit integers count them, and what tiles have beyond
 MAX_GRID_YZ = 65535
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
@@ -165,6 +165,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             return f"reduction {config.reduction!r} of {config.splits} splits; accepted: 'none' of 1, others of more"
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
             return f"splits {config.splits} in a cluster; accepted: at most {MAX_CLUSTER}"
+        if config.reduction == "workspace" and (sums := self._partial_stride(problem, config)) > MAX_ELEMENTS:
+            return f"{sums} partial sums of a split; accepted: at most {MAX_ELEMENTS}"
         return split_k.splits_refusal(config.splits, self.chains(problem)[0], "blocks of k", uneven=True)
 
     # ---- search ----------------------------------------------------------------------------------------------------
@@ -219,10 +221,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         the longest of each wave."""
         lengths = [-(-blocks // config.splits) for blocks in self.chains(problem)]
         each = self.thread_blocks(problem, config) // len(lengths) * config.splits
-        waves = -(-each * len(lengths) // at_a_time)
-        if len(lengths) == 1:
-            return waves * lengths[0]
-        return sum(lengths[wave * at_a_time // each] for wave in range(waves))
+        waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
+        return sum(length * (end - begin) for length, begin, end in zip(lengths, waves, waves[1:], strict=False))
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_tile import (
-    INT32_MAX,
+    MAX_ELEMENTS,
     MAX_GRID_YZ,
     Costs,
     SplitTile,
@@ -97,8 +97,8 @@ class Tma(SplitTileFamily[DotProblem, Config]):
                 return f"{major}={sizes[major]}, which is contiguous; accepted: multiples of {multiple}"
         if p.n % 4:
             return f"n={p.n}; accepted: multiples of 4"
-        if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > INT32_MAX - 2**20:
-            return f"operands or a result of more than {INT32_MAX - 2**20} elements"
+        if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
+            return f"operands or a result of more than {MAX_ELEMENTS} elements"
         if p.batch > MAX_GRID_YZ:
             return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
         return None

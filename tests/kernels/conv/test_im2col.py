@@ -126,6 +126,15 @@ def test_refuses_configs(config: Config, reason: str | None) -> None:
     assert refusal is None if reason is None else str(refusal).startswith(reason)
 
 
+def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
+    """Tiles are wider than the result, which has as many elements as there may be."""
+    p = problem(FPROP, (2**20,), (9,), 8, 8, batch=200, padding=4)
+    assert im2col.FPROP.refusal(p, tile(64, 64)) is None
+    refusal = str(im2col.FPROP.refusal(p, tile(64, 64, 2, SHARED)))
+    assert refusal == f"{200 * 2**20 * 64} partial sums of a split; accepted: at most {2**31 - 1 - 2**20}"
+    assert all(im2col.FPROP.refusal(p, config) is None for config in im2col.FPROP.candidates(p, DEFAULT_CUDA))
+
+
 def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
     """Of each spatial dimension all (output pixel, tap, input pixel) that are multiplied."""
     forward = p if isinstance(p, ConvFpropProblem) else other_way(p)
@@ -144,7 +153,7 @@ def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
         for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
             of = im2col.axes(p)
-            if len(of) < p.rank:  # folded
+            if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
                 continue
             for axis, wanted in zip(of, meeting(p), strict=True):
                 found = []
