@@ -58,8 +58,8 @@ CASES = [
         (DGRAD, (600,), (4,), (20, 16), tile(256, 64), {"padding": ((390, 0),), "rhs_dilation": 130, **FLOAT}),
         # Strides larger than the filter: what no tap meets is zero.
         (DGRAD, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": "float16", "out_dtype": "float32"}),
-        (FPROP, (8, 9), (3, 3), (72, 40), Config(64, 64, 3), {"padding": 1}),
         (FPROP, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, CLUSTER), {"batch": 3, **HALF}),
+        (FPROP, (8, 9), (3, 3), (72, 40), Config(64, 64, 3), {"padding": 1}),
         (FPROP, (9, 10), (3, 3), (64, 200), tile(128, 256),
          {"padding": ((2, 3), (1, 1)), "stride": (1, 2), "lhs_dilation": (2, 1)}),
         (FPROP, (6, 10, 3), (1, 3, 1), (24, 16), tile(64, 64, 3, SHARED), {"padding": ((0, 0), (1, 1), (0, 0))}),
@@ -78,7 +78,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("p", "config"), thinned(CASES, 5))
+@pytest.mark.parametrize(("p", "config"), thinned(CASES, 6, lambda case: f"{case[0]} {case[1]}"))
 def test_exact_on_integers(p: ConvProblem, config: Config) -> None:
     with seeded(81) as rng:
         check(p, config, rng)
@@ -219,7 +219,7 @@ def random_problem(rng: np.random.Generator, kind: type[Any], scale: int = 1) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_problems_are_exact_on_integers(seed: int) -> None:
     with seeded(8200 + seed) as rng:
         p = random_problem(rng, BOTH[seed % 2])
