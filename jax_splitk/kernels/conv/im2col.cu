@@ -42,33 +42,32 @@ struct Axes {
   int d, h, w;
 };
 
-// What a block computes: the tile's first pixel and column, the residues of its phase, and which split.
-struct Work {
-  int m, n, phase, split;
+// A tile: its first pixel and column, and the residues of its phase.
+struct Tile {
+  int m, n;
   Axes residue;
 };
 
-__device__ inline Axes residues_of(const Args& g, int phase) {
+// Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
+// first.
+__device__ inline Tile tile_at(const Args& g, int index) {
+  int row = index / g.columns;
+  const int column = index - row * g.columns.value;
   Axes at = {0, 0, 0};
-  if constexpr (PHASED) {
-    const int line = phase / g.residues.w;
-    at.w = phase - line * g.residues.w.value;
-    at.h = line;
-#if AXES == 3
-    at.d = line / g.residues.h;
-    at.h = line - at.d * g.residues.h.value;
+#if PHASED
+  int phase = row;
+  row = phase / g.phases;
+  phase -= row * g.phases.value;
+  const int line = phase / g.residues.w;
+  at.w = phase - line * g.residues.w.value;
+#if AXES == 2
+  at.h = line;
+#elif AXES == 3
+  at.d = line / g.residues.h;
+  at.h = line - at.d * g.residues.h.value;
 #endif
-  }
-  return at;
-}
-
-// Grid: x over tiles, a row of them after the other; z over the splits (a cluster's, where they meet there),
-// and the phases, those with many taps first.
-__device__ inline Work work_of_block(const Args& g) {
-  const int row = int(blockIdx.x) / g.columns, column = blockIdx.x - row * g.columns.value;
-  const int z = blockIdx.z, phase = !PHASED ? 0 : SPLIT ? z / g.splits : z;
-  const int split = SPLIT ? z - phase * g.splits.value : 0;
-  return {row * TILE_M, column * TILE_N, phase, split, residues_of(g, phase)};
+#endif
+  return {row * TILE_M, column * TILE_N, at};
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -173,18 +172,18 @@ __device__ inline void advance(const Args& g, const Axes& residue, const Block& 
 }
 
 // Of all taps and channels, and those of the split.
-__device__ inline int blocks_of(const Args& g, const Work& work) {
+__device__ inline int blocks_of(const Args& g, const Axes& residue, int split) {
   int all = g.blocks.value;
 #if AXES > 0
-  all *= g.on_w[work.residue.w].taps.value;
+  all *= g.on_w[residue.w].taps.value;
 #endif
 #if AXES > 1
-  all *= g.on_h[work.residue.h].taps.value;
+  all *= g.on_h[residue.h].taps.value;
 #endif
 #if AXES > 2
-  all *= g.on_d[work.residue.d].taps.value;
+  all *= g.on_d[residue.d].taps.value;
 #endif
-  return SPLIT ? (all - work.split + g.splits.value - 1) / g.splits : all;
+  return SPLIT ? (all - split + g.splits.value - 1) / g.splits : all;
 }
 
 // What the producer knows: the window of the tile's first pixel, and the block that comes next.
@@ -194,10 +193,10 @@ struct Loads {
   Block block, step;
 };
 
-__device__ inline Loads loads_of(const Args& g, const Work& work) {
+__device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   Loads l = {};
 #if AXES > 0
-  const Pixel first = pixel_at(g, work.m);
+  const Pixel first = pixel_at(g, tile.m);
   l.n = first.n;
   l.window.w = g.lower.w + first.at.w * g.down.w;
 #endif
@@ -209,40 +208,40 @@ __device__ inline Loads loads_of(const Args& g, const Work& work) {
 #endif
   l.step.c = 1;
   if constexpr (SPLIT) {
-    l.block = block_at(g, work.residue, work.split);
-    l.step = block_at(g, work.residue, g.splits.value);
+    l.block = block_at(g, tile.residue, split);
+    l.step = block_at(g, tile.residue, g.splits.value);
   }
   return l;
 }
 
-__device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Work& work,
+__device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
                             const Loads& l, uint64_t* full, uint32_t stage) {
   const int c = l.block.c * BLOCK_K;
 #if AXES == 0
-  load_operand<false, false, M_BLOCKS>(a_map, full, stage, work.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, M_BLOCKS>(a_map, full, stage, tile.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
-  const auto& on_w = g.on_w[work.residue.w];
+  const auto& on_w = g.on_w[tile.residue.w];
   const uint16_t w = on_w.offset + l.block.tap.w * g.step.w;
   int tap = on_w.tap + l.block.tap.w * g.tap_step.w;
   uint8_t* to = shared_pointer(stage);
 #if AXES == 1
   cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
 #else
-  const auto& on_h = g.on_h[work.residue.h];
+  const auto& on_h = g.on_h[tile.residue.h];
   const uint16_t h = on_h.offset + l.block.tap.h * g.step.h;
   tap += on_h.tap + l.block.tap.h * g.tap_step.h;
 #if AXES == 2
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
-  const auto& on_d = g.on_d[work.residue.d];
+  const auto& on_d = g.on_d[tile.residue.d];
   const uint16_t d = on_d.offset + l.block.tap.d * g.step.d;
   tap += on_d.tap + l.block.tap.d * g.tap_step.d;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
 #endif
 #endif
 #endif
-  load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, c, tap, hint_for(g.b_once));
+  load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, tile.n, c, tap, hint_for(g.b_once));
 }
 
 // Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are empty yet, are a
@@ -250,7 +249,7 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 // is slow to come. There every lane walks, so that the compiler knows that the warp's numbers are uniform.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, const Work& work, Loads& loads, int blocks) {
+                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int blocks) {
   const bool lead = !FIRST || cute::elect_one_sync();
   Position at;
 #pragma unroll 1
@@ -258,9 +257,9 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
       uint64_t* full = pipeline.expect(at, STAGE_BYTES);
-      load(a_map, b_map, g, work, loads, full, stages + at.stage * STAGE_BYTES);
+      load(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
     }
-    advance(g, work.residue, loads.step, loads.block);
+    advance(g, tile.residue, loads.step, loads.block);
     at.advance(STAGES);
   }
 }
@@ -273,17 +272,15 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     reduce_conv(const float* partials, Output* out, const __grid_constant__ Args g,
                 const __grid_constant__ ReduceArgs r EPILOGUE_PARAMETERS) {
   const Four at(r);
-  const int phase = PHASED ? at.tile / g.tiles : 0, tile = at.tile - phase * g.tiles.value;
-  const int tile_row = tile / g.columns;
-  const int m = at.row(tile_row * TILE_M), col = at.col((tile - tile_row * g.columns.value) * TILE_N);
+  const Tile tile = tile_at(g, at.tile);
+  const int m = at.row(tile.m), col = at.col(tile.n);
   const bool inside = at.i * 4 < r.size && m < g.m && col < g.n;
   float4 sum;
   if (!at.add(partials, r, inside, sum) || !inside) return;
   const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
-  const Axes residue = residues_of(g, phase);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = row_of(g, residue, m + 8 * half);
+    const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
     Output* to = out + size_t(row) * g.n + col;
     epilogue.store(out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
@@ -301,31 +298,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);
-  const Work work = work_of_block(g);
-  const int blocks = blocks_of(g, work);
+  // Grid: x over tiles, z over splits (a cluster, where they meet there).
+  const Tile tile = tile_at(g, blockIdx.x);
+  const int split = SPLIT ? blockIdx.z : 0, blocks = blocks_of(g, tile.residue, split);
   const int warp = warp_index();
   Loads loads;
   // The producer does not wait for the others: what it needs, it starts itself.
   if (warp == 0) {
-    loads = loads_of(g, work);
+    loads = loads_of(g, tile, split);
     if (cute::elect_one_sync()) {
       pipeline.init(1, CONSUMERS);
       cutlass::arch::fence_barrier_init();
     }
-    produce<true>(a_map, b_map, g, stages, pipeline, work, loads, min(blocks, STAGES));
+    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(blocks, STAGES));
   }
 #if PHASED && REDUCTION != 1
   // Where the tile's rows go. A consumer's thread reads what others have written once all have multiplied.
   __shared__ int rows[TILE_M];
   if (const int row = int(threadIdx.x) - 128; row >= 0 && row < TILE_M) {
-    rows[row] = row_of(g, work.residue, work.m + row);
+    rows[row] = row_of(g, tile.residue, tile.m + row);
   }
 #endif
   __syncthreads();
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp == 0 && cute::elect_one_sync()) {
-      produce<false>(a_map, b_map, g, stages, pipeline, work, loads, blocks - STAGES);
+      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, blocks - STAGES);
     }
     join_cluster();
   } else {
@@ -348,22 +346,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
 #if REDUCTION == 1
     launch_dependent_grids();
-    const size_t tiles = size_t(int(gridDim.z) / g.splits) * gridDim.x;
-    store_partials(partials, work.split * tiles + work.phase * gridDim.x + blockIdx.x, acc);
+    store_partials(partials, size_t(split) * gridDim.x + blockIdx.x, acc);
 #else
     const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
 #if PHASED
     const auto row_at = [&](int row) { return rows[row]; };
-    const auto inside = [&](int row, int column) { return rows[row] >= 0 && work.n + column < g.n; };
+    const auto inside = [&](int row, int column) { return rows[row] >= 0 && tile.n + column < g.n; };
 #else
-    const auto row_at = [&](int row) { return work.m + row; };
-    const auto inside = [&](int row, int column) { return work.m + row < g.m && work.n + column < g.n; };
+    const auto row_at = [&](int row) { return tile.m + row; };
+    const auto inside = [&](int row, int column) { return tile.m + row < g.m && tile.n + column < g.n; };
 #endif
     const auto store = [&](int row, int column, const float4& v) {
-      Output* to = out + size_t(row_at(row)) * g.n + work.n + column;
-      epilogue.store(out, to, row_at(row), work.n + column, {v.x, v.y, v.z, v.w});
+      Output* to = out + size_t(row_at(row)) * g.n + tile.n + column;
+      epilogue.store(out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
     };
-    store_tile(stages, work.split, warpgroup, acc, inside, store);
+    store_tile(stages, split, warpgroup, acc, inside, store);
 #endif
   }
 }

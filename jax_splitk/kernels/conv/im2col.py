@@ -21,7 +21,6 @@ from jax import numpy as jnp
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
-    MAX_GRID_YZ,
     Costs,
     SplitTile,
     SplitTileFamily,
@@ -259,12 +258,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return f"operands or a result of more than {MAX_ELEMENTS} elements"
         return None
 
-    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        reason, count = super().config_refusal(problem, config), phases(problem)
-        if reason is None and count * config.splits > MAX_GRID_YZ:
-            reason = f"splits {config.splits} of {count} phases; accepted: at most {MAX_GRID_YZ // count}"
-        return reason
-
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def _chains(self, problem: ConvProblem) -> list[int]:
@@ -281,7 +274,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return math.prod(tile_counts(problem, config)) * phases(problem)
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
-        return math.prod(tile_counts(problem, config)), 1, config.splits * phases(problem)
+        return self.thread_blocks(problem, config), 1, config.splits
 
     def args(self, problem: ConvProblem, config: Config) -> Values:
         """Sizes of the product of a phase, what divides a thread block's number, and the geometry by axes; whether a
@@ -293,7 +286,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "m": pixels(problem),
                 "n": _forward(problem).out_channels,
                 "columns": Divisor.of(columns),
-                "tiles": Divisor.of(rows * columns),
+                "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
                 "a_once": int(columns == 1),

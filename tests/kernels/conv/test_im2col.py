@@ -184,7 +184,7 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             if isinstance(windows, Im2colMap):
                 assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.tile_m)
             rows, columns = im2col.tile_counts(p, config)
-            assert plan.launches[0].grid == (rows * columns, 1, config.splits * im2col.phases(p))
+            assert plan.launches[0].grid == (rows * columns * im2col.phases(p), 1, config.splits)
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
