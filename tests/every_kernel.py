@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -28,7 +29,6 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, float64, products
 from tests.gpu_wgrad import with_splits
-from tests.kernels.conv import test_im2col
 from tests.problems import conv
 from tests.random_problems import device_plan
 
@@ -213,7 +213,39 @@ def _depthwise_passes() -> Iterator[Run]:
 
 
 def _dense_passes() -> Iterator[Run]:
-    return (Run(test_im2col.FAMILIES[p.op], p, config) for p, config in test_im2col.CASES)
+    def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Any:
+        return conv_im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), splits, reduction)
+
+    fprop, dgrad = (conv_im2col.FPROP, ConvFpropProblem), (conv_im2col.DGRAD, ConvDgradProblem)
+    shared, cluster, floats, half = "workspace", "cluster", {"dtype": "float32"}, {"dtype": HALF, "out_dtype": HALF}
+    for (family, kind), size, kernel, channels, config, changes in (
+        (dgrad, (9, 11), (3, 3), (40, 72), tile(64, 64, 3, shared), {"padding": 1, "stride": 2}),
+        (fprop, (9, 11), (3, 4), (72, 136), tile(64, 128, 3, cluster),
+         {"padding": ((2, 0), (-1, 3)), "stride": (2, 3), "rhs_dilation": (2, 1)}),
+        (fprop, (5, 6, 7), (3, 2, 3), (16, 64), tile(128, 64, 2, shared),
+         {"padding": 1, "stride": (1, 2, 1), "out_dtype": "float32"}),
+        (dgrad, (600,), (4,), (20, 16), tile(256, 64), {"padding": ((390, 0),), "rhs_dilation": 130, **floats}),
+        # Strides larger than the filter: what no tap meets is zero.
+        (dgrad, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": HALF, "out_dtype": "float32"}),
+        (fprop, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, cluster), {"batch": 3, **half}),
+        (fprop, (8, 9), (3, 3), (72, 40), conv_im2col.Config(64, 64, 3), {"padding": 1}),
+        (fprop, (9, 10), (3, 3), (64, 200), tile(128, 256),
+         {"padding": ((2, 3), (1, 1)), "stride": (1, 2), "lhs_dilation": (2, 1)}),
+        (fprop, (6, 10, 3), (1, 3, 1), (24, 16), tile(64, 64, 3, shared), {"padding": ((0, 0), (1, 1), (0, 0))}),
+        (fprop, (70,), (3,), (24, 64), tile(64, 64), {"rhs_dilation": 150, "padding": 150}),
+        (dgrad, (4, 5, 6), (3, 3, 3), (64, 40), tile(64, 64, 4, cluster), {"padding": 1, "stride": 2}),
+        (dgrad, (9, 8), (3, 3), (100, 136), tile(64, 128, 5, shared),
+         {"padding": 2, "rhs_dilation": 2, "out_dtype": "float32", **floats}),
+        (dgrad, (17, 16), (3, 4), (16, 24), tile(192, 64, 2, cluster),
+         {"padding": ((3, 4), (0, 5)), "stride": (2, 4), "rhs_dilation": (3, 2)}),
+        (dgrad, (12, 9), (4, 4), (264, 72), tile(256, 128),
+         {"padding": ((1, -1), (2, 2)), "stride": (4, 3), "batch": 5}),
+        (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
+        (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
+        (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
+    ):  # fmt: skip
+        p = kind(**vars(conv(size, kernel, channels, **{"out_dtype": "bfloat16", **changes})))
+        yield Run(family, p, config)
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------

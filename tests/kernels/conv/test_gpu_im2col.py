@@ -17,14 +17,15 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import few_kernels, gpu_wgrad, poison
+from tests import every_kernel, few_kernels, gpu_wgrad, poison
 from tests.kernels.conv.test_gpu_depthwise import exact, operands
-from tests.kernels.conv.test_im2col import BOTH, CASES, DTYPES, FAMILIES, problem, random_problem
+from tests.kernels.conv.test_im2col import BOTH, DTYPES, FAMILIES, problem, random_problem
 from tests.problems import seeded
 from tests.random_problems import device_plan
 
 pytestmark = pytest.mark.gpu
 
+CASES: list[tuple[Any, Any]] = [(r.problem, r.config) for r in every_kernel.RUNS if r.family in FAMILIES.values()]
 RANDOM, KERNELS = 500, 90  # of a pass
 THREADS = 8  # XLA compiles what surrounds the kernels
 NETWORKS = [
