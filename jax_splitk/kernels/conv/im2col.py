@@ -35,7 +35,7 @@ from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
 
-_MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; the residues of a phase
+_MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 
