@@ -17,6 +17,7 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.family import CudaFamily
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
@@ -172,8 +173,8 @@ CODE = {
     ),
     "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
     "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
-    "fprop_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE"),
-    "dgrad_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N SPLITS EMPTY"),
+    "fprop_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM"),
+    "dgrad_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM"),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
@@ -326,6 +327,12 @@ def test_epilogues_do_not_spill() -> None:
     small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
     configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
     check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
+
+
+def test_two_blocks_of_two_consumers_do_not_spill() -> None:
+    """They have 80 registers a thread, and the most to compute where an input gradient has strides in 3D."""
+    run = next(run for run in every_kernel.RUNS if run.family is conv_im2col.DGRAD and run.problem.rank == 3)
+    check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "cluster"))])
 
 
 def test_sums_of_e4m3_do_not_spill() -> None:

@@ -28,7 +28,7 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
-from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES
+from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, max_stages
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
@@ -40,9 +40,20 @@ _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's 
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
+# The tile of two consumers whose sums fit into half of the registers.
+_TWO_CONSUMERS = (128, 64)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(SplitTile):
     """How a pass is computed: see `SplitTile`. A row of a tile is a pixel."""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
+        other begins and ends with."""
+        fits = 2 * self.shared_bytes <= SHARED_BYTES
+        return 2 if (self.tile_m, self.tile_n) == _TWO_CONSUMERS and fits else super().blocks_per_sm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +268,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         if max(most, pixels(p)) > MAX_ELEMENTS:
             return f"operands or a result of more than {MAX_ELEMENTS} elements"
         return None
+
+    def depths(self, tile_m: int, tile_n: int) -> list[int]:
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == _TWO_CONSUMERS else []
+        return sorted({*super().depths(tile_m, tile_n), *more})
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

@@ -190,11 +190,15 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         for splits in sorted({min(splits, blocks) for splits in wanted} - {0, 1}):
             yield dataclasses.replace(config, splits=splits, reduction="workspace")
 
+    def depths(self, tile_m: int, tile_n: int) -> list[int]:
+        """Stages that are worth a try."""
+        return depths(tile_m, tile_n)
+
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model."""
         found: list[_Config] = []
         for tile_m, tile_n in TILES:
-            for stages in depths(tile_m, tile_n):
+            for stages in self.depths(tile_m, tile_n):
                 splits = self._splits(problem, self.Config(tile_m, tile_n, stages), target)
                 legal = [c for c in splits if self.config_refusal(problem, c) is None]
                 found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]

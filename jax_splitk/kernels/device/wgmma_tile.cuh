@@ -5,7 +5,7 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES.
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -22,7 +22,7 @@ constexpr int THREADS = 128 + CONSUMER_THREADS;
 // One consumer has enough registers without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
