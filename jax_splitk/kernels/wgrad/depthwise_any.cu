@@ -134,31 +134,39 @@ __device__ inline void load_x(const Word* __restrict__ x, const Item& item, int 
   }
 }
 
-// Adds the products of a plane's rows of x with the rows of g that they meet: with all in the window, or with
-// those from `above` to `below`.
-template <bool ALL>
-__device__ inline void accumulate(const Word (&x)[STRIDE_H][READ], const float (&g)[WINDOW][COLUMNS][CHANNELS],
-                                  int above, int below, float (*sums)[CHANNELS]) {
+__device__ inline void load(const Word* __restrict__ x, const Word* __restrict__ g, const Item& item, int step,
+                            Lines& lines) {
+  load_g(g, item, step, lines);
 #pragma unroll
-  for (int k = 0; k < STRIDE_H; ++k) {
+  for (int t = 0; t < KERNEL_D; ++t) load_x(x, item, t, step, lines);
+}
+
+// Adds the products of x's rows with the rows of g that they meet: with all in the window, or with those from
+// `above` to `below`.
+template <bool ALL>
+__device__ inline void accumulate(const Lines& lines, const float (&g)[WINDOW][COLUMNS][CHANNELS], int above,
+                                  int below, float (&sums)[TAPS][CHANNELS]) {
+#pragma unroll
+  for (int tk = 0; tk < KERNEL_D * STRIDE_H; ++tk) {
+    const int t = tk / STRIDE_H, k = tk % STRIDE_H;
     if (!is_row_used(k)) continue;
-    float values[READ][CHANNELS];
+    float x[READ][CHANNELS];
 #pragma unroll
     for (int i = 0; i < READ; ++i)
-      if (is_column_used(i)) unpack(x[k][i], values[i]);
+      if (is_column_used(i)) unpack(lines.x[t][k][i], x[i]);
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
       const int row = r * DILATION_H / STRIDE_H;  // steps ago
       if (r * DILATION_H % STRIDE_H != k || (!ALL && (row > above || row <= below))) continue;
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
+      for (int js = 0; js < COLUMNS * KERNEL_W; ++js) {
+        const int j = js / KERNEL_W, s = js % KERNEL_W;
 #pragma unroll
-        for (int s = 0; s < KERNEL_W; ++s)
-#pragma unroll
-          for (int c = 0; c < CHANNELS; ++c) {
-            float& sum = sums[r * KERNEL_W + s][c];
-            sum = fmaf(values[j * STRIDE_W + s * DILATION_W][c], g[row][j][c], sum);
-          }
+        for (int c = 0; c < CHANNELS; ++c) {
+          float& sum = sums[(t * KERNEL_H + r) * KERNEL_W + s][c];
+          sum = fmaf(x[j * STRIDE_W + s * DILATION_W][c], g[row][j][c], sum);
+        }
+      }
     }
   }
 }
@@ -167,9 +175,7 @@ __device__ inline void accumulate(const Word (&x)[STRIDE_H][READ], const float (
 __device__ inline void slide(const Word* __restrict__ x, const Word* __restrict__ g, const Item& item,
                              float (&sums)[TAPS][CHANNELS]) {
   Lines next;
-  load_g(g, item, item.first, next);
-#pragma unroll
-  for (int t = 0; t < KERNEL_D; ++t) load_x(x, item, t, item.first, next);
+  load(x, g, item, item.first, next);
   float window[WINDOW][COLUMNS][CHANNELS];
 #pragma unroll 1
   for (int begin = item.first; begin < item.end + LEAD; begin += TURN) {
@@ -186,18 +192,13 @@ __device__ inline void slide(const Word* __restrict__ x, const Word* __restrict_
           for (int c = 0; c < CHANNELS; ++c)
             if (a > 0) window[a][j][c] = window[a - 1][j][c];
         }
-      load_g(g, item, step + 1, next);
+      const Lines lines = next;
+      load(x, g, item, step + 1, next);
       const int above = step - item.first, below = step - item.end;
-#pragma unroll
-      for (int t = 0; t < KERNEL_D; ++t) {
-        const Lines line = next;
-        load_x(x, item, t, step + 1, next);
-        float (*of_plane)[CHANNELS] = sums + t * KERNEL_H * KERNEL_W;
-        if (LEAD == 0 || (above >= LEAD && below < 0)) {
-          accumulate<true>(line.x[t], window, above, below, of_plane);
-        } else {
-          accumulate<false>(line.x[t], window, above, below, of_plane);
-        }
+      if (LEAD == 0 || (above >= LEAD && below < 0)) {
+        accumulate<true>(lines, window, above, below, sums);
+      } else {
+        accumulate<false>(lines, window, above, below, sums);
       }
     }
   }
