@@ -1,22 +1,25 @@
 // Depthwise weight gradients in fp32 on the CUDA cores:
 //
-//   dW[tap, k] = sum over images and output pixels o of x[o * STRIDE - PAD + tap * DILATION, k / MULTIPLIER] *
+//   dW[tap, k] = sum over images and output pixels o of x[o * STRIDE - PAD + tap * DILATION, k / MULTIPLIER]
+//   *
 //                g[o, k]
 //
 // A thread has a word of channels, and the sums of all taps in registers. It slides down a strip of COLUMNS
-// columns, or, where images are one row (ALONG_W), from strip to strip along it. At each step it loads a row of
-// g's strip, and of each of x's planes the rows and columns that lie STRIDE rows further. The last WINDOW rows of
-// g are in registers: each row of x, read once, meets all of them. What a step needs is loaded a step ahead.
+// columns, or, where images are one row (ALONG_W), from strip to strip along it. At each step it loads a row
+// of g's strip, and of each of x's planes the rows and columns that lie STRIDE rows further. The last WINDOW
+// rows of g are in registers: each row of x, read once, meets all of them. What a step needs is loaded a step
+// ahead.
 //
 // A thread block works on STRIPS items side by side, each a strip of up to ROWS steps of an output plane. The
 // first ones to differ are planes, then columns: what they share of x comes from the L1. The splits take the
 // items in turns, so that what neighbours share is in the L2. Last the thread block adds its strips' sums.
 //
-// Only products of pixels that the convolution has enter the sums, for a NaN in x times a zero would be a NaN:
-// a strip beyond the image is moved back, and its columns that another has are zeros of g.
+// Only products of pixels that the convolution has enter the sums, for a NaN in x times a zero would be a
+// NaN: a strip beyond the image is moved back, and its columns that another has are zeros of g.
 //
 // Macros: ELEMENT, OUT, WARPS, CTAS_PER_SM, CHANNELS (of a word), WORDS (of a pixel of g), LANES (words of a
-// thread block), MULTIPLIER, of each axis INPUT, OUTPUT, KERNEL, STRIDE, DILATION, PAD; COLUMNS, ROWS, ALONG_W.
+// thread block), MULTIPLIER, of each axis INPUT, OUTPUT, KERNEL, STRIDE, DILATION, PAD; COLUMNS, ROWS,
+// ALONG_W.
 
 #include <cuda/std/cstdint>
 
@@ -98,14 +101,16 @@ __device__ constexpr bool is_column_used(int i) {
   return false;
 }
 
-// Whether column i of those that a step reads, which is the image's `at`, is inside: mostly so in every strip.
+// Whether column i of those that a step reads, which is the image's `at`, is inside: mostly so in every
+// strip.
 __device__ inline bool is_inside(int i, int at) {
   const bool left = i >= PAD_W, right = i < INPUT_W + PAD_W - (OUTPUT_W - COLUMNS) * STRIDE_W;
   return (left || at >= 0) && (right || at < INPUT_W);
 }
 
 __device__ inline void load_g(const Word* __restrict__ g, const Item& item, int step, Lines& lines) {
-  const long long line = ((long long)(item.image * OUTPUT_D + item.plane) * OUTPUT_H + item.row(step)) * OUTPUT_W;
+  const long long line =
+      ((long long)(item.image * OUTPUT_D + item.plane) * OUTPUT_H + item.row(step)) * OUTPUT_W;
   const int column = item.column(step), own = item.own(step);
   const Word* from = g + (line + column) * WORDS;
 #pragma unroll
@@ -124,7 +129,7 @@ __device__ inline void load_x(const Word* __restrict__ x, const Item& item, int 
     if (!is_row_used(k)) continue;
     const int row = item.row(step) * STRIDE_H - PAD_H + k;
     const bool valid = step < item.end + LEAD && unsigned(plane) < INPUT_D && unsigned(row) < INPUT_H;
-    const long long pixel = ((long long)(item.image * INPUT_D + plane) * INPUT_H + row) * INPUT_W + column;
+    const long long pixel = (((long long)item.image * INPUT_D + plane) * INPUT_H + row) * INPUT_W + column;
     const Word* from = x + pixel * X_WORDS;
 #pragma unroll
     for (int i = 0; i < READ; ++i) {
@@ -134,8 +139,8 @@ __device__ inline void load_x(const Word* __restrict__ x, const Item& item, int 
   }
 }
 
-__device__ inline void load(const Word* __restrict__ x, const Word* __restrict__ g, const Item& item, int step,
-                            Lines& lines) {
+__device__ inline void load(const Word* __restrict__ x, const Word* __restrict__ g, const Item& item,
+                            int step, Lines& lines) {
   load_g(g, item, step, lines);
 #pragma unroll
   for (int t = 0; t < KERNEL_D; ++t) load_x(x, item, t, step, lines);
@@ -230,7 +235,8 @@ __device__ inline void finish(const float (&sums)[TAPS][CHANNELS], T* to) {
 }
 
 template <class T>
-__device__ inline void wgrad(const Args& args, const Word* __restrict__ x, const Word* __restrict__ g, T* to) {
+__device__ inline void wgrad(const Args& args, const Word* __restrict__ x, const Word* __restrict__ g,
+                             T* to) {
   const int word = blockIdx.x * LANES + threadIdx.x % LANES, strip = threadIdx.x / LANES;
   float sums[TAPS][CHANNELS] = {};
   const int items = word < WORDS ? args.items : 0;

@@ -1,5 +1,5 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, in fp32 on the CUDA cores (device code:
-wgrad/depthwise_any.cu). In three dimensions, of float32, and of any number of channels: what wgrad/depthwise.py refuses.
+wgrad/depthwise_any.cu). In three dimensions, of float32, of any number of channels: what wgrad/depthwise.py refuses.
 
 A thread slides down an image, or along it where that is one row, with the sums of all taps in registers.
 """
@@ -25,12 +25,15 @@ _COLUMNS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
 _ROWS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 256)
 _LANES = (1, 2, 4, 8, 16, 32)
 _WARPS = (4, 8, 12)
+_FIELDS = {"columns": _COLUMNS, "rows": _ROWS, "lanes": _LANES, "warps": _WARPS}
 _MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
 _MAX_WINDOW = 8  # rows of g; with more, of an image of two dimensions, each row of taps loads its own row of x
 _REGISTERS = 65536  # of a multiprocessor
-_MAX_REGISTERS = 232  # of a thread, as `_registers` counts them
-_MAX_SIZE = 2**24 - 1
+_MAX_REGISTERS = 224  # of a thread, as `_registers` counts them
+_MAX_SIZE, _MAX_ITEMS = 2**24 - 1, 2**30 - 1
 _MAX_CHAIN = 2**14  # products that a thread adds up for a float32 result
+# Of the estimate: bytes a second; seconds; bytes and instructions' lanes of a multiprocessor a second.
+_HBM, _L2, _LATENCY, _L1, _ISSUED = 3.8e12, 5.5e12, 0.9e-6, 128 * 1.4e9, 128 * 1.4e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +93,14 @@ def _words(p: ConvWgradProblem) -> int:
 def _strips(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
     """Of a plane: side by side, and one after the other."""
     g = _seen(p)
-    across = -(-g.out[2] // config.columns)
-    return (1, -(-across // config.rows)) if _is_along_w(g) else (across, -(-g.out[1] // config.rows))
+    across = 1 if _is_along_w(g) else -(-g.out[2] // config.columns)
+    return across, -(-_steps(p, config.columns) // config.rows)
+
+
+def _steps(p: ConvWgradProblem, columns: int) -> int:
+    """From one end of an image to the other."""
+    g = _seen(p)
+    return -(-g.out[2] // columns) if _is_along_w(g) else g.out[1]
 
 
 def _items(p: ConvWgradProblem, config: Config) -> int:
@@ -105,19 +114,17 @@ def _read(g: Geometry, axis: int, outputs: int) -> int:
     return len({i * g.stride[axis] + t * g.dilation[axis] for i in range(outputs) for t in taps})
 
 
-def _loaded(g: Geometry, config: Config) -> tuple[int, int]:
-    """Words of x that a step loads, and those of one row."""
+def _loaded(g: Geometry, config: Config) -> int:
+    """Words of x that a step loads."""
     rows = len({t * g.dilation[1] % g.stride[1] for t in range(g.kernel[1])})
-    read = _read(g, 2, config.columns)
-    return g.kernel[0] * rows * read, read
+    return g.kernel[0] * rows * _read(g, 2, config.columns)
 
 
 def _registers(p: ConvWgradProblem, config: Config) -> int:
-    """Sums, g's rows, what is loaded and what is multiplied, and the rest."""
-    g, channels = _seen(p), _channels(p)
-    loaded, read = _loaded(g, config)
-    sums = p.taps + _window(g) * config.columns
-    return sums * channels + loaded + read * (channels + 1) + config.columns + 36
+    """Sums, g's rows, what is loaded while what was is multiplied, and the rest."""
+    g, loaded = _seen(p), _loaded(_seen(p), config)
+    values = (p.taps + _window(g) * config.columns) * _channels(p)
+    return values + 2 * loaded + config.columns + (42 if _window(g) > 1 else 24)
 
 
 class DepthwiseAny(RankedFamily[Config]):
@@ -132,6 +139,9 @@ class DepthwiseAny(RankedFamily[Config]):
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         p, g = problem, _seen(problem)
+        reason = refusals.dtypes(p, tuple(OUT_CODES)) or refusals.lhs_dilation(p) or refusals.empty_dimensions(p)
+        if reason is not None:
+            return reason
         if p.feature_group_count != p.in_channels or p.batch_group_count != 1:
             groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
             return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
@@ -139,27 +149,24 @@ class DepthwiseAny(RankedFamily[Config]):
             return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
         if max(g.stride) > _MAX_STRIDE:
             return f"window strides {p.window_strides}; accepted: up to {_MAX_STRIDE}"
-        sizes = (p.batch, *p.input_spatial, *p.output_spatial)
-        if 0 in sizes or max(*sizes, p.out_channels, *map(abs, g.pad), *g.reach) > _MAX_SIZE:
-            return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {_MAX_SIZE}"
-        if (reason := refusals.dtypes(p, tuple(OUT_CODES)) or refusals.lhs_dilation(p) or refusals.weights(p)) is not None:
-            return reason
-        if _items(p, Config(1, max(_ROWS), 1, 1, 1)) > refusals.INT32_MAX:
-            return f"g {p.g_shape}; accepted: up to {refusals.INT32_MAX} strips of a column"
-        return None if self._fitting(p) else f"dilation {p.rhs_dilation}: the rows of g fit in no registers"
+        sizes = (*p.lhs_shape, *p.g_shape, *map(abs, g.pad), *g.reach)
+        if max(sizes) > _MAX_SIZE or _items(p, Config(1, 1, 1, 1, 1)) > _MAX_ITEMS:
+            said = f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}, dilation {p.rhs_dilation}"
+            return f"{said}; accepted: sizes up to {_MAX_SIZE}, {_MAX_ITEMS} output pixels"
+        if not self._fitting(p):
+            return f"strides {p.window_strides}, dilation {p.rhs_dilation}: what a thread needs fits in no registers"
+        return refusals.weights(p)
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        accepted = {"columns": _COLUMNS, "rows": _ROWS, "lanes": _LANES, "warps": _WARPS}
-        if (reason := field_refusal(config, **accepted)) is not None:
+        if (reason := field_refusal(config, **_FIELDS)) is not None:
             return reason
         if config.columns > (width := _seen(problem).out[2]):
             return f"columns {config.columns}; accepted: at most the output's {width}"
-        most = min(_MAX_REGISTERS, _REGISTERS // (32 * config.warps) - 8)
+        most = min(_MAX_REGISTERS, _REGISTERS // (256 * config.warps) * 8)
         if (registers := _registers(problem, config)) > most:
             return f"columns {config.columns} take about {registers} registers; accepted: up to {most}"
-        if (items := _items(problem, config)) > refusals.INT32_MAX - 2**22:
-            return f"{items} strips; accepted: up to {refusals.INT32_MAX - 2**22}"
-        return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "rounds of strips", uneven=True)
+        rounds = self.reduction_blocks(problem, config)
+        return split_k.splits_refusal(config.splits, rounds, "rounds of strips", uneven=True)
 
     def _fitting(self, p: ConvWgradProblem) -> list[int]:
         """Columns that are legal."""
@@ -183,54 +190,52 @@ class DepthwiseAny(RankedFamily[Config]):
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """Of each number of columns, rows and warps, filling the machine."""
-        g, words = _seen(problem), _words(problem)
-        lanes = {min(max(_LANES), 1 << (words - 1).bit_length())} | {n for n in (8, 16) if words % n == 0}
-        steps = -(-g.out[2] // max(_COLUMNS)) if _is_along_w(g) else g.out[1]
-        rows = [n for n in _ROWS if n < 2 * steps]
-        given = itertools.product(self._fitting(problem), rows, sorted(lanes), _WARPS)
-        found = [self.filling(problem, Config(*each, splits=1), target) for each in given]
-        legal = [config for config in found if self.config_refusal(problem, config) is None]
-        return sorted(legal, key=lambda config: self.estimate(problem, config, target))
+        """With the most rows that leave enough strips to fill the machine, and with fewer."""
+        words, found = _words(problem), []
+        lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())} | ({8} if words % 32 and words % 8 == 0 else set())
+        for columns, lane, warps in itertools.product(self._fitting(problem), sorted(lanes), _WARPS):
+            every = [Config(columns, rows, lane, warps, 1) for rows in _ROWS if rows < 2 * _steps(problem, columns)]
+            if self.config_refusal(problem, every[0]) is None:
+                full = [c for c in every if self.wave(problem, c, target) <= self.reduction_blocks(problem, c)]
+                found += [self.filling(problem, config, target) for config in full[-3:] or every[:1]]
+        return sorted(found, key=lambda config: self.estimate(problem, config, target))
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         wanted = nearby(config.splits, self.wave(problem, config, target))
-        changes = {name: _near(values, getattr(config, name)) for name, values in _FIELDS.items()}
-        others = [self.filling(problem, other, target) for other in varied(config, **changes)]
-        return self.other_splits(problem, config, wanted) + others
+        others = varied(config, **{name: _near(values, getattr(config, name)) for name, values in _FIELDS.items()})
+        legal = [c for c in others if self.config_refusal(problem, dataclasses.replace(c, splits=1)) is None]
+        return self.other_splits(problem, config, wanted) + [self.filling(problem, c, target) for c in legal]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """The largest of memory, L2, L1 and instructions, over how full the machine is, and the reduction. Not fitted
-        to measurements."""
-        g, channels = _seen(problem), _channels(problem)
-        loaded, read = _loaded(g, config)
-        pixels = math.prod(g.out) * g.batch * _words(problem)  # in words
-        lead = 1 + (_window(g) - 1) / min(config.rows, g.out[1])
-        lanes = _words(problem) / (-(-_words(problem) // config.lanes) * config.lanes)
-        steps = pixels / config.columns * lead / lanes
+        """The slowest of memory, what is on its way from it, L2, L1 and instructions, as full as the machine is, and
+        the reduction. Not fitted to measurements."""
+        g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
-        # Neighbours in the thread block share x's planes through the L1, and columns where planes are few.
+        loaded = _loaded(g, config)
+        lead = 1 + (_window(g) - 1) / min(config.rows, g.out[1])
+        used = words / (-(-words // config.lanes) * config.lanes)
+        steps = g.batch * math.prod(g.out) * words / config.columns * lead / used
+        # Strips side by side share planes of x through the L1, and where planes are few, columns.
         planes = min(config.strips, g.out[0])
-        shared = min(max(1, config.strips // planes), math.prod(_strips(problem, config)))
-        wide = _read(g, 2, config.columns * shared) / (config.columns * shared * g.stride[2])
-        deep = _read(g, 0, planes) / (planes * g.stride[0])
-        x_bytes = math.prod((*g.size, g.batch)) * problem.in_channels / channels * word
-        l2 = (problem.bytes_moved + (lead * wide * deep - 1) * x_bytes) / 5.5e12
-        l1 = steps * (loaded + config.columns) * word / (target.cores * 128 * 1.4e9)
-        issued = steps * (problem.taps * config.columns * channels + 4 * loaded + 4 * config.columns + 30)
-        arithmetic = issued / (target.cores * 128 * 1.7e9 * 0.8)
+        columns = config.columns * min(config.strips // planes, -(-g.out[2] // config.columns))
+        again = lead * _read(g, 2, columns) / (columns * g.stride[2]) * _read(g, 0, planes) / (planes * g.stride[0])
+        l2 = problem.bytes_moved + max(0.0, again - 1) * math.prod(problem.lhs_shape) * word / channels
+        issued = steps * (problem.taps * config.columns * channels + 4 * (loaded + config.columns) + 30)
+
         rounds = self.reduction_blocks(problem, config)
-        balance = -(-rounds // config.splits) * config.splits / rounds
-        slots = target.cores * self.blocks_per_sm(problem, config)
         blocks = self.thread_blocks(problem, config) * config.splits
-        waves = -(-blocks // slots)
-        # Few warps have too few bytes in flight.
-        flight = slots / waves * blocks / slots * config.warps * 32 * word * config.columns * 2
-        latency = problem.bytes_moved / (flight / 1.2e-6)
-        seconds = max(bytes_touched(problem) / 3.8e12, l2, l1, arithmetic, latency) * balance
-        seconds *= max(1.0, waves * slots / blocks) if waves > 1 else 1.0
+        slots, waves = target.cores * self.blocks_per_sm(problem, config), self.waves(problem, config, target)
+        in_flight = min(blocks, slots) * config.warps * 32 * word * config.columns * 2
+        busy = target.cores * blocks / (waves * slots)
+        seconds = max(
+            bytes_touched(problem) / _HBM,
+            bytes_touched(problem) / in_flight * _LATENCY,
+            l2 / _L2,
+            steps * (loaded + config.columns) * word / (busy * _L1),
+            issued / (busy * _ISSUED),
+        )
         reduce = 0.0 if config.splits == 1 else 1e-6 + 2 * self.workspace_bytes(problem, config) / 4e12
-        return 4e-6 + seconds + 1.5e-6 * waves + reduce
+        return 4e-6 + seconds * -(-rounds // config.splits) * config.splits / rounds + 1.5e-6 * waves + reduce
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -253,9 +258,6 @@ class DepthwiseAny(RankedFamily[Config]):
             args={"items": _items(problem, config)},
             after=(Pointer(0), Pointer(1)),
         )
-
-
-_FIELDS = {"columns": _COLUMNS, "rows": _ROWS, "lanes": _LANES, "warps": _WARPS}
 
 
 def _near(values: tuple[int, ...], value: int) -> list[int]:
