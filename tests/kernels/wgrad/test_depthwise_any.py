@@ -106,9 +106,9 @@ def test_refused_configs() -> None:
     assert FAMILY.refusal(p, base) is None
     for change, reason in (
         ({"columns": 5}, "columns 5; accepted: 1, 2, 3"),
-        ({"columns": 16}, "columns 16 take about 249 registers; accepted: up to 224"),
+        ({"columns": 16}, "columns 16 take about 241 registers; accepted: up to 224"),
         ({"columns": 12, "warps": 12}, "registers; accepted: up to 168"),
-        ({"splits": 82}, "splits 82; accepted for 80 rounds of strips: 1 to 80"),
+        ({"splits": 41}, "splits 41; accepted for 40 rounds of strips: 1 to 40"),
     ):
         assert reason in str(FAMILY.refusal(p, dataclasses.replace(base, **change))), change
     narrow = problem((9, 3), (3, 3))
