@@ -1,13 +1,11 @@
 """Depthwise weight gradients on the CUDA cores, without a GPU: the device code is emulated."""
 
-import dataclasses
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.wgrad import depthwise_any
 from jax_splitk.kernels.wgrad.depthwise_any import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -88,42 +86,14 @@ def test_random_problems(seed: int) -> None:
         check(p, configs[int(rng.integers(len(configs)))], rng)
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"feature_group_count": 2}, "feature_group_count 2, batch_group_count 1; accepted: 4 (the input channels), 1"),
-    ({"kernel_spatial": (8, 1)}, "a filter of (8, 1); accepted: sides up to 7 and 49 taps"),
-    ({"window_strides": (5, 1)}, "window strides (5, 1); accepted: up to 4"),
-    ({"padding": ((2**24, 0), (0, 0))}, "accepted: sizes up to 16777215"),
-    ({"batch": 2**24 - 1}, "1073741823 output pixels"),
-])  # fmt: skip
-def test_refusals(change: dict[str, Any], reason: str) -> None:
-    p = dataclasses.replace(problem((9, 10), (3, 3), padding=1), **change)
-    assert reason in str(FAMILY.refusal(p))
-
-
-def test_refused_configs() -> None:
-    p = problem((16, 16, 40), (3, 3, 3), 4, padding=1)
-    base = Config(4, 4, 4, 4, 1)
-    assert FAMILY.refusal(p, base) is None
-    for change, reason in (
-        ({"columns": 5}, "columns 5; accepted: 1, 2, 3"),
-        ({"columns": 16}, "columns 16 take about 241 registers; accepted: up to 224"),
-        ({"columns": 12, "warps": 12}, "registers; accepted: up to 168"),
-        ({"splits": 41}, "splits 41; accepted for 40 rounds of strips: 1 to 40"),
-    ):
-        assert reason in str(FAMILY.refusal(p, dataclasses.replace(base, **change))), change
-    narrow = problem((9, 3), (3, 3))
-    assert FAMILY.refusal(narrow, base) == "columns 4; accepted: at most the output's 1"
-    tall = problem((50, 2, 2), (3, 1, 1), rhs_dilation=(20, 1, 1))
-    assert FAMILY.refusal(tall) is None, "planes may lie as far apart as they like"
-    deep = problem((4, 300, 4), (2, 2, 2), rhs_dilation=(1, 250, 1))
-    assert "what a thread needs fits in no registers" in str(FAMILY.refusal(deep))
-
-
 def test_a_thread_slides_where_the_image_is_long() -> None:
     for p, macros in (
         (problem((100,), (4,)), {"ALONG_W": 1, "OUTPUT_W": 97, "KERNEL_W": 4}),
         (problem((20, 30), (3, 3)), {"ALONG_W": 0, "OUTPUT_H": 18, "KERNEL_H": 3}),
-        (problem((40, 30), (3, 3), rhs_dilation=(8, 1)), {"ALONG_W": 1, "OUTPUT_D": 24, "KERNEL_D": 3, "DILATION_D": 8}),
+        (
+            problem((40, 30), (3, 3), rhs_dilation=(8, 1)),
+            {"ALONG_W": 1, "OUTPUT_D": 24, "KERNEL_D": 3, "DILATION_D": 8},
+        ),
     ):
         made = FAMILY.macros(p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
         assert macros.items() <= made.items()
@@ -131,8 +101,6 @@ def test_a_thread_slides_where_the_image_is_long() -> None:
 
 def test_candidates_fill_the_machine_where_they_can() -> None:
     large = problem((16, 28, 28), (3, 3, 3), 64, batch=8, padding=1)
-    assert FAMILY.measured_only
     for config in FAMILY.candidates(large, DEFAULT_CUDA)[:20]:
         slots = DEFAULT_CUDA.cores * FAMILY.blocks_per_sm(large, config)
         assert FAMILY.thread_blocks(large, config) * config.splits > 0.6 * slots, config
-    assert depthwise_any.FAMILY.refusal(CASES[0][0], FAMILY.candidates(CASES[0][0], DEFAULT_CUDA)[0]) is None
