@@ -121,10 +121,10 @@ def _loaded(g: Geometry, config: Config) -> int:
 
 
 def _registers(p: ConvWgradProblem, config: Config) -> int:
-    """Sums, g's rows, what is loaded while what was is multiplied, and the rest."""
+    """Sums, g's rows, what is loaded while what was is multiplied, and the rest: as many as ptxas was seen to take."""
     g, loaded = _seen(p), _loaded(_seen(p), config)
-    values = (p.taps + _window(g) * config.columns) * _channels(p)
-    return values + 2 * loaded + config.columns + (42 if _window(g) > 1 else 24)
+    values = (p.taps + _window(g) * config.columns) * _channels(p) + 2 * loaded + config.columns
+    return values + (24 if _window(g) == 1 else 40 + 2 * _window(g) + 2 * max(0, config.columns - 8))
 
 
 class DepthwiseAny(RankedFamily[Config]):
