@@ -20,6 +20,8 @@ from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam
 
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = ("threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
+# A block's variables are its own, not those of another library in which they have the same name.
+_OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -97,6 +99,8 @@ def _text(plan: DevicePlan) -> str:
     ptx = device_source._file_text("device/ptx.cuh")
     text = plan.source.text().replace(ptx, "")
     text = re.sub(r"^#include <.*>$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"__shared__ (alignas\(\d+\)) ", r"\1 __shared__ ", text)
+    text = re.sub(r"^  (constexpr uint16_t \w+\[16\] =)", r"  static \1", text, flags=re.MULTILINE)
     text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic);", text)
     stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
     cases = "\n".join(
@@ -119,9 +123,9 @@ extern "C" void give_buffers(const emulator::Bytes* buffers, int count) {{
 
 
 def _compiled(plan: DevicePlan) -> ctypes.CDLL:
-    macros = [f"-D{name}={value}" for name, value in plan.source.defines]
+    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in plan.source.defines)]
     text = _text(plan)
-    name = hashlib.sha256("\n".join((text, *macros)).encode()).hexdigest()[:24]
+    name = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
     folder = pathlib.Path(tempfile.gettempdir()) / "jax_splitk_emulator"
     folder.mkdir(exist_ok=True)
     library = folder / f"{name}.so"
@@ -129,10 +133,9 @@ def _compiled(plan: DevicePlan) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             source, built = pathlib.Path(work, "source.cc"), pathlib.Path(work, "built.so")
             source.write_text(text)
-            options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-            command = ["g++", *options, *macros, str(source), "-o", str(built)]
+            command = ["g++", *options, str(source), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise EmulationError(f"{plan.source.file} with {' '.join(macros)}:\n{done.stderr[:4000]}")
+                raise EmulationError(f"{plan.source.file} with {' '.join(options)}:\n{done.stderr[:4000]}")
             built.replace(library)
     return ctypes.CDLL(str(library))

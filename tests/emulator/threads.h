@@ -71,7 +71,7 @@ struct Fiber {
   Block* block;
   ucontext_t context;
   bool done = false;
-  unsigned cluster_since = 0;
+  unsigned cluster_since = ~0u;  // which meeting of the cluster it has come to
   // What it waits for.
   bool (*ready)(const void*) = nullptr;
   const void* on = nullptr;
@@ -148,8 +148,11 @@ inline void meet(Meeting& meeting, const char* what, const std::function<int()>&
 inline void start() {
   Fiber* fiber = self;
   fiber->block->cluster->kernel();
+  Cluster* cluster = fiber->block->cluster;
   fiber->done = true;
-  --fiber->block->live, --fiber->block->cluster->live;
+  --fiber->block->live, --cluster->live;
+  // Of those who have come to a meeting, and of those it waits for, only the living are counted.
+  if (fiber->cluster_since == cluster->meeting.generation) --cluster->meeting.arrived;
   for (;;) swapcontext(&fiber->context, &fiber->block->scheduler);
 }
 
