@@ -81,7 +81,7 @@ def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _any_depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
-    channels = int(rng.choice([1, 3, 4, 6, 16, 33, 40]))
+    channels = int(rng.choice([2, 3, 4, 6, 16, 33, 40]))
     return channels, channels * int(rng.choice([1, 1, 2, 3])), channels
 
 
@@ -99,11 +99,11 @@ KINDS = {
 # How many of 25 problems are of each kind.
 MIXTURE = {
     "unit_stride": 3,
-    "dense": 3,
+    "dense": 2,
     "wide_groups": 2,
     "small_groups": 4,
     "depthwise": 3,
-    "depthwise_any": 2,
+    "depthwise_any": 3,
     "any_channels": 3,
     "float32": 2,
     "tf32": 3,

@@ -1,5 +1,5 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, in fp32 on the CUDA cores (device code:
-wgrad/depthwise_any.cu). In three dimensions, of float32, of any number of channels: what wgrad/depthwise.py refuses.
+wgrad/depthwise_any.cu). In 3D, of float32, of any number of channels, which wgrad/depthwise.py refuses, and in 1D.
 
 A thread slides down an image, or along it where that is one row, with the sums of all taps in registers.
 """
@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
-from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad import depthwise, refusals
 from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, nearby
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -142,9 +142,11 @@ class DepthwiseAny(RankedFamily[Config]):
         reason = refusals.dtypes(p, tuple(OUT_CODES)) or refusals.lhs_dilation(p) or refusals.empty_dimensions(p)
         if reason is not None:
             return reason
-        if p.feature_group_count != p.in_channels or p.batch_group_count != 1:
+        if not 1 < p.feature_group_count == p.in_channels or p.batch_group_count != 1:
             groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-            return f"{groups}; accepted: {p.in_channels} (the input channels), 1"
+            return f"{groups}; accepted: {p.in_channels} (the input channels, at least 2), 1"
+        if p.rank == 2 and depthwise.FAMILY.problem_refusal(p) is None:
+            return f"{p.in_channels} channels of {p.dtype} in 2 dimensions; accepted: what wgrad_depthwise refuses"
         if max(g.kernel) > _MAX_KERNEL or p.taps > _MAX_TAPS:
             return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
         if max(g.stride) > _MAX_STRIDE:

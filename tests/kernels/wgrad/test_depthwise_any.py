@@ -52,7 +52,7 @@ CASES = [
      Config(1, 7, 2, 4, 1)),
     (problem((40,), (3,), 8, padding=((26, 0),), rhs_dilation=13, batch=9), Config(16, 2, 8, 4, 1)),
     (problem((6, 8, 7), (3, 1, 1), 8, padding=((1, 1), (0, 0), (0, 0)), **HALF), Config(7, 4, 4, 4, 1)),
-    (problem((6, 7), (2, 2), 1, multiplier=5, stride=(4, 3)), Config(2, 1, 1, 4, 1)),
+    (problem((6, 7), (2, 2), 2, multiplier=5, stride=(4, 3)), Config(2, 1, 1, 4, 1)),
 ]  # fmt: skip
 
 

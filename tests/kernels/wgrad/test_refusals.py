@@ -255,6 +255,9 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
     ],
     depthwise_any.FAMILY: [
         ({"channels": (5, 15), "groups": 5}, {"groups": 2}, "feature_group_count 2, batch_group_count 1; accepted: 4"),
+        ({"channels": (2, 2), "groups": 2}, {"channels": (1, 1), "groups": 1}, "feature_group_count 1, "),
+        ({"size": (10,), "kernel": (3,), "channels": (8, 8), "groups": 8}, {"channels": (8, 8), "groups": 8},
+         "8 channels of bfloat16 in 2 dimensions; accepted: what wgrad_depthwise refuses"),
         ({"kernel": (7, 7)}, {"kernel": (8, 1)}, "a filter of (8, 1); accepted: sides up to 7 and 49 taps"),
         ({"size": (4, 9, 9), "kernel": (1, 7, 7)}, {"size": (4, 9, 9), "kernel": (2, 7, 7)}, "a filter of (2, 7, 7)"),
         ({"stride": (4, 1)}, {"stride": (5, 1)}, "window strides (5, 1); accepted: up to 4"),
