@@ -44,7 +44,6 @@ constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 constexpr int X_WORDS = WORDS / MULTIPLIER;
 constexpr int LEAD = (KERNEL_H - 1) * DILATION_H / STRIDE_H;  // steps that x's last rows lie after g's
 constexpr int WINDOW = LEAD + 1;
-constexpr int TURN = WINDOW <= 4 ? WINDOW : 1;  // steps until g's rows are in the same registers again
 constexpr int READ = (COLUMNS - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int STRIPS_W = divide_up(OUTPUT_W, COLUMNS);
 constexpr int STEPS = ALONG_W ? STRIPS_W : OUTPUT_H, ACROSS = ALONG_W ? 1 : STRIPS_W;
@@ -183,28 +182,23 @@ __device__ inline void slide(const Word* __restrict__ x, const Word* __restrict_
   load(x, g, item, item.first, next);
   float window[WINDOW][COLUMNS][CHANNELS];
 #pragma unroll 1
-  for (int begin = item.first; begin < item.end + LEAD; begin += TURN) {
+  for (int step = item.first; step < item.end + LEAD; ++step) {
 #pragma unroll
-    for (int turn = 0; turn < TURN; ++turn) {
-      const int step = begin + turn;
-      if (step >= item.end + LEAD) break;
+    for (int row = WINDOW - 1; row >= 0; --row)
 #pragma unroll
-      for (int a = WINDOW - 1; a >= 0; --a)
+      for (int j = 0; j < COLUMNS; ++j) {
+        if (row == 0) unpack(next.g[j], window[0][j]);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-          if (a == 0) unpack(next.g[j], window[0][j]);
-#pragma unroll
-          for (int c = 0; c < CHANNELS; ++c)
-            if (a > 0) window[a][j][c] = window[a - 1][j][c];
-        }
-      const Lines lines = next;
-      load(x, g, item, step + 1, next);
-      const int above = step - item.first, below = step - item.end;
-      if (LEAD == 0 || (above >= LEAD && below < 0)) {
-        accumulate<true>(lines, window, above, below, sums);
-      } else {
-        accumulate<false>(lines, window, above, below, sums);
+        for (int c = 0; c < CHANNELS; ++c)
+          if (row > 0) window[row][j][c] = window[row - 1][j][c];
       }
+    const Lines lines = next;
+    load(x, g, item, step + 1, next);
+    const int above = step - item.first, below = step - item.end;
+    if (LEAD == 0 || (above >= LEAD && below < 0)) {
+      accumulate<true>(lines, window, above, below, sums);
+    } else {
+      accumulate<false>(lines, window, above, below, sums);
     }
   }
 }

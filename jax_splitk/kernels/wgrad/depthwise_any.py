@@ -124,7 +124,7 @@ def _registers(p: ConvWgradProblem, config: Config) -> int:
     """Sums, g's rows, what is loaded while what was is multiplied, and the rest: as many as ptxas was seen to take."""
     g, loaded = _seen(p), _loaded(_seen(p), config)
     values = (p.taps + _window(g) * config.columns) * _channels(p) + 2 * loaded + config.columns
-    return values + (24 if _window(g) == 1 else 40 + 2 * _window(g) + 2 * max(0, config.columns - 8))
+    return values + (28 if _window(g) == 1 else 40 + _window(g))
 
 
 class DepthwiseAny(RankedFamily[Config]):
@@ -209,8 +209,8 @@ class DepthwiseAny(RankedFamily[Config]):
         return self.other_splits(problem, config, wanted) + [self.filling(problem, c, target) for c in legal]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """The slowest of memory, what is on its way from it, L2, L1 and instructions, as full as the machine is, and
-        the reduction. Not fitted to measurements."""
+        """The slowest of memory, a step's loads, which come one after the other, L2, L1 and instructions, as full as the
+        machine is, and the reduction. Not fitted to measurements."""
         g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
         loaded = _loaded(g, config)
@@ -227,11 +227,10 @@ class DepthwiseAny(RankedFamily[Config]):
         rounds = self.reduction_blocks(problem, config)
         blocks = self.thread_blocks(problem, config) * config.splits
         slots, waves = target.cores * self.blocks_per_sm(problem, config), self.waves(problem, config, target)
-        in_flight = min(blocks, slots) * config.warps * 32 * word * config.columns * 2
         busy = target.cores * blocks / (waves * slots)
         seconds = max(
             bytes_touched(problem) / _HBM,
-            bytes_touched(problem) / in_flight * _LATENCY,
+            steps / (min(blocks, slots) * config.warps * 32) * _LATENCY,
             l2 / _L2,
             steps * (loaded + config.columns) * word / (busy * _L1),
             issued / (busy * _ISSUED),
