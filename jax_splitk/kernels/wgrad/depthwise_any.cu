@@ -1,8 +1,7 @@
 // Depthwise weight gradients in fp32 on the CUDA cores:
 //
-//   dW[tap, k] = sum over images and output pixels o of x[o * STRIDE - PAD + tap * DILATION, k / MULTIPLIER]
-//   *
-//                g[o, k]
+//   dW[tap, k] = sum over images and output pixels o of g[o, k] * x[i, k / MULTIPLIER]
+//   with i = o * STRIDE - PAD + tap * DILATION along each axis
 //
 // A thread has a word of channels, and the sums of all taps in registers. It slides down a strip of COLUMNS
 // columns, or, where images are one row (ALONG_W), from strip to strip along it. At each step it loads a row

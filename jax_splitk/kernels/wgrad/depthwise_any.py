@@ -27,7 +27,8 @@ _LANES = (1, 2, 4, 8, 16, 32)
 _WARPS = (4, 8, 12)
 _FIELDS = {"columns": _COLUMNS, "rows": _ROWS, "lanes": _LANES, "warps": _WARPS}
 _MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
-_MAX_WINDOW = 8  # rows of g; with more, of an image of two dimensions, each row of taps loads its own row of x
+_MAX_WINDOW = 8  # rows of g; for more, in two dimensions, each row of taps loads its own row of x
+_MAX_REACH = 1024  # columns from a window's first to its last: the compiler goes through all
 _REGISTERS = 65536  # of a multiprocessor
 _MAX_REGISTERS = 224  # of a thread, as `_registers` counts them
 _MAX_SIZE, _MAX_ITEMS = 2**24 - 1, 2**30 - 1
@@ -63,7 +64,7 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def _seen(p: ConvWgradProblem) -> Geometry:
-    """As the device code sees it. What slides is the middle dimension; where it is 1, the last one."""
+    """As the device code sees it: a thread slides along the middle dimension, or where that is 1, the last one."""
     g = geometry(p, 3)
     if g.size[0] == g.kernel[0] == g.out[0] == 1 and _window(g) > _MAX_WINDOW:
         given = {name: value for name, value in vars(g).items() if isinstance(value, tuple)}
@@ -155,6 +156,8 @@ class DepthwiseAny(RankedFamily[Config]):
         if max(sizes) > _MAX_SIZE or _items(p, Config(1, 1, 1, 1, 1)) > _MAX_ITEMS:
             said = f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}, dilation {p.rhs_dilation}"
             return f"{said}; accepted: sizes up to {_MAX_SIZE}, {_MAX_ITEMS} output pixels"
+        if g.reach[2] > _MAX_REACH:
+            return f"dilation {p.rhs_dilation}: a window of {g.reach[2] + 1} columns; accepted: up to {_MAX_REACH + 1}"
         if not self._fitting(p):
             return f"strides {p.window_strides}, dilation {p.rhs_dilation}: what a thread needs fits in no registers"
         return refusals.weights(p)
@@ -209,8 +212,8 @@ class DepthwiseAny(RankedFamily[Config]):
         return self.other_splits(problem, config, wanted) + [self.filling(problem, c, target) for c in legal]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """The slowest of memory, a step's loads, which come one after the other, L2, L1 and instructions, as full as the
-        machine is, and the reduction. Not fitted to measurements."""
+        """The slowest of memory, the loads of a thread's steps one after the other, L2, L1 and instructions, as full as
+        the machine is, and the reduction. Not fitted to measurements."""
         g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
         loaded = _loaded(g, config)
