@@ -197,7 +197,9 @@ class DepthwiseAny(RankedFamily[Config]):
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """With the most rows that leave enough strips to fill the machine, and with fewer."""
         words, found = _words(problem), []
-        lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())} | ({8} if words % 32 and words % 8 == 0 else set())
+        lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())}
+        if (whole := math.gcd(words, _LANES[-1])) >= 8:  # a sector of memory
+            lanes.add(whole)
         for columns, lane, warps in itertools.product(self._fitting(problem), sorted(lanes), _WARPS):
             every = [Config(columns, rows, lane, warps, 1) for rows in _ROWS if rows < 2 * _steps(problem, columns)]
             if self.config_refusal(problem, every[0]) is None:
