@@ -195,7 +195,12 @@ class DepthwiseAny(RankedFamily[Config]):
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """With the most rows that leave enough strips to fill the machine, and with fewer."""
+        """Of each number of columns, lanes and warps, with the best of the most rows that leave enough strips to fill
+        the machine."""
+
+        def seconds(config: Config) -> float:
+            return self.estimate(problem, config, target)
+
         words, found = _words(problem), []
         lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())}
         if (whole := math.gcd(words, _LANES[-1])) >= 8:  # a sector of memory
@@ -204,8 +209,8 @@ class DepthwiseAny(RankedFamily[Config]):
             every = [Config(columns, rows, lane, warps, 1) for rows in _ROWS if rows < 2 * _steps(problem, columns)]
             if self.config_refusal(problem, every[0]) is None:
                 full = [c for c in every if self.wave(problem, c, target) <= self.reduction_blocks(problem, c)]
-                found += [self.filling(problem, config, target) for config in full[-3:] or every[:1]]
-        return sorted(found, key=lambda config: self.estimate(problem, config, target))
+                found.append(min((self.filling(problem, c, target) for c in full[-3:] or every[:1]), key=seconds))
+        return sorted(found, key=seconds)
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         wanted = nearby(config.splits, self.wave(problem, config, target))
