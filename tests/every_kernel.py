@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -205,10 +206,14 @@ def _depthwise_any() -> Iterator[Run]:
 # ---- other passes --------------------------------------------------------------------------------------------------
 
 
+def _passes(module: Any) -> tuple[tuple[Family, type[Any]], ...]:
+    """Its families and their problems."""
+    return (module.FPROP, ConvFpropProblem), (module.DGRAD, ConvDgradProblem)
+
+
 def _depthwise_passes() -> Iterator[Run]:
-    pairs = ((conv_depthwise.FPROP, ConvFpropProblem), (conv_depthwise.DGRAD, ConvDgradProblem))
     for (family, kind), (size, kernel, changes, config) in itertools.product(
-        pairs,
+        _passes(conv_depthwise),
         (
             ((9, 10), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
             ((9, 11), (3, 5), {"stride": 2, "dtype": HALF, "out_dtype": HALF}, (2, 2)),
@@ -220,6 +225,21 @@ def _depthwise_passes() -> Iterator[Run]:
     ):
         p = kind(**vars(conv(size, kernel, (20, 20), groups=20, **changes)))
         yield Run(family, p, conv_depthwise.Config(*config))
+
+
+def _grouped_passes() -> Iterator[Run]:
+    for (family, kind), (size, kernel, channels, groups, changes, config) in itertools.product(
+        _passes(conv_grouped),
+        (
+            ((9, 10), (3, 3), 32, 8, {"padding": 1, "out_dtype": "bfloat16"}, (32, 2, 4, 5, 1, 1, False, 3, 2)),
+            ((9, 11), (3, 3), 64, 4, {"padding": 1, "stride": 2, "dtype": HALF}, (16, 1, 3, 5, 1, 1, True, 2, 3)),
+            ((40,), (5,), 64, 16, {"dtype": HALF, "out_dtype": HALF}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
+            ((7, 7), (3, 3), 64, 2, {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, False, 2, 2)),
+            ((5, 6), (3, 2), 40, 20, {"rhs_dilation": (1, 2)}, (16, 2, 3, 2, 1, 1, True, 4, 2)),
+        ),
+    ):
+        p = kind(**vars(conv(size, kernel, (channels, channels), groups=groups, **changes)))
+        yield Run(family, p, conv_grouped.Config(*config))
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------
@@ -314,7 +334,8 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any(), _depthwise_passes()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
+        *(_depthwise_passes(), _grouped_passes()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
@@ -19,8 +20,8 @@ from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, 
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_fprop": (conv_depthwise.FPROP, conv_host.FPROP),
-    "conv_dgrad": (conv_depthwise.DGRAD, conv_host.DGRAD),
+    "conv_fprop": (conv_depthwise.FPROP, conv_grouped.FPROP, conv_host.FPROP),
+    "conv_dgrad": (conv_depthwise.DGRAD, conv_grouped.DGRAD, conv_host.DGRAD),
     "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any, wgrad_host)),
     "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),

@@ -33,7 +33,7 @@ from tests.kernels.dot.test_dot_tma import random_problem as random_dot
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 170
+MOST_SOURCES = 200
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if isinstance(family, CudaFamily)]  # others have no code of their own
@@ -178,6 +178,8 @@ CODE = {
     ),
     "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
     "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
+    "fprop_grouped": Code(_grouped, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
+    "dgrad_grouped": Code(_grouped, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "wgrad_depthwise_any": Code(
         _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"
