@@ -19,7 +19,7 @@ from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -193,6 +193,17 @@ def _depthwise() -> Iterator[Run]:
         yield from _splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
+def _depthwise_any() -> Iterator[Run]:
+    for size, kernel, channels, changes, config in (
+        ((9, 10), (3, 3), (4, 4), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4, 2, 4)),
+        ((5, 6, 7), (3, 3, 3), (6, 6), {"padding": 1, "dtype": "float32"}, (2, 2, 8, 4)),
+        ((37,), (4,), (5, 10), {"batch": 9, "dtype": HALF, "out_dtype": HALF}, (7, 1, 4, 8)),
+        ((12, 9), (3, 2), (36, 36), {"stride": 2, "rhs_dilation": (4, 1)}, (2, 4, 16, 12)),
+    ):
+        p = conv(size, kernel, channels, groups=channels[0], **changes)
+        yield from _splits(depthwise_any.FAMILY, p, depthwise_any.Config(*config, splits=1), (1, 3))
+
+
 # ---- other passes --------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +372,7 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _grouped_passes(), _dense_passes()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )

@@ -132,6 +132,12 @@ def _depthwise_pass(m: Main) -> None:
     assert m.registers >= m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
 
 
+def _depthwise_any(m: Main) -> None:
+    assert not m.kernel.opcodes.keys() & cubin.PRODUCTS
+    assert m.count(cubin.GENERIC_LOAD) == m.count(cubin.GENERIC_STORE) == 0
+    assert m.registers >= m["CHANNELS"] * (m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"])
+
+
 def _stream(m: Main) -> None:
     # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
@@ -178,6 +184,9 @@ CODE = {
     "fprop_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM"),
     "dgrad_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM"),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
+    "wgrad_depthwise_any": Code(
+        _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"
+    ),
     "dot_tma": Code(_wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE", "TILE_M TILE_N SPLITS CTAS_PER_SM"),
     "quantized_stream": Code(
         _stream,
