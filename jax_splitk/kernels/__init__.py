@@ -11,6 +11,7 @@ from jax_splitk.kernels.conv import depthwise as conv_depthwise
 from jax_splitk.kernels.conv import gather as conv_gather
 from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import host as conv_host
+from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.conv import patch
 from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
@@ -18,14 +19,18 @@ from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.family import field_refusal as field_refusal
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_fprop": (conv_depthwise.FPROP, conv_grouped.FPROP, patch.FPROP, conv_gather.FAMILY, conv_host.FPROP),
-    "conv_dgrad": (conv_depthwise.DGRAD, conv_grouped.DGRAD, patch.DGRAD, conv_host.DGRAD),
+    "conv_fprop": (
+        *(module.FPROP for module in (conv_depthwise, conv_grouped, patch)),
+        conv_gather.FAMILY,
+        *(module.FPROP for module in (conv_im2col, conv_host)),
+    ),
+    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, conv_grouped, patch, conv_im2col, conv_host)),
     "conv_wgrad": (
-        *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col)),
+        *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any)),
         patch.WGRAD,
         wgrad_host.FAMILY,
     ),

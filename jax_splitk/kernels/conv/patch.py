@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from jax_splitk.kernels.conv import passes
+from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
@@ -20,8 +21,19 @@ from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap
-from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
+
+
+class _Product(tma.Tma):
+    """dot_tma with these arguments of the kernels."""
+
+    def __init__(self, args: Values) -> None:
+        super().__init__(tma.Config, tma.Costs)
+        self._args = args
+
+    def args(self, problem: DotProblem, config: Config) -> Values:
+        return self._args
+
 
 _INNER = tma.FAMILY
 _CHUNK = 64  # elements of a box, along a filter row
@@ -163,7 +175,7 @@ class Patch(CudaFamily[ConvProblem, Config]):
         return Values(
             "Args",
             {
-                **tma.kernel_args(self.dot(problem), config).values,
+                **_INNER.args(self.dot(problem), config).values,
                 "row": Divisor.of(_row(problem)),
                 "chunks": Divisor.of(_chunks(problem)),
                 "filter_rows": _filter_rows(problem),
@@ -184,10 +196,10 @@ class Patch(CudaFamily[ConvProblem, Config]):
         return _INNER.maps(self.dot(problem), config)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
-        return _INNER.launches(self.dot(problem), config, self._args(problem, config))
+        return _Product(self._args(problem, config)).launches(self.dot(problem), config)
 
-    def source(self, problem: ConvProblem, config: Config) -> Source:
-        return _INNER.source(self.dot(problem), config, self._args(problem, config), PATCH=self.PATCH)
+    def declared(self, problem: ConvProblem, config: Config) -> Sequence[Values]:
+        return _Product(self._args(problem, config)).declared(self.dot(problem), config)
 
 
 class FpropPatch(Patch):
@@ -204,8 +216,8 @@ class FpropPatch(Patch):
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         """The weight's dimensions are (output channels, elements of a filter row, filter rows)."""
         p = problem
-        weight = DotProblem(_filter_rows(p), 1, p.out_channels, _row(p), "bmk", "bkn", p.dtype, p.out_dtype)
-        return _windows(p, config.tile_m), tma.operand_map(1, weight, weight.rhs_order, config.tile_n)
+        weight = (_filter_rows(p), _row(p), p.out_channels)
+        return _windows(p, config.tile_m), operand_map(1, p.dtype, weight, "bkn", config.tile_n)
 
 
 class DgradPatch(Patch):
@@ -243,7 +255,7 @@ class WgradPatch(Patch):
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         dot = self.dot(problem)
-        return _windows(problem, tma.BOX), tma.operand_map(1, dot, dot.rhs_order, config.tile_n)
+        return _windows(problem, BOX), operand_map(1, dot.dtype, dot.rhs_shape, dot.rhs_order, config.tile_n)
 
 
 FPROP = FpropPatch(Config)
