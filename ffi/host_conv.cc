@@ -73,32 +73,17 @@ ffi::Error HostConv(ffi::ThreadPool pool, Floats lhs, Floats rhs, ffi::Result<Fl
     call.span = 1;
     call.rows = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
     call.columns = geo.out_channels / geo.groups;
-    call.k = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / geo.groups);
-    call.splits = splits;
-    call.grain = 1;
-    call.depth = block;
     call.row_block = kRowBlock;
+    call.k = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / geo.groups);
     call.mirrored = mirrored != 0;
-    why = SetResults(&call, out->typed_data(), workspace);
   }
-  if (!why.empty()) return ffi::Error::InvalidArgument("jax_splitk host convolution: " + why);
   call.lhs = lhs.typed_data();
   call.rhs = rhs.typed_data();
-  Run(pool, call, 2.0 * call.size() * call.k);
-  return ffi::Error::Success();
+  return RunConvolution("convolution", why, pool, &call, splits, block, out, workspace);
 }
 
 }  // namespace
 }  // namespace jax_splitk
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxSplitkHostConv, jax_splitk::HostConv,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Ret<jax_splitk::Floats>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("geometry")
-                                  .Attr<int64_t>("mirrored")
-                                  .Attr<int64_t>("splits")
-                                  .Attr<int64_t>("block"));
+                              jax_splitk::ConvolutionBinding("mirrored"));
