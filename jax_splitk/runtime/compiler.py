@@ -67,8 +67,8 @@ class Kernel:
         return self.key.partition("-")[0]
 
 
-# Of the process, whatever its session tunes: machine code depends on nothing but its source, and the workers are as many
-# as the machine has cores.
+# Of the process, whatever its session tunes: machine code depends on nothing but its source, and there is a worker
+# for each core.
 _memory: dict[str, Compiled] = {}
 _in_flight: dict[str, threading.Lock] = {}
 _pool = Pool()
