@@ -37,21 +37,21 @@ class Timing:
         gaps between kernels are not counted.
       low_us, high_us: the fastest and the slowest round.
       summed_us: median over rounds of the sum of the kernels' durations; `us` where kernels do not overlap.
-      kernels: the part of each kernel in the sum, by name.
-      launches: how often a call launches each kernel (memsets and copies too), by name; empty by the wall clock.
       source: "device" (profiler) or "wall".
       rounds, calls: how often it was measured, and the number of calls in a round.
+      kernels: the part of each kernel in the sum, by name.
+      launches: how often a call launches each kernel (memsets and copies too), by name; empty by the wall clock.
     """
 
     us: float
     low_us: float
     high_us: float
     summed_us: float
-    kernels: dict[str, float]
-    launches: dict[str, float]
     source: str
     rounds: int
     calls: int
+    kernels: dict[str, float]
+    launches: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,21 +14,19 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;  // jax_splitk/kernels/conv/host.py has the same
 
-struct Forward : Product {
-  Geometry geo;
+struct Forward : ConvolutionProduct {
   bool mirrored;  // the weight is [kernel, out_channels / groups, in_channels], its taps in reverse
-  const float *lhs, *rhs;
 
   JAX_SPLITK_INLINE void LoadTile(int64_t group, int64_t column, int64_t columns, int64_t m, int64_t depth,
                                   float* tile) const {
     const int64_t channels = geo.in_channels / groups, taps = k / channels;
     for (const int64_t end = m + depth; m < end; ++m, tile += kTileColumns) {
       if (!mirrored) {
-        std::copy_n(rhs + m * geo.out_channels + group * this->columns + column, columns, tile);
+        std::copy_n(other + m * geo.out_channels + group * this->columns + column, columns, tile);
         continue;
       }
       const int64_t line = (taps - 1 - m / channels) * this->columns + column;
-      const float* from = rhs + line * geo.in_channels + group * channels + m % channels;
+      const float* from = other + line * geo.in_channels + group * channels + m % channels;
       for (int64_t f = 0; f < columns; ++f) tile[f] = from[f * geo.in_channels];
     }
   }
@@ -77,9 +75,7 @@ ffi::Error HostConv(ffi::ThreadPool pool, Floats lhs, Floats rhs, ffi::Result<Fl
     call.k = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / geo.groups);
     call.mirrored = mirrored != 0;
   }
-  call.lhs = lhs.typed_data();
-  call.rhs = rhs.typed_data();
-  return RunConvolution("convolution", why, pool, &call, splits, block, out, workspace);
+  return RunConvolution("convolution", why, pool, &call, lhs, rhs, splits, block, out, workspace);
 }
 
 }  // namespace

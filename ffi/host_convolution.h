@@ -81,11 +81,17 @@ inline std::string SetGeometry(Geometry* geo, ffi::Span<const int64_t> given, in
   return Text("block = ", block, " must lie within ", kMinBlock, "..", kMaxBlock);
 }
 
+// Of a pass that reads the convolution's input and another array: the weight, or g.
+struct ConvolutionProduct : Product {
+  Geometry geo;
+  const float *lhs, *other;
+};
+
 // Computes a convolution's product, unless `why` says what is wrong with it: `splits` parts, `block` of k at
 // a time.
 template <typename Call>
-ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& pool, Call* call,
-                          int64_t splits, int64_t block, ffi::Result<Floats> out,
+ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& pool, Call* call, Floats lhs,
+                          Floats other, int64_t splits, int64_t block, ffi::Result<Floats> out,
                           ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   if (why.empty()) {
     call->splits = splits;
@@ -94,6 +100,8 @@ ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& po
     why = SetResults(call, out->typed_data(), workspace);
   }
   if (!why.empty()) return ffi::Error::InvalidArgument(Text("jax_splitk host ", name, ": ", why));
+  call->lhs = lhs.typed_data();
+  call->other = other.typed_data();
   Run(pool, *call, 2.0 * call->size() * call->k);
   return ffi::Error::Success();
 }

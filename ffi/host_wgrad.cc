@@ -13,13 +13,10 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;  // jax_splitk/kernels/wgrad/host.py has the same
 
-struct Wgrad : Product {
-  Geometry geo;
-  const float *lhs, *g;
-
+struct Wgrad : ConvolutionProduct {
   JAX_SPLITK_INLINE void LoadTile(int64_t group, int64_t column, int64_t columns, int64_t pixel,
                                   int64_t depth, float* tile) const {
-    const float* from = g + pixel * geo.out_channels + group * this->columns + column;
+    const float* from = other + pixel * geo.out_channels + group * this->columns + column;
     for (int64_t i = 0; i < depth; ++i, from += geo.out_channels, tile += kTileColumns)
       std::copy_n(from, columns, tile);
   }
@@ -85,9 +82,7 @@ ffi::Error HostWgrad(ffi::ThreadPool pool, Floats lhs, Floats g, ffi::Result<Flo
     call.row_block = kRowBlock;
     call.k = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
   }
-  call.lhs = lhs.typed_data();
-  call.g = g.typed_data();
-  return RunConvolution("wgrad", why, pool, &call, splits, block, out, workspace);
+  return RunConvolution("wgrad", why, pool, &call, lhs, g, splits, block, out, workspace);
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
-from tests.command_line import as_dict, as_json, run
+from tests.command_line import run
+from tests.entries import as_dict, as_json
 from tests.tuning_cache import CPU
 
 pytestmark = [
