@@ -110,9 +110,7 @@ def measure(
 
 
 def run_all(
-    cases: Sequence[Any],
-    run: Callable[[Any], _Result],
-    save: Callable[[Sequence[_Result], dict[str, str]], None],
+    cases: Sequence[Any], run: Callable[[Any], _Result], save: Callable[[Sequence[_Result], dict[str, str]], None]
 ) -> tuple[list[_Result], dict[str, str]]:
     """The results, and what went wrong, by case. `save` gets both after every case, so that a run that is cut short
     loses nothing."""

@@ -410,11 +410,7 @@ def at_least_one(text: str) -> int:
 
 def selected(options: argparse.Namespace) -> list[Case]:
     found = select(
-        options.cases,
-        options.n,
-        x_dtype=options.x_dtype,
-        qtype=options.qtype,
-        group_size=options.group_size or None,
+        options.cases, options.n, x_dtype=options.x_dtype, qtype=options.qtype, group_size=options.group_size or None
     )
     if not options.quick:
         return found

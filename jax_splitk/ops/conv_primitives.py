@@ -199,11 +199,7 @@ def _orders(specs: lax.ConvDimensionNumbers) -> dict[str, tuple[int, ...]]:
 
 
 def between_layouts(
-    kind: type[ConvProblem],
-    problem: ConvProblem,
-    params: dict[str, Any],
-    out: Any,
-    function: Callable[..., jax.Array],
+    kind: type[ConvProblem], problem: ConvProblem, params: dict[str, Any], out: Any, function: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
     """A function of operands in the layouts of `problem`, which is canonical, for operands as they are written."""
     conv = params["convolution"]
