@@ -18,6 +18,12 @@ from tests.tuning_cache import start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the CPU's family")
 
+# A process that a shell starts in the background, as this one may be, ignores Ctrl-C.
+LISTEN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
 # Problems, which take longer than anybody waits; the message says how far it has come.
 TUNE = """
 import json, logging, pathlib, sys
@@ -64,7 +70,7 @@ def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
     rng = generator(60 + count)
     for i in range(count):
         delay, kind = float(rng.uniform(0, 3)), ("caught", "uncaught")[i % 2]
-        process = start(TUNE, kind, CACHE_DIR=str(tmp_path), AUTOTUNE="on_miss", TUNE_BUDGET_S="0.1")
+        process = start(LISTEN + TUNE, kind, CACHE_DIR=str(tmp_path), AUTOTUNE="on_miss", TUNE_BUDGET_S="0.1")
         out, err = interrupted(process, delay)
         said = f"seed {SEED}, moment {i}, after {delay:.3f} s, {kind}: {process.returncode}\n{err}"
         assert "the device fails" not in err, said
@@ -87,7 +93,7 @@ def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: pathlib.Path) -> None:
-    process = start(TUNE, "uncaught", CACHE_DIR=str(tmp_path))
+    process = start(LISTEN + TUNE, "uncaught", CACHE_DIR=str(tmp_path))
     _, err = interrupted(process, 0.3, times=2)
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
     assert "FATAL" not in err
@@ -110,7 +116,7 @@ with concurrent.futures.ThreadPoolExecutor(1) as pool:
 @pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_a_terminals_ctrl_c_does_not_fail_a_compilation() -> None:
     """It goes to every process of the terminal's group."""
-    process = start(COMPILE)
+    process = start(LISTEN + COMPILE)
     out, err = interrupted(process, 0.05, send=os.killpg)
     assert process.returncode == 0, err
     assert int(out) > 0

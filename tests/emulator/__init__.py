@@ -1,0 +1,135 @@
+"""Runs a plan of CUDA kernels on the CPU: its device source, compiled by g++, with stand-ins for what Hopper has.
+
+What is emulated: thread blocks and clusters, warps' and blocks' functions, mbarriers, TMA (tiled, im2col, multicast,
+bulk), mma and WGMMA, by what PTX's documentation says of them. What is not: the time that things take, memory ordering
+and proxy fences, the precision of tensor cores (sums are fp32), registers, asynchronous reads of registers.
+"""
+
+import ctypes
+import hashlib
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_splitk.runtime import source as device_source
+from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam, Pointer, TiledMap
+
+_FOLDER = pathlib.Path(__file__).parent
+_HEADERS = ("threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
+# A block's variables are its own, not those of another library in which they have the same name.
+_OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique")
+_GUARD = 4096  # bytes around a buffer, which nobody may write
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+
+
+class EmulationError(AssertionError):
+    """A kernel did what a GPU would not have survived, or would wait for ever."""
+
+
+def run(
+    plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], seed: int = 0
+) -> None:
+    """Runs all launches of a plan, one after the other.
+
+    Args:
+      plan: what is run.
+      inputs: its operands, of the sizes in bytes that its buffers have.
+      outputs: its results but for the workspace, which are overwritten, starting as NaN, as the workspace does.
+      seed: of the order in which threads run and copies arrive.
+
+    Raises:
+      EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output.
+    """
+    library = _compiled(plan)
+    arrays = [*inputs, *outputs]
+    assert len(arrays) + 1 == len(plan.buffers)
+    sizes = [array.nbytes for array in arrays]
+    assert sizes == [buffer.bytes for buffer in plan.buffers[:-1]], (sizes, plan.buffers)
+    sizes.append(plan.workspace_bytes)
+    memory = [np.full(size + 2 * _GUARD + 1024, 0xFF, np.uint8) for size in sizes]
+    starts = [-array.ctypes.data % 1024 + _GUARD for array in memory]
+    for array, start, value in zip(memory, starts, inputs, strict=False):
+        array[start : start + value.nbytes] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+    addresses = [array.ctypes.data + start for array, start in zip(memory, starts, strict=True)]
+    words = [np.array(each.words(), np.int64) for each in plan.maps]
+    for number, launch in enumerate(plan.launches):
+        params = [_bytes(param, addresses, plan.maps, words) for param in launch.params]
+        dims = (ctypes.c_uint * 9)(*launch.grid, *launch.block, *launch.cluster)
+        values = [np.frombuffer(param, np.uint8).copy() for param in params]
+        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        counts = (ctypes.c_int * len(values))(*map(len, params))
+        kernel = plan.kernels().index(launch.kernel)
+        library.emulate.restype = ctypes.c_char_p
+        error = library.emulate(kernel, dims, pointers, counts, len(values), ctypes.c_uint(seed + 1000 * number))
+        if error:
+            raise EmulationError(f"{plan.label}: {launch.kernel}: {error.decode()}")
+    for index, (array, start, size) in enumerate(zip(memory, starts, sizes, strict=True)):
+        before, after = array[:start], array[start + size :]
+        if not (before.min(initial=255) == 255 == after.min(initial=255)):
+            raise EmulationError(f"{plan.label}: a write outside of buffer {index}")
+    for index, value in enumerate(outputs, len(inputs)):
+        start = starts[index]
+        value.reshape(-1).view(np.uint8)[:] = memory[index][start : start + value.nbytes]
+
+
+def _bytes(
+    param: Pointer | MapParam | Int32Struct,
+    addresses: Sequence[int],
+    maps: Sequence[TiledMap | Im2colMap],
+    words: Sequence[np.ndarray],
+) -> bytes:
+    if isinstance(param, Pointer):
+        return np.array([addresses[param.buffer] + param.offset], np.uint64).tobytes()
+    if isinstance(param, MapParam):
+        opaque = np.zeros(16, np.uint64)
+        opaque[:2] = words[param.index].ctypes.data, addresses[maps[param.index].buffer]
+        return opaque.tobytes()
+    return np.array(param.values, np.int64).astype(np.int32).tobytes()
+
+
+def _text(plan: DevicePlan) -> str:
+    """The device source as C++: the stand-ins, the source without its headers, a table of the kernels."""
+    ptx = device_source._file_text("device/ptx.cuh")
+    text = plan.source.text().replace(ptx, "")
+    text = re.sub(r"^#include <.*>$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"__shared__ (alignas\(\d+\)) ", r"\1 __shared__ ", text)
+    text = re.sub(r"^  (constexpr uint16_t \w+\[16\] =)", r"  static \1", text, flags=re.MULTILINE)
+    text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic);", text)
+    stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
+    cases = "\n".join(
+        f"    case {i}: return emulator::said(emulator::launch({name}, sizes, values, bytes, count, seed));"
+        for i, name in enumerate(plan.kernels())
+    )
+    table = f"""
+extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* values, const int* bytes, int count,
+                               unsigned seed) {{
+  switch (kernel) {{
+{cases}
+  }}
+  return "no such kernel";
+}}
+"""
+    return f"{stand_ins}\n{text}\n{table}"
+
+
+def _compiled(plan: DevicePlan) -> ctypes.CDLL:
+    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in plan.source.defines)]
+    text = _text(plan)
+    name = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
+    folder = pathlib.Path(tempfile.gettempdir()) / "jax_splitk_emulator"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"{name}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            source, built = pathlib.Path(work, "source.cc"), pathlib.Path(work, "built.so")
+            source.write_text(text)
+            command = ["g++", *options, str(source), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise EmulationError(f"{plan.source.file} with {' '.join(options)}:\n{done.stderr[:4000]}")
+            built.replace(library)
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,169 @@
+// What CUDA C++ has of its own: qualifiers, indices, vectors, 16- and 8-bit numbers, warps' and blocks' functions.
+
+#include <cmath>
+#include <type_traits>
+
+#define __device__
+#define __global__
+#define __host__
+#define __constant__
+#define __shared__ thread_local
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define __restrict__
+
+#define threadIdx (emulator::self->index)
+#define blockIdx (emulator::self->block->index)
+#define gridDim (emulator::grid)
+#define blockDim (emulator::block_size)
+
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return T(b) < T(a) ? T(b) : T(a);
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return T(a) < T(b) ? T(b) : T(a);
+}
+
+template <class To, class From>
+inline To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned nibble = selector >> 4 * i & 15;
+    unsigned byte = both >> 8 * (nibble & 7) & 255;
+    if (nibble & 8) byte = byte & 128 ? 255 : 0;
+    out |= byte << 8 * i;
+  }
+  return out;
+}
+template <class T>
+inline T __ldg(const T* from) { return *from; }
+template <class T>
+inline T __ldcg(const T* from) { return *from; }
+template <class T>
+inline void __stcg(T* to, const T& value) { *to = value; }
+
+// ---- numbers -----------------------------------------------------------------------------------------------
+
+inline uint16_t rounded_to_bf16(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+struct __nv_bfloat16 {
+  uint16_t bits;
+  operator float() const { return __uint_as_float(uint32_t(bits) << 16); }
+};
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+using __half = _Float16;
+struct __half2 { __half x, y; };
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return {rounded_to_bf16(x)}; }
+inline __nv_bfloat16 __float2bfloat16(float x) { return {rounded_to_bf16(x)}; }
+inline float __bfloat162float(__nv_bfloat16 x) { return x; }
+inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {float(v.x), float(v.y)}; }
+inline __half __float2half_rn(float x) { return __half(x); }
+inline float __half2float(__half x) { return x; }
+inline float2 __half22float2(__half2 v) { return {float(v.x), float(v.y)}; }
+inline float e4m3_to_float(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude = (code & 127) == 127 ? NAN
+                          : exponent == 0     ? std::ldexp(float(mantissa), -9)
+                                              : std::ldexp(float(8 + mantissa), exponent - 10);
+  return code & 128 ? -magnitude : magnitude;
+}
+struct __nv_fp8_e4m3 {
+  uint8_t bits;
+  operator float() const { return e4m3_to_float(bits); }
+};
+
+// ---- warps and blocks --------------------------------------------------------------------------------------
+
+namespace emulator {
+
+// What each lane of the mask gives, in words; returns when all have given theirs.
+template <int N>
+const uint32_t (*exchange(uint32_t mask, const uint32_t (&mine)[N], const char* what))[8] {
+  const int warp = self->number / 32, lane = self->number % 32;
+  Exchange& e = self->block->exchanges[{warp, mask}];
+  const unsigned since = e.generation;
+  for (int i = 0; i < N; ++i) e.words[since % 2][lane][i] = mine[i];
+  ++e.arrived;
+  Block* block = self->block;
+  wait_until(what, [&e, since, mask, warp, block] {
+    int expected = 0;  // who has ended does not come
+    for (int i = 0; i < 32; ++i) {
+      const size_t number = 32 * warp + i;
+      if (mask >> i & 1 && number < block->fibers.size() && !block->fibers[number].done) ++expected;
+    }
+    return e.is_over(since, expected);
+  });
+  return e.words[since % 2];
+}
+
+template <class T>
+T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
+  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 32);
+  uint32_t words[sizeof(T) / 4];
+  std::memcpy(words, &value, sizeof(T));
+  T out;
+  std::memcpy(&out, exchange(mask, words, what)[lane & 31], sizeof(T));
+  return out;
+}
+
+inline void sync(int barrier, int threads, const char* what) {
+  Block* block = self->block;
+  meet(block->barriers[barrier], what, [=] { return threads > 0 ? threads : block->live; });
+}
+
+}  // namespace emulator
+
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int lane, int = 32) {
+  return emulator::from_lane(mask, value, lane, "__shfl_sync");
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int = 32) {
+  return emulator::from_lane(mask, value, emulator::self->number % 32 ^ lanes, "__shfl_xor_sync");
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, int lanes, int = 32) {
+  const int lane = emulator::self->number % 32;
+  return emulator::from_lane(mask, value, lane + lanes < 32 ? lane + lanes : lane, "__shfl_down_sync");
+}
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  const auto votes = emulator::exchange(mask, {uint32_t(vote)}, "__ballot_sync");
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= mask >> i & 1 ? (votes[i][0] & 1) << i : 0;
+  return all;
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
+inline void __syncwarp(unsigned mask = ~0u) { emulator::exchange(mask, {0u}, "__syncwarp"); }
+inline void __syncthreads() { emulator::sync(0, 0, "__syncthreads"); }

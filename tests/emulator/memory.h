@@ -1,0 +1,174 @@
+// Shared memory by 32-bit addresses, its barriers, and the copies of the tensor memory accelerator.
+//
+// An address is WINDOW_AT plus the offset in the block's window; the eight high bits, where they are not 0, are one more
+// than the rank of the block in the cluster.
+
+namespace emulator {
+
+constexpr uint32_t WINDOW_AT = 1 << 23, OFFSET = (1 << 24) - 1;
+
+inline Block& block_at(uint32_t address) {
+  const uint32_t rank = address >> 24;
+  Block& own = *self->block;
+  if (rank > own.cluster->blocks.size()) fail("an address in a block that the cluster does not have");
+  return rank == 0 ? own : own.cluster->blocks[rank - 1];
+}
+inline uint8_t* pointer(uint32_t address) {
+  return block_at(address).window + (int64_t(address & OFFSET) - WINDOW_AT);
+}
+template <class T>
+T* pointer(uint32_t address) {
+  if (address % sizeof(T)) fail("shared memory at " + std::to_string(address) + ": not a multiple of " + std::to_string(sizeof(T)));
+  return reinterpret_cast<T*>(pointer(address));
+}
+inline uint32_t address(const void* p) {
+  const int64_t offset = static_cast<const uint8_t*>(p) - self->block->window + WINDOW_AT;
+  if (offset <= 0 || offset > OFFSET) fail("a pointer that is not to shared memory");
+  return offset;
+}
+inline uint32_t in_block(uint32_t address, uint32_t rank) { return (address & OFFSET) | (rank + 1) << 24; }
+
+// ---- barriers ----------------------------------------------------------------------------------------------
+
+struct Barrier {
+  int32_t bytes;  // that are announced and have not come
+  uint32_t phase : 1, expected : 15, pending : 16;
+
+  void advance() {
+    if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
+  }
+  void arrive() {
+    if (pending == 0) fail("an arrival too many at a barrier");
+    --pending;
+    advance();
+  }
+  void expect(int count) { bytes += count; }
+  void complete(int count) { bytes -= count, advance(); }
+};
+static_assert(sizeof(Barrier) == 8);
+
+inline Barrier& barrier(uint32_t address) { return *pointer<Barrier>(address); }
+
+// The same with what names it, for waits.
+inline void wait_phase(Barrier& barrier, uint32_t phase, const char* what) {
+  wait_until(what, [&barrier, phase] { return barrier.phase != (phase & 1); });
+}
+
+// ---- copies ------------------------------------------------------------------------------------------------
+
+// Done at a later moment.
+template <class Work>
+void later(const Work& work) {
+  self->block->background.push_back(work);
+}
+
+inline uint32_t swizzle(uint32_t address, int mode) {  // CUtensorMapSwizzle
+  return mode == 0 ? address : address ^ ((address >> 7 & ((1 << mode) - 1)) << 4);
+}
+
+// A map as the plan's words say it (runtime/plan.py), and the address of its buffer.
+struct Map {
+  bool im2col;
+  int rank, item, channels, pixels, swizzle;
+  int64_t dims[5], strides[5], steps[5], box[5], lower[3], upper[3];
+  const uint8_t* from;
+
+  explicit Map(const uint64_t* opaque) : from(reinterpret_cast<const uint8_t*>(opaque[1])) {
+    const int64_t* w = reinterpret_cast<const int64_t*>(opaque[0]);
+    im2col = *w++;
+    ++w;  // the buffer
+    constexpr int ITEMS[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4};
+    item = ITEMS[*w++];
+    rank = *w++;
+    for (int i = 0; i < rank; ++i) dims[i] = *w++;
+    strides[0] = item;
+    for (int i = 1; i < rank; ++i) strides[i] = *w++;
+    for (int i = 0; i < rank; ++i) steps[i] = *w++;
+    if (im2col) {
+      for (int i = 0; i < rank - 2; ++i) lower[i] = *w++;
+      for (int i = 0; i < rank - 2; ++i) upper[i] = *w++;
+      channels = *w++, pixels = *w++;
+    } else {
+      for (int i = 0; i < rank; ++i) box[i] = *w++;
+    }
+    swizzle = *w;
+    for (int i = 1; i < rank; ++i) {
+      if (strides[i] % 16) fail("a tensor map's stride that is not a multiple of 16 bytes");
+    }
+    const int64_t inner = (im2col ? channels : box[0]) * item;
+    if (inner % 16) fail("a tensor map's box of rows that are not multiples of 16 bytes");
+    if (swizzle != 0 && inner > 16 << swizzle) fail("a tensor map's box of rows longer than the swizzle");
+  }
+
+  // An element's bytes, zeros outside of the tensor.
+  void copy(const int64_t* at, uint8_t* window, uint32_t to) const {
+    const uint8_t* source = from;
+    bool inside = true;
+    for (int i = 0; i < rank; ++i) inside = inside && at[i] >= 0 && at[i] < dims[i], source += at[i] * strides[i];
+    uint8_t* target = window + (int64_t(emulator::swizzle(to, swizzle)) - WINDOW_AT);
+    if (inside) std::memcpy(target, source, item);
+    else std::memset(target, 0, item);
+  }
+
+  int bytes() const {
+    int64_t count = item;
+    if (im2col) return count * channels * pixels;
+    for (int i = 0; i < rank; ++i) count *= box[i];
+    return count;
+  }
+
+  void load_tiled(uint8_t* window, uint32_t to, const int64_t* at) const {
+    const int count = bytes() / item;
+    for (int i = 0; i < count; ++i) {
+      int64_t place[5];
+      for (int d = 0, rest = i; d < rank; ++d) place[d] = at[d] + rest % box[d] * steps[d], rest /= box[d];
+      copy(place, window, to + i * item);
+    }
+  }
+
+  // From a window's origin on, through the bounding box of origins; `offsets` are within the window.
+  void load_im2col(uint8_t* window, uint32_t to, const int64_t* at, const int64_t* offsets) const {
+    int64_t origin[5];
+    for (int d = 0; d < rank; ++d) origin[d] = at[d];
+    for (int pixel = 0; pixel < pixels; ++pixel) {
+      int64_t place[5];
+      for (int d = 0; d < rank; ++d) place[d] = origin[d] + (d > 0 && d < rank - 1 ? offsets[d - 1] : 0);
+      for (int c = 0; c < channels; ++c) {
+        place[0] = at[0] + c;
+        copy(place, window, to + (pixel * channels + c) * item);
+      }
+      int d = 1;
+      for (; d < rank - 1; ++d) {
+        origin[d] += steps[d];
+        if (origin[d] < dims[d] + upper[d - 1]) break;
+        origin[d] = lower[d - 1];
+      }
+      if (d == rank - 1) ++origin[d];
+    }
+  }
+};
+
+// Loads to the same place of each block of the mask, whose barriers count the bytes.
+template <class Load>
+void load_map(const Map& map, uint32_t full, uint32_t to, uint32_t mask, const Load& load) {
+  if (to % (map.swizzle ? 128 : 16)) fail("a tensor map's load to " + std::to_string(to));
+  for (Block& block : self->block->cluster->blocks) {
+    if (!(mask >> block.rank & 1)) continue;
+    uint8_t* window = block.window;
+    Barrier* barrier = reinterpret_cast<Barrier*>(window + (int64_t(full & OFFSET) - WINDOW_AT));
+    later([=] { load(map, window, to & OFFSET), barrier->complete(map.bytes()); });
+  }
+}
+
+template <int RANK, class... At>
+void load_box(const void* map, uint64_t* full, uint32_t mask, const void* to, At... coordinates) {
+  const Map m(static_cast<const uint64_t*>(map));
+  if (m.im2col || m.rank != RANK) fail("a load of another rank than its tensor map");
+  const std::array<int64_t, 5> at = {int64_t(int32_t(coordinates))...};
+  load_map(m, address(full), address(to), mask,
+           [at](const Map& map, uint8_t* window, uint32_t to) { map.load_tiled(window, to, at.data()); });
+}
+
+inline uint32_t own_mask() { return 1u << self->block->rank; }
+
+}  // namespace emulator

@@ -1,0 +1,165 @@
+// Stands for kernels/device/ptx.cuh: the same functions.
+
+namespace emulator {
+
+// Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
+template <int COUNT>
+void load_matrices_trans(uint32_t address, uint32_t (&v)[COUNT]) {
+  const int lane = self->number % 32;
+  const auto addresses = exchange(~0u, {address}, "ldmatrix");
+  for (int i = 0; i < COUNT; ++i) {
+    uint32_t halves[2];
+    for (int e = 0; e < 2; ++e) {
+      const uint32_t row = addresses[8 * i + 2 * (lane % 4) + e][0];
+      halves[e] = *pointer<uint16_t>(row + 2 * (lane / 4));
+    }
+    v[i] = halves[1] << 16 | halves[0];
+  }
+}
+
+inline void store_matrices(uint32_t address, const uint32_t (&v)[4], bool transposed) {
+  const int lane = self->number % 32;
+  const auto given = exchange(~0u, {address, v[0], v[1], v[2], v[3]}, "stmatrix");
+  // A lane stores the row that it has the address of.
+  for (int column = 0; column < 8; ++column) {
+    const int row = lane % 8, matrix = lane / 8;
+    const int r = transposed ? column : row, c = transposed ? row : column;
+    *pointer<uint16_t>(address + 2 * column) = given[r * 4 + c / 2][1 + matrix] >> 16 * (c % 2);
+  }
+  __syncwarp();
+}
+
+template <class Half, class Operation>
+uint32_t halves(uint32_t a, uint32_t b, uint32_t c, const Operation& operation) {
+  uint32_t out = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const auto half = [i](uint32_t word) { return float(bits_as<Half>(uint16_t(word >> i))); };
+    const float x = operation(half(a), half(b), half(c));
+    if constexpr (std::is_same_v<Half, __nv_bfloat16>) out |= uint32_t(rounded_to_bf16(x)) << i;
+    else out |= uint32_t(bits_as<uint16_t>(__half(x))) << i;
+  }
+  return out;
+}
+
+}  // namespace emulator
+
+template <class T>
+inline T load_shared(uint32_t address) { return *emulator::pointer<T>(address); }
+template <class T>
+inline void store_shared(uint32_t address, const T& v) {
+  if (address % sizeof(T)) emulator::fail("a store to shared memory that is not aligned");
+  std::memcpy(emulator::pointer(address), &v, sizeof(T));
+}
+inline void store_async(uint32_t address, const float4& v, uint32_t barrier) {
+  float4* to = emulator::pointer<float4>(address);
+  emulator::Barrier* counts = &emulator::barrier(barrier);
+  emulator::later([=] { *to = v, counts->complete(16); });
+}
+inline float4 load_cluster(uint32_t address, int block) {
+  return *emulator::pointer<float4>(emulator::in_block(address, block));
+}
+
+inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
+  uint32_t v[4];
+  emulator::load_matrices_trans(address, v);
+  v0 = v[0], v1 = v[1], v2 = v[2], v3 = v[3];
+}
+inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  uint32_t v[2];
+  emulator::load_matrices_trans(address, v);
+  v0 = v[0], v1 = v[1];
+}
+inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) { emulator::store_matrices(address, v, false); }
+inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4]) {
+  emulator::store_matrices(address, v, true);
+}
+template <class Element>
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  cute::mma_m16n8k16<Element>(d, a, b, d);
+}
+
+inline void store_global_if(bool condition, float* to, float x) {
+  if (condition) *to = x;
+}
+inline void store_global_if(bool condition, float* to, float x, float y) {
+  if (condition) *reinterpret_cast<float2*>(to) = {x, y};
+}
+inline void store_global_below(void* to, const uint4& v, int row, int end) {
+  if (row < end) *static_cast<uint4*>(to) = v;
+}
+inline float4 load_l2_or_zero(bool condition, const float* from) {
+  return condition ? *reinterpret_cast<const float4*>(from) : float4{};
+}
+template <bool READ_ONLY>
+inline void load_stream_or_zero(bool condition, const void* from, uint32_t (&v)[4]) {
+  std::memset(v, 0, 16);
+  if (condition) std::memcpy(v, from, 16);
+}
+inline void prefetch_l2(const void*) {}
+inline void prefetch_tensor_map(const void*) {}
+inline void discard_l2(const void* line) { std::memset(const_cast<void*>(line), 0xff, 128); }
+inline void fence_async_global() {}
+
+template <int BYTES>
+inline void copy_async(uint32_t to, const void* from, int bytes) {
+  uint8_t* target = emulator::pointer(to);
+  std::memset(target, 0, BYTES);
+  std::memcpy(target, from, bytes);
+}
+inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
+  uint8_t* target = emulator::pointer(to);
+  emulator::Barrier* counts = &emulator::barrier(barrier);
+  emulator::later([=] { std::memcpy(target, from, bytes), counts->complete(bytes); });
+}
+
+inline void wait(uint32_t barrier, uint32_t phase) {
+  emulator::wait_phase(emulator::barrier(barrier), phase, "mbarrier");
+}
+template <bool REMOTE = false>
+inline void arrive_if(bool condition, uint32_t barrier) {
+  if (condition) emulator::barrier(barrier).arrive();
+}
+template <int THREADS, int BARRIER>
+inline void sync_threads() {
+  emulator::sync(100 + BARRIER, THREADS, "sync_threads");
+}
+inline void fence_compiler() {}
+inline void launch_dependent_grids() {}
+inline void wait_on_dependent_grids() {}
+
+template <class... T>
+inline void pin(T&...) {}
+inline int read_thread_index() { return threadIdx.x; }
+inline void read_indices(int& thread, int& block) { thread = threadIdx.x, block = blockIdx.x; }
+
+inline uint32_t middle_halves(uint32_t first, uint32_t second) { return first >> 16 | second << 16; }
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return emulator::halves<__nv_bfloat16>(a, b, c, [](float x, float y, float z) { return std::fma(x, y, z); });
+}
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return emulator::halves<__half>(a, b, c, [](float x, float y, float z) { return std::fma(x, y, z); });
+}
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  return emulator::halves<__nv_bfloat16>(a, b, 0, [](float x, float y, float) { return x * y; });
+}
+inline uint32_t max_xorsign_abs_bf16x2(uint32_t a, uint32_t b) {
+  return emulator::halves<__nv_bfloat16>(a, b, 0, [](float x, float y, float) {
+    const float magnitude = std::fmax(std::fabs(x), std::fabs(y));
+    return std::signbit(x) != std::signbit(y) ? -magnitude : magnitude;
+  });
+}
+inline uint32_t to_bf16x2(float low, float high) {
+  return uint32_t(rounded_to_bf16(high)) << 16 | rounded_to_bf16(low);
+}
+inline uint32_t truncate_to_bf16x2(float low, float high) {
+  return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16;
+}
+inline uint32_t e4m3x2_to_f16x2(uint16_t codes) {
+  return uint32_t(bits_as<uint16_t>(__half(e4m3_to_float(codes >> 8)))) << 16 |
+         bits_as<uint16_t>(__half(e4m3_to_float(codes & 255)));
+}
+inline uint32_t byte_distances(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+  for (int i = 0; i < 32; i += 8) out |= uint32_t(std::abs(int(a >> i & 255) - int(b >> i & 255))) << i;
+  return out;
+}
