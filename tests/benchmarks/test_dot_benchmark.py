@@ -68,7 +68,7 @@ def test_launches_that_are_not_the_plans() -> None:
     assert dot.planned_kernels(Decision(problem, "xla", None, None, None, 0, "")) is None
 
     def wrong(splits: int, **launches: float) -> str | None:
-        return dot.wrong_launches(planned[splits], Timing(1, 1, 1, 1, "device", 1, 1, {}, launches))
+        return dot.wrong_launches(planned[splits], Timing(1, 1, {}, launches, 1, 1, "device", 1, 1))
 
     assert wrong(4, dot=1.0) is wrong(33, dot=1.0, reduce_dot=1.0) is None
     assert wrong(4, dot=1.0, Memset=1.0) == "launched a call: dot 1 times, Memset 1 times; planned: dot"

@@ -30,9 +30,7 @@ class EmulationError(AssertionError):
     """A kernel did what a GPU would not have survived, or would wait for ever."""
 
 
-def run(
-    plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], seed: int = 0
-) -> None:
+def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], seed: int = 0) -> None:
     """Runs all launches of a plan, one after the other.
 
     Args:

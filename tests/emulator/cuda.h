@@ -3,6 +3,8 @@
 #include <cmath>
 #include <type_traits>
 
+using std::isfinite;
+
 #define __device__
 #define __global__
 #define __host__
