@@ -30,9 +30,9 @@ class Case:
     features: int
     k: int
     rows: int
-    group_size: int | None = 64
     x_dtype: str = "bfloat16"
     qtype: str = "int4"
+    group_size: int | None = 64
     scale_dtype: str = "bfloat16"
 
     @property
@@ -84,7 +84,7 @@ def select(
     if qtype not in FORMATS:
         raise ValueError(f"qtype={qtype!r}; accepted: {', '.join(FORMATS)}")
     cases = [
-        Case(features, k, n, group_size, x_dtype, qtype) for features, k in dict.fromkeys(sides) for n in rows or ROWS
+        Case(features, k, n, x_dtype, qtype, group_size) for features, k in dict.fromkeys(sides) for n in rows or ROWS
     ]
     for case in cases:
         case.problem().validate()

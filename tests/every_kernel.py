@@ -269,8 +269,8 @@ def _fp8() -> Iterator[Run]:
     deep = products.Case(40, 1088, 136, x_dtype=E4M3)
     for case, config in (
         (dataclasses.replace(plain, k=768), fp8.Config(128, 32, 3, 4, splits=2)),
-        (deep, fp8.Config(128, 64, 3, 4, splits=2, k_warpgroups=2, chunk=64)),
-        (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 3, 6, splits=3, k_warpgroups=2)),
+        (deep, fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2, chunk=64)),
+        (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 4, 6, splits=3, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, config, case)
 

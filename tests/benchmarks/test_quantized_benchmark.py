@@ -83,7 +83,7 @@ def test_report(report_file: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4", "int8", "float8_e4m3fn", "nf4"])
 def test_shapes_of_products(qtype: str) -> None:
-    case = Case(70, 128, 3, 32, "float8_e4m3fn", qtype)
+    case = Case(70, 128, 3, "float8_e4m3fn", qtype, 32)
     for product in quantized_products.products(case).values():
         out = jax.eval_shape(functools.partial(product.multiply, case), *product.arguments(case))
         assert out.shape == (16 if product.name == "xla_fp8" else 3, 70)

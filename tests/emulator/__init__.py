@@ -21,7 +21,7 @@ from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = ("threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
 # A block's variables are its own, not those of another library in which they have the same name.
-_OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique")
+_OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -45,6 +45,7 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
     library = _compiled(plan)
     arrays = [*inputs, *outputs]
     assert len(arrays) + 1 == len(plan.buffers)
+    assert all(array.flags.c_contiguous for array in outputs)
     sizes = [array.nbytes for array in arrays]
     assert sizes == [buffer.bytes for buffer in plan.buffers[:-1]], (sizes, plan.buffers)
     sizes.append(plan.workspace_bytes)
@@ -90,16 +91,15 @@ def _bytes(
 
 
 def _text(plan: DevicePlan) -> str:
-    """The device source as C++: the stand-ins, the source without its headers, a table of the kernels."""
+    """The device source as C++, without its headers, and a table of the kernels."""
     ptx = device_source._file_text("device/ptx.cuh")
     text = plan.source.text().replace(ptx, "")
     text = re.sub(r"^#include <.*>$", "", text, flags=re.MULTILINE)
     text = re.sub(r"__shared__ (alignas\(\d+\)) ", r"\1 __shared__ ", text)
     text = re.sub(r"^  (constexpr uint16_t \w+\[16\] =)", r"  static \1", text, flags=re.MULTILINE)
     text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic);", text)
-    stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
     cases = "\n".join(
-        f"    case {i}: return emulator::said(emulator::launch({name}, sizes, values, bytes, count, seed));"
+        f"    case {i}: return emulator::said(emulator::launch(::{name}, sizes, values, bytes, count, seed));"
         for i, name in enumerate(plan.kernels())
     )
     table = f"""
@@ -111,23 +111,33 @@ extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* v
   return "no such kernel";
 }}
 """
-    return f"{stand_ins}\n{text}\n{table}"
+    return f"{text}\n{table}"
+
+
+def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib.Path:
+    """What g++ makes of a text, which is kept by its content."""
+    folder = pathlib.Path(tempfile.gettempdir()) / "jax_splitk_emulator"
+    folder.mkdir(exist_ok=True)
+    digest = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
+    source = folder / f"{name}-{digest}.h"
+    built = source.with_suffix(suffix)
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            given, made = pathlib.Path(work, source.name), pathlib.Path(work, built.name)
+            given.write_text(text)
+            command = ["g++", *options, str(given), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise EmulationError(f"{name} with {' '.join(options)}:\n{done.stderr[:4000]}")
+            given.replace(source)
+            made.replace(built)
+    return built
 
 
 def _compiled(plan: DevicePlan) -> ctypes.CDLL:
-    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in plan.source.defines)]
-    text = _text(plan)
-    name = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
-    folder = pathlib.Path(tempfile.gettempdir()) / "jax_splitk_emulator"
-    folder.mkdir(exist_ok=True)
-    library = folder / f"{name}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            source, built = pathlib.Path(work, "source.cc"), pathlib.Path(work, "built.so")
-            source.write_text(text)
-            command = ["g++", *options, str(source), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise EmulationError(f"{plan.source.file} with {' '.join(options)}:\n{done.stderr[:4000]}")
-            built.replace(library)
-    return ctypes.CDLL(str(library))
+    stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
+    header = _built("stand_ins", ".h.gch", stand_ins, [*_OPTIONS, "-x", "c++-header"]).with_suffix("")
+    macros = (f"-D{name}={value}" for name, value in plan.source.defines)
+    options = [*_OPTIONS, "-shared", *macros, "-include", str(header), "-x", "c++"]
+    name = pathlib.Path(plan.source.file).stem
+    return ctypes.CDLL(str(_built(name, ".so", _text(plan), options)))

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <type_traits>
 
-using std::isfinite;
+using std::isfinite, std::isinf, std::isnan;
 
 #define __device__
 #define __global__

@@ -223,13 +223,10 @@ struct Consumer : Position {
 
   __device__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
   __device__ uint32_t extras() const { return stages + EXTRAS_AT + stage * EXTRA_BYTES; }
-  // Where stages change hands between the k warpgroups, this one has not seen the fill before, which may come
-  // after that of a later stage: until then the parity would be that of the fill two before, which it has
-  // seen.
-  __device__ void wait_full() const {
-    if constexpr (K_WARPGROUPS > 1 && STAGES % 2 == 1) wait(full + stage * 8, phase ^ 1);
-    wait(full + stage * 8, phase);
-  }
+  // A stage is always the same warpgroup's: of one that changes hands it would not see every fill, and a
+  // parity says whether a fill has come only to who has seen the one before.
+  static_assert(STAGES % K_WARPGROUPS == 0);
+  __device__ void wait_full() const { wait(full + stage * 8, phase); }
 
   // The lower half of the descriptor of the stage's x: uniform to the compiler.
   __device__ uint32_t operand() const { return __shfl_sync(~0u, address() >> 4 | 1 << 16, 0); }

@@ -29,7 +29,7 @@ SHARED_BYTES = 227 * 1024
 ALIGNMENT_BYTES = 1024  # of the pipeline
 BARRIER_BYTES = 256  # static shared memory
 STAGING_BYTES = 16 * 48  # of a warp's 16-bit results on their way to memory
-MIN_STAGES = {1: 2, 2: 3}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
+MIN_STAGES = {1: 2, 2: 4}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
 SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
 
 
@@ -195,7 +195,8 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         """The deepest pipeline that fits in shared memory; `config.stages` is not looked at."""
         # A KiB of each thread block is the system's.
         room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
-        return min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
+        most = min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
+        return most // config.k_warpgroups * config.k_warpgroups
 
     def min_stages(self, problem: QuantizedMatmulProblem, config: C) -> int:
         """Stages that keep the pipeline moving, and hold the sums that a cluster's blocks send to one of them."""
@@ -262,6 +263,8 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         least, most = self.min_stages(p, config), self.max_stages(p, config)
         if not least <= config.stages <= most:
             return f"stages {config.stages}; accepted with this tile: {least} to {most}"
+        if config.stages % config.k_warpgroups:
+            return f"stages {config.stages} with k_warpgroups {config.k_warpgroups}; accepted: multiples of it"
         return None
 
     def _cluster_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
@@ -323,8 +326,8 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         return sorted(found, key=found.__getitem__)
 
     def neighbours(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> list[C]:
-        """One stage less, and other schedules of the tile and of those next to it."""
-        found = [dataclasses.replace(config, stages=config.stages - 1)]
+        """One stage less of each k_warpgroup, and other schedules of the tile and of those next to it."""
+        found = [dataclasses.replace(config, stages=config.stages - config.k_warpgroups)]
         for tile, every in self.near_tiles(problem, config):
             others = self.schedules(problem, whole_tiles(problem, tile), target)
             found += others if every else others[:2]

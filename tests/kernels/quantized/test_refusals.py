@@ -118,7 +118,7 @@ FP8_SPLIT = {"tile_n": 64, "multicast": 1, "blocks": 64, "whole_tiles": 0, "spli
 FP8_SHARED = {**FP8_SPLIT, "k_warpgroups": 2}
 TILED = tiled.Config(128, 64, 4, 8, 1, scaling="weight")
 SHARED = {"tile_m": 64, "stages": 10, "blocks": 32, "whole_tiles": 0, "splits": 2, "k_warpgroups": 2}
-SHARED_128 = {**SHARED, "tile_m": 128, "stages": 7, "blocks": 16}
+SHARED_128 = {**SHARED, "tile_m": 128, "stages": 6, "blocks": 16}
 CUT = {"whole_tiles": 0}
 
 
@@ -190,7 +190,7 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
          {**FP8_SPLIT, "tile_m": 256, "blocks": 32, "stages": 2},
          "stages 2; accepted with this tile: 3 to 8"),
         *shared(FP8_SHARED, 32, {"tile_n": 128}, "128x128", "128 by 32, 64"),
-        ({**FP8_SHARED, "stages": 3}, {**FP8_SHARED, "stages": 2}, "stages 2; accepted with this tile: 3 to 8"),
+        ({**FP8_SHARED, "stages": 4}, {**FP8_SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 8"),
     )),
     # Wide chunks need registers.
     *((fp8.FAMILY, FP8, {"group_size": 128, **changes}, {"tile_n": 256, "chunk": 64, "blocks": 8},
@@ -207,9 +207,10 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
         ({"scaling": "sum", "tile_n": 128}, {"scaling": "sum", "tile_n": 192},
          "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128"),
         ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
-        (SHARED, {**SHARED, "stages": 11}, "stages 11; accepted with this tile: 3 to 10"),
-        ({**SHARED, "stages": 3}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 3 to 10"),
-        (SHARED_128, {**SHARED_128, "stages": 8}, "stages 8; accepted with this tile: 3 to 7"),
+        (SHARED, {**SHARED, "stages": 11}, "stages 11; accepted with this tile: 4 to 10"),
+        ({**SHARED, "stages": 4}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 10"),
+        (SHARED, {**SHARED, "stages": 9}, "stages 9 with k_warpgroups 2; accepted: multiples of it"),
+        (SHARED_128, {**SHARED_128, "stages": 8}, "stages 8; accepted with this tile: 4 to 6"),
         *shared(SHARED, 16, {"tile_n": 96}, "64x96", "64, 128 by 32, 64"),
         (SHARED_128, {**SHARED_128, "scaling": "sum"},
          "tile_n 64 with tile_m 128, 2 k_warpgroups and scaling 'sum'; at most 16"),

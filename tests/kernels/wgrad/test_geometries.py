@@ -1,31 +1,29 @@
-"""The families' device code, run by the emulator. No GPU."""
+"""Windows, strides, padding and channels of every kind, in the emulator. No GPU."""
 
 import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jax_splitk.kernels.family import CudaFamily
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.kernels.wgrad import depthwise, gather, grouped, tf32
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import emulated, random_problems
+from tests import emulator, random_problems
+from tests.every_kernel import Run
 from tests.exhaustive import thinned
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS
 from tests.problems import conv, seeded
 
-Example = tuple[CudaFamily[Any, Any], ConvWgradProblem, Any]
-
-MOST_FLOPS = 4e6
+MOST_FLOPS = 4e6  # of random problems
 
 
-def of_tf32() -> list[Example]:
+def of_tf32() -> list[Run]:
     """A row shorter, equal to and longer than a tile, one to eight images of a tile, strides, ragged ends."""
     make = lambda size, channels, kernel=(3, 3), **changes: conv(  # noqa: E731
         size, kernel, channels, dtype="float32", **{"padding": None, **changes}
     )
-    return [(tf32.FAMILY, p, tf32.Config(*config)) for p, config in (
+    return [Run(tf32.FAMILY, p, tf32.Config(*config)) for p, config in (
         (make((5, 8), (4, 36)), (3, 3, 1, 64, 1, 5, 8, 3, 2)),
         (make((4, 12), (8, 8), batch=3), (3, 3, 1, 32, 2, 4, 12, 2, 2)),
         (make((9, 15), (68, 8), stride=2), (3, 3, 1, 32, 2, 3, 8, 2, 2)),
@@ -44,7 +42,7 @@ def of_tf32() -> list[Example]:
     )]  # fmt: skip
 
 
-def of_depthwise() -> list[Example]:
+def of_depthwise() -> list[Run]:
     few = {"batch": 1, "in_channels": 8, "out_channels": 8, "groups": 8}
     cases = [*DEPTHWISE[::3], *(dataclasses.replace(case, **few) for case in NETWORKS[:2])]
     shapes = itertools.cycle(((8, 4), (16, 2), (8, 1), (32, 1), (16, 1), (32, 4)))
@@ -56,44 +54,35 @@ def of_depthwise() -> list[Example]:
             for channels, segments in itertools.islice(shapes, 6)
             if channels < 32 or p.out_channels > 16
         )
-        found.append((family, p, next(config for config in legal if family.refusal(p, config) is None)))
+        found.append(Run(family, p, next(config for config in legal if family.refusal(p, config) is None)))
     return found
 
 
-def of_grouped() -> list[Example]:
+def of_grouped() -> list[Run]:
     found = []
     for i, case in enumerate(list(GROUPED.values())[::4]):
         configs = grouped.FAMILY.candidates(case.problem(), DEFAULT_CUDA)
-        found.append((grouped.FAMILY, case.problem(), configs[7 * i % len(configs)]))
+        found.append(Run(grouped.FAMILY, case.problem(), configs[7 * i % len(configs)]))
     return found
 
 
-def of_others() -> list[Example]:
-    # Rows of the 7x7x3 window are runs of 21 elements, which begin at even or odd places.
-    stems = [conv((32, 32), (7, 7), (3, 64), batch=1, stride=2, padding=((pad, 3), (pad, 3))) for pad in (2, 3)]
-    found: list[Example] = [
-        (gather.FAMILY, p, gather.FAMILY.candidates(p, DEFAULT_CUDA)[6 * i]) for i, p in enumerate(stems)
-    ]
-    wide = conv((9, 20, 11), (2, 5, 3), (128, 384), batch=1, stride=(1, 2, 3), padding=((1, 0), (4, 1), (7, 2)),
-                rhs_dilation=(3, 2, 6), groups=2)  # fmt: skip
-    image = conv((12, 12), (3, 3), (64, 128), padding=1)
-    return [
-        *found,
-        (im2col.FAMILY, wide, im2col.Config(64, 192, 4, True, 2)),
-        (im2col.FAMILY, image, im2col.Config(64, 128, 4, False, 2, whole_tiles=5)),
-        (im2col.FAMILY, conv((999,), (1,), (72, 40), batch=1), im2col.Config(64, 64, 4, False, 4)),
-        (halo.FAMILY, conv((16, 32), (3, 3), (72, 64), padding=1), halo.Config(8, 32, 3, 3, 2)),
-    ]
+def of_gather() -> list[Run]:
+    """Rows of the 7x7x3 window are runs of 21 elements, which begin at even or odd places."""
+    problems = [conv((32, 32), (7, 7), (3, 64), batch=1, stride=2, padding=((pad, 3), (pad, 3))) for pad in (2, 3)]
+    return [Run(gather.FAMILY, p, gather.FAMILY.candidates(p, DEFAULT_CUDA)[6 * i]) for i, p in enumerate(problems)]
 
 
-EXAMPLES = [*of_others(), *of_tf32(), *of_depthwise(), *of_grouped()]
+def check(run: Run, seed: int) -> None:
+    assert run.family.refusal(run.problem, run.config) is None, run
+    operands, exact = run.operands()
+    out = np.zeros(exact.shape, exact.dtype)
+    emulator.run(run.plan, operands, [out], seed)
+    np.testing.assert_array_equal(out, exact, err_msg=f"{run.problem} {run}")
 
 
-@pytest.mark.parametrize(
-    ("family", "p", "config"), thinned(EXAMPLES, 9, lambda example: f"{example[0].name}-{example[1]}")
-)
-def test_device_code_is_exact_on_integers(family: CudaFamily[Any, Any], p: ConvWgradProblem, config: Any) -> None:
-    emulated.check(family, p, config)
+@pytest.mark.parametrize("run", thinned(of_gather() + of_tf32() + of_depthwise() + of_grouped(), 12))
+def test_exact_on_integers(run: Run) -> None:
+    check(run, seed=1)
 
 
 @pytest.mark.exhaustive
@@ -103,4 +92,4 @@ def test_random_problems_are_exact(kind: str) -> None:
     with seeded(31) as rng:
         p = next(p for p in random_problems.draws(rng, kind) if p.flops < MOST_FLOPS)
         configs = family.candidates(p, DEFAULT_CUDA)
-        emulated.check(family, p, configs[int(rng.integers(len(configs)))], seed=int(rng.integers(2**16)))
+        check(Run(family, p, configs[int(rng.integers(len(configs)))]), int(rng.integers(2**16)))

@@ -1,0 +1,75 @@
+"""Every kernel on the CPU, in the emulator, and that it finds what a GPU would not survive."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jax_splitk.runtime.plan import Buffer, DevicePlan, Launch, Pointer
+from jax_splitk.runtime.source import Source
+from tests import emulator, every_kernel
+from tests.problems import seeded
+
+FIRST = {run.family.name: run for run in reversed(every_kernel.RUNS)}
+RUNS = [
+    pytest.param(run, id=str(run), marks=[pytest.mark.exhaustive] * (run is not FIRST[run.family.name]))
+    for run in every_kernel.RUNS
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_exact_on_integers(run: every_kernel.Run) -> None:
+    """In an order of threads and copies that is drawn."""
+    operands, exact = run.operands()
+    out = np.zeros(exact.shape, exact.dtype)
+    with seeded(71) as rng:
+        emulator.run(run.plan, operands, [out], seed=int(rng.integers(2**31)))
+        np.testing.assert_array_equal(out, exact)
+
+
+START = """
+#include "device/pipeline.cuh"
+extern "C" __global__ void __launch_bounds__(64) kernel(const float* x, float* out) {
+  __shared__ Pipeline<1> pipeline;
+  extern __shared__ float4 raw[];
+  const uint32_t data = shared_address(raw);
+  if (threadIdx.x == 0) pipeline.init(1, 1);
+  __syncthreads();
+"""
+COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.expect({}, 256)), 0);"
+USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
+
+
+def run(folder: pathlib.Path, text: str) -> np.ndarray:
+    """out, of 64 elements as x, of a kernel with this body."""
+    (folder / "kernel.cu").write_text(START + text + "\n}\n")
+    source = Source(str(folder / "kernel.cu"), ())
+    launch = Launch("kernel", (1, 1, 1), (64, 1, 1), (Pointer(0), Pointer(1)), 1024)
+    plan = DevicePlan(source, (Buffer(256, 16), Buffer(256, 16), Buffer(0, 16)), (), (launch,), "test")
+    out = np.empty(64, np.float32)
+    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out])
+    return out
+
+
+def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
+    np.testing.assert_array_equal(run(tmp_path, COPY + "pipeline.wait_full({});" + USE), np.arange(64))
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    (COPY + "pipeline.wait_full({0, 1}); pipeline.wait_full({0, 0}); pipeline.wait_full({0, 1});",
+     r"deadlock:\n  thread 0 of block \(0, 0, 0\) waits at mbarrier"),
+    (COPY + "if (threadIdx.x < 33) __syncthreads();", "a copy that nobody waited for"),
+    ("if (threadIdx.x < 2) { pipeline.expect({}, 4); pipeline.expect({}, 4); }", "an arrival too many at a barrier"),
+    ("out[threadIdx.x + 1] = 0;", "a write outside of buffer 1"),
+    ("const_cast<float*>(x)[-1 - int(threadIdx.x)] = 0;", "a write outside of buffer 0"),
+    ("load_shared<float4>(data + 8);", "not a multiple of 16"),
+    ("if (threadIdx.x < 32) sync_threads<64, 1>();", "waits at sync_threads"),
+])  # fmt: skip
+def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(emulator.EmulationError, match=error):
+        run(tmp_path, text)
+
+
+def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
+    out = run(tmp_path, COPY + USE + "pipeline.wait_full({});")
+    assert np.isnan(out).all()
