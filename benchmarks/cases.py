@@ -68,11 +68,11 @@ class Case:
 
     def problem(self, out_dtype: str | None = None) -> ConvWgradProblem:
         """The weight gradient; its dtype is `out_dtype`, None for the inputs'."""
-        same = ("batch", "output_spatial", "in_channels", "out_channels", "dtype")
-        arguments = {name: value for name, value in self.lax_arguments().items() if name != "dimension_numbers"}
+        fields = {name: value for name, value in self.lax_arguments().items() if name != "dimension_numbers"}
+        for name in ("batch", "output_spatial", "in_channels", "out_channels", "dtype"):
+            fields[name] = getattr(self, name)
         return ConvWgradProblem(
-            **{name: getattr(self, name) for name in same},
-            **arguments,
+            **fields,
             input_spatial=(self.height, self.width),
             kernel_spatial=self.kernel,
             lhs_dilation=(1, 1),

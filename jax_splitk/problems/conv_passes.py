@@ -59,6 +59,6 @@ def other_way(problem: ConvProblem) -> ConvProblem:
     pairs = tuple(
         (taps - 1 - low, (size - 1) * dilation + 1 - count + low) for size, dilation, (low, _), count, taps in sizes
     )
-    values = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
-    swapped = {a: values[b] for pair in _OTHER_WAY for a, b in (pair, pair[::-1])}
-    return (dgrad if isinstance(problem, fprop) else fprop)(**values | swapped | {"padding": pairs})
+    fields: dict[str, Any] = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    swapped = {a: fields[b] for pair in _OTHER_WAY for a, b in (pair, pair[::-1])}
+    return (dgrad if isinstance(problem, fprop) else fprop)(**{**fields, **swapped, "padding": pairs})
