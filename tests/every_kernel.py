@@ -13,11 +13,13 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import grouped as conv_grouped
+from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -191,13 +193,28 @@ def _depthwise() -> Iterator[Run]:
         yield from _splits(depthwise.FAMILY, p, depthwise.Config(channels, segments, 1, 1), (1, 3))
 
 
+def _depthwise_any() -> Iterator[Run]:
+    for size, kernel, channels, changes, config in (
+        ((9, 10), (3, 3), (4, 4), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4, 2, 4)),
+        ((5, 6, 7), (3, 3, 3), (6, 6), {"padding": 1, "dtype": "float32"}, (2, 2, 8, 4)),
+        ((37,), (4,), (5, 10), {"batch": 9, "dtype": HALF, "out_dtype": HALF}, (7, 1, 4, 8)),
+        ((12, 9), (3, 2), (36, 36), {"stride": 2, "rhs_dilation": (4, 1)}, (2, 4, 16, 12)),
+    ):
+        p = conv(size, kernel, channels, groups=channels[0], **changes)
+        yield from _splits(depthwise_any.FAMILY, p, depthwise_any.Config(*config, splits=1), (1, 3))
+
+
 # ---- other passes --------------------------------------------------------------------------------------------------
 
 
+def _passes(module: Any) -> tuple[tuple[Family, type[Any]], ...]:
+    """Its families and their problems."""
+    return (module.FPROP, ConvFpropProblem), (module.DGRAD, ConvDgradProblem)
+
+
 def _depthwise_passes() -> Iterator[Run]:
-    pairs = ((conv_depthwise.FPROP, ConvFpropProblem), (conv_depthwise.DGRAD, ConvDgradProblem))
     for (family, kind), (size, kernel, changes, config) in itertools.product(
-        pairs,
+        _passes(conv_depthwise),
         (
             ((9, 10), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
             ((9, 11), (3, 5), {"stride": 2, "dtype": HALF, "out_dtype": HALF}, (2, 2)),
@@ -209,6 +226,58 @@ def _depthwise_passes() -> Iterator[Run]:
     ):
         p = kind(**vars(conv(size, kernel, (20, 20), groups=20, **changes)))
         yield Run(family, p, conv_depthwise.Config(*config))
+
+
+def _grouped_passes() -> Iterator[Run]:
+    for (family, kind), (size, kernel, channels, groups, changes, config) in itertools.product(
+        _passes(conv_grouped),
+        (
+            ((9, 10), (3, 3), 32, 8, {"padding": 1, "out_dtype": "bfloat16"}, (32, 2, 4, 5, 1, 1, False, 3, 2)),
+            ((9, 11), (3, 3), 64, 4, {"padding": 1, "stride": 2, "dtype": HALF}, (16, 1, 3, 5, 1, 1, True, 2, 3)),
+            ((40,), (5,), 64, 16, {"dtype": HALF, "out_dtype": HALF}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
+            ((7, 7), (3, 3), 64, 2, {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, False, 2, 2)),
+            ((5, 6), (3, 2), 40, 20, {"rhs_dilation": (1, 2)}, (16, 2, 3, 2, 1, 1, True, 4, 2)),
+        ),
+    ):
+        p = kind(**vars(conv(size, kernel, (channels, channels), groups=groups, **changes)))
+        yield Run(family, p, conv_grouped.Config(*config))
+
+
+def _dense_passes() -> Iterator[Run]:
+    def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Any:
+        return conv_im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), splits, reduction)
+
+    fprop, dgrad = _passes(conv_im2col)
+    shared, cluster, floats, half = "workspace", "cluster", {"dtype": "float32"}, {"dtype": HALF, "out_dtype": HALF}
+    for (family, kind), size, kernel, channels, config, changes in (
+        (dgrad, (9, 11), (3, 3), (40, 72), tile(64, 64, 3, shared), {"padding": 1, "stride": 2}),
+        (fprop, (9, 11), (3, 4), (72, 136), tile(64, 128, 3, cluster),
+         {"padding": ((2, 0), (-1, 3)), "stride": (2, 3), "rhs_dilation": (2, 1)}),
+        (fprop, (5, 6, 7), (3, 2, 3), (16, 64), tile(128, 64, 2, shared),
+         {"padding": 1, "stride": (1, 2, 1), "out_dtype": "float32"}),
+        (dgrad, (600,), (4,), (20, 16), tile(256, 64), {"padding": ((390, 0),), "rhs_dilation": 130, **floats}),
+        # Strides larger than the filter: what no tap meets is zero.
+        (dgrad, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": HALF, "out_dtype": "float32"}),
+        (fprop, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, cluster), {"batch": 3, **half}),
+        (fprop, (8, 9), (3, 3), (72, 40), conv_im2col.Config(64, 64, 3), {"padding": 1}),
+        (fprop, (9, 10), (3, 3), (64, 200), tile(128, 256),
+         {"padding": ((2, 3), (1, 1)), "stride": (1, 2), "lhs_dilation": (2, 1)}),
+        (fprop, (6, 10, 3), (1, 3, 1), (24, 16), conv_im2col.Config(128, 64, 4, 3, shared),
+         {"padding": ((0, 0), (1, 1), (0, 0))}),
+        (fprop, (70,), (3,), (24, 64), tile(64, 64), {"rhs_dilation": 150, "padding": 150}),
+        (dgrad, (4, 5, 6), (3, 3, 3), (64, 40), tile(64, 64, 4, cluster), {"padding": 1, "stride": 2}),
+        (dgrad, (9, 8), (3, 3), (100, 136), tile(64, 128, 5, shared),
+         {"padding": 2, "rhs_dilation": 2, "out_dtype": "float32", **floats}),
+        (dgrad, (17, 16), (3, 4), (16, 24), tile(192, 64, 2, cluster),
+         {"padding": ((3, 4), (0, 5)), "stride": (2, 4), "rhs_dilation": (3, 2)}),
+        (dgrad, (12, 9), (4, 4), (264, 72), tile(256, 128),
+         {"padding": ((1, -1), (2, 2)), "stride": (4, 3), "batch": 5}),
+        (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
+        (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
+        (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
+    ):  # fmt: skip
+        p = kind(**vars(conv(size, kernel, channels, **{"out_dtype": "bfloat16", **changes})))
+        yield Run(family, p, config)
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------
@@ -303,7 +372,8 @@ def _tiled() -> Iterator[Run]:
 
 RUNS = list(
     itertools.chain(
-        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_passes()),
+        *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
+        *(_depthwise_passes(), _grouped_passes(), _dense_passes()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

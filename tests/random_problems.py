@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk import kernels
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -80,23 +80,30 @@ def _depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
     return channels, channels * int(rng.choice([1, 1, 2, 3])), channels
 
 
+def _any_depthwise(rng: np.random.Generator) -> tuple[int, int, int]:
+    channels = int(rng.choice([2, 3, 4, 6, 16, 33, 40]))
+    return channels, channels * int(rng.choice([1, 1, 2, 3])), channels
+
+
 KINDS = {
     "unit_stride": Kind(halo.FAMILY, _eights, (2,), strides=1),
     "dense": Kind(im2col.FAMILY, _eights, (1, 2, 2, 3), strides=8),
     "wide_groups": Kind(im2col.FAMILY, _wide_groups, (1, 2, 2, 3)),
     "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
     "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
+    "depthwise_any": Kind(depthwise_any.FAMILY, _any_depthwise, (1, 2, 3, 3), (*HALVES, *FLOATS)),
     "any_channels": Kind(gather.FAMILY, _any, (1, 2, 2, 3), lhs_dilation=True),
     "float32": Kind(gather.FAMILY, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
     "tf32": Kind(tf32.FAMILY, _fours, (1, 2, 2), TF32),
 }
 # How many of 25 problems are of each kind.
 MIXTURE = {
-    "unit_stride": 4,
-    "dense": 3,
+    "unit_stride": 3,
+    "dense": 2,
     "wide_groups": 2,
     "small_groups": 4,
-    "depthwise": 4,
+    "depthwise": 3,
+    "depthwise_any": 3,
     "any_channels": 3,
     "float32": 2,
     "tf32": 3,

@@ -8,20 +8,22 @@ import dataclasses
 from typing import Any
 
 from jax_splitk.kernels.conv import depthwise as conv_depthwise
+from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import host as conv_host
+from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
 from jax_splitk.kernels.family import Family as Family
 from jax_splitk.kernels.family import field_refusal as field_refusal
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "conv_fprop": (conv_depthwise.FPROP, conv_host.FPROP),
-    "conv_dgrad": (conv_depthwise.DGRAD, conv_host.DGRAD),
-    "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, wgrad_host)),
+    "conv_fprop": (conv_depthwise.FPROP, conv_grouped.FPROP, conv_im2col.FPROP, conv_host.FPROP),
+    "conv_dgrad": (conv_depthwise.DGRAD, conv_grouped.DGRAD, conv_im2col.DGRAD, conv_host.DGRAD),
+    "conv_wgrad": tuple(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any, wgrad_host)),
     "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
 }

@@ -40,8 +40,7 @@ def test_problems_are_valid_and_of_every_kind() -> None:
         serving.update(f.name for f in of_problem if f.refusal(d.problem, None, DEFAULT_CUDA) is None)
     assert min(kinds.values()) >= 5, kinds
     fitted = [f for op in kernels.FAMILIES for f in kernels.families(op, "cuda") if not f.measured_only]
-    assert set(serving) == {f.name for f in fitted}
-    assert min(serving.values()) >= 3, serving
+    assert min(serving[f.name] for f in fitted) >= 3, serving
 
 
 def test_a_number_and_a_seed_are_always_the_same_problem() -> None:

@@ -40,7 +40,8 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
       seed: of the order in which threads run and copies arrive.
 
     Raises:
-      EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output.
+      EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output, an
+        `__ldg` outside of the buffers.
     """
     library = _compiled(plan)
     arrays = [*inputs, *outputs]
@@ -54,6 +55,8 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
     for array, start, value in zip(memory, starts, inputs, strict=False):
         array[start : start + value.nbytes] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
     addresses = [array.ctypes.data + start for array, start in zip(memory, starts, strict=True)]
+    bounds = [bound for at, size in zip(addresses, sizes, strict=True) for bound in (at, at + size)]
+    library.give_buffers((ctypes.c_uint64 * len(bounds))(*bounds), len(sizes))
     words = [np.array(each.words(), np.int64) for each in plan.maps]
     for number, launch in enumerate(plan.launches):
         params = [_bytes(param, addresses, plan.maps, words) for param in launch.params]
@@ -109,6 +112,9 @@ extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* v
 {cases}
   }}
   return "no such kernel";
+}}
+extern "C" void give_buffers(const emulator::Bytes* buffers, int count) {{
+  emulator::buffers.assign(buffers, buffers + count);
 }}
 """
     return f"{text}\n{table}"

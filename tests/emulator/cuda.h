@@ -66,8 +66,20 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return out;
 }
+namespace emulator {
+struct Bytes {
+  const uint8_t *from, *to;
+};
+inline std::vector<Bytes> buffers;  // of the plan
+}  // namespace emulator
 template <class T>
-inline T __ldg(const T* from) { return *from; }
+inline T __ldg(const T* from) {
+  for (const emulator::Bytes& buffer : emulator::buffers) {
+    const uint8_t* at = reinterpret_cast<const uint8_t*>(from);
+    if (at >= buffer.from && at + sizeof(T) <= buffer.to) return *from;
+  }
+  emulator::fail("__ldg outside of the buffers");
+}
 template <class T>
 inline T __ldcg(const T* from) { return *from; }
 template <class T>

@@ -3,15 +3,15 @@
 namespace emulator {
 
 // Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
-template <int COUNT>
-void load_matrices_trans(uint32_t address, uint32_t (&v)[COUNT]) {
+template <bool TRANSPOSED, int COUNT>
+void load_matrices(uint32_t address, uint32_t (&v)[COUNT]) {
   const int lane = self->number % 32;
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
   for (int i = 0; i < COUNT; ++i) {
     uint32_t halves[2];
     for (int e = 0; e < 2; ++e) {
-      const uint32_t row = addresses[8 * i + 2 * (lane % 4) + e][0];
-      halves[e] = *pointer<uint16_t>(row + 2 * (lane / 4));
+      const int k = 2 * (lane % 4) + e, row = TRANSPOSED ? k : lane / 4, column = TRANSPOSED ? lane / 4 : k;
+      halves[e] = *pointer<uint16_t>(addresses[8 * i + row][0] + 2 * column);
     }
     v[i] = halves[1] << 16 | halves[0];
   }
@@ -59,14 +59,15 @@ inline float4 load_cluster(uint32_t address, int block) {
   return *emulator::pointer<float4>(emulator::in_block(address, block));
 }
 
+inline void load_matrices(uint32_t address, uint32_t (&v)[4]) { emulator::load_matrices<false>(address, v); }
 inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
   uint32_t v[4];
-  emulator::load_matrices_trans(address, v);
+  emulator::load_matrices<true>(address, v);
   v0 = v[0], v1 = v[1], v2 = v[2], v3 = v[3];
 }
 inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1) {
   uint32_t v[2];
-  emulator::load_matrices_trans(address, v);
+  emulator::load_matrices<true>(address, v);
   v0 = v[0], v1 = v[1];
 }
 inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) { emulator::store_matrices(address, v, false); }

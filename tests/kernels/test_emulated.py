@@ -62,6 +62,7 @@ def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
     ("if (threadIdx.x < 2) { pipeline.expect({}, 4); pipeline.expect({}, 4); }", "an arrival too many at a barrier"),
     ("out[threadIdx.x + 1] = 0;", "a write outside of buffer 1"),
     ("const_cast<float*>(x)[-1 - int(threadIdx.x)] = 0;", "a write outside of buffer 0"),
+    ("__ldg(x + 64 + threadIdx.x);", "__ldg outside of the buffers"),
     ("load_shared<float4>(data + 8);", "not a multiple of 16"),
     ("if (threadIdx.x < 32) sync_threads<64, 1>();", "waits at sync_threads"),
 ])  # fmt: skip

@@ -58,16 +58,14 @@ def test_the_runs_reach_every_specialisation() -> None:
         assert macros[family, "OUT"] == {0, 1, 2}, family
     for macro in ("RANK3", "SWAP", "TAIL", "X_TILED"):
         assert macros["wgrad_im2col", macro] == {0, 1}, macro
-    for macro, values in {
-        "ELEMENT": 4,
-        "OUT": 3,
-        "REDUCTION": 3,
-        "A_MN": 2,
-        "B_MN": 2,
-        "A_WHOLE": 2,
-        "B_WHOLE": 2,
+    passes = {"OUT": 3, "REDUCTION": 3, "AXES": 4, "PHASED": 2}
+    for name, counts in {
+        "dot_tma": {"ELEMENT": 4, "OUT": 3, "REDUCTION": 3, "A_MN": 2, "B_MN": 2, "A_WHOLE": 2, "B_WHOLE": 2},
+        "fprop_im2col": {**passes, "B_WHOLE": 2},
+        "dgrad_im2col": {**passes, "ELEMENT": 3, "EMPTY": 2},
     }.items():
-        assert macros["dot_tma", macro] == set(range(values)), macro
+        for macro, values in counts.items():
+            assert macros[name, macro] == set(range(values)), (name, macro)
     assert macros["quantized_tiled", "SCALING"] == {0, 1, 2}
     assert macros["quantized_stream", "FORMAT"] == set(range(6))
     assert macros["quantized_stream", "CLUSTER"] == {1, 2, 4, 8}

@@ -10,11 +10,13 @@ import math
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.conv import passes
+from jax_splitk.kernels.conv.passes import output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
-from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Buffer, Launch, Pointer
 from jax_splitk.runtime.target import Target
@@ -48,27 +50,18 @@ class Args(Struct):
 
 
 def _forward(problem: ConvProblem) -> Geometry:
-    """As a forward pass: `stride` and `lhs_dilation` are DOWN and UP of the device code."""
-    return geometry(problem if isinstance(problem, ConvFpropProblem) else other_way(problem), 3)
+    return geometry(passes.forward(problem), 3)
 
 
 def _word_channels(problem: ConvProblem) -> int:
     return 4 // jnp.dtype(problem.dtype).itemsize
 
 
-def _blocks(g: Geometry, axis: int) -> tuple[int, int, int]:
-    """BASE, OFFSET and how many blocks of UP rows (or columns) reach the output."""
-    up = g.lhs_dilation[axis]
-    offset = g.pad[axis] - g.reach[axis] if up > 1 else 0
-    base = -offset // up
-    return base, offset, -(-(g.out[axis] - base * up - offset) // up)
-
-
 def _strips(problem: ConvProblem, config: Config) -> tuple[int, int]:
     """Along rows and along columns."""
     g = _forward(problem)
-    columns = _blocks(g, 2)[2] * g.lhs_dilation[2]
-    return -(-_blocks(g, 1)[2] // config.rows), -(-columns // config.columns)
+    columns = output_blocks(g, 2)[2] * g.lhs_dilation[2]
+    return -(-output_blocks(g, 1)[2] // config.rows), -(-columns // config.columns)
 
 
 def _items(problem: ConvProblem, config: Config) -> int:
@@ -119,12 +112,8 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
             return f"{p.in_channels} channels of {p.dtype}; accepted: multiples of {_word_channels(p)}"
         if max(g.kernel) > _MAX_KERNEL or math.prod(g.kernel) > _MAX_TAPS:
             return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
-        for axis in range(3):
-            steps = (g.stride[axis], g.lhs_dilation[axis])
-            if min(steps) > 1 or max(steps) > _MAX_STRIDE:
-                return (
-                    f"stride {steps[0]} of an input dilated by {steps[1]}; accepted: one of them 1, 1 to {_MAX_STRIDE}"
-                )
+        if (reason := passes.steps_refusal(g, _MAX_STRIDE)) is not None:
+            return reason
         sizes = (*p.lhs_shape, *p.g_shape)
         if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24:
             return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {2**24 - 1}"
@@ -150,7 +139,7 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
         return [columns for columns in _COLUMNS if self.config_refusal(problem, Config(columns, rows)) is None]
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        rows = _blocks(_forward(problem), 1)[2]
+        rows = output_blocks(_forward(problem), 1)[2]
         useful = [n for n in _ROWS if n < 2 * rows]
         found = [Config(columns, n) for columns in self._fitting(problem) for n in useful]
         return [config for config in found if self.config_refusal(problem, config) is None]
@@ -192,7 +181,7 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
             DILATION=g.dilation,
             PAD=g.pad,
         )
-        (base_h, offset_h, blocks), (base_w, offset_w, _) = _blocks(g, 1), _blocks(g, 2)
+        (base_h, offset_h, blocks), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             "OUT": OUT_CODES[problem.out_dtype],
@@ -205,10 +194,7 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        """The operands, the result, no workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
-        return tuple(Buffer(size, 16) for size in (*sizes, math.prod(problem.out_shape) * out_item, 0))
+        return passes.buffers(problem)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         args = Args(_items(problem, config))

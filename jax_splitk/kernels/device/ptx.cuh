@@ -40,6 +40,10 @@ __device__ inline void store_shared(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 
+__device__ inline void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ inline void store_shared(uint32_t address, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -80,8 +84,14 @@ __device__ inline float4 load_cluster(uint32_t address, int block) {
 
 // ---- matrices of 8x8 16-bit elements ---------------------------------------------------------------------
 
-// Lanes 8*i to 8*i + 7 give the addresses of the rows of matrix i. Transposed, a lane has of each matrix the
-// elements of rows 2*(l%4) and the next in column l/4.
+// Lanes 8*i to 8*i + 7 give the addresses of the rows of matrix i. A lane has of each matrix the elements of
+// columns 2*(l%4) and the next in row l/4; transposed, rows and columns have changed places.
+__device__ inline void load_matrices(uint32_t address, uint32_t (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address));
+}
+
 __device__ inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2,
                                            uint32_t& v3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

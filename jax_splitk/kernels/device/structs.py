@@ -54,23 +54,31 @@ class Divisor(Struct):
         return cls(value, multiplier - (1 << 32), shift)
 
 
-Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...]
+Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...] | list["Values"]
 
 
 class Values(Struct):
-    """A struct by the values of its fields. A tuple is one for each of the last of the dimensions d, h and w."""
+    """A struct by the values of its fields. A tuple is one for each of the last of the dimensions d, h and w, a list an
+    array of structs of one name."""
 
     def __init__(self, name: str, values: dict[str, Field]) -> None:
         self.name, self.values = name, values
 
     def _words(self) -> Iterator[int]:
         for value in self.values.values():
-            for each in value if isinstance(value, tuple) else (value,):
-                yield from each._words() if isinstance(each, Divisor) else (each,)
+            for each in value if isinstance(value, tuple | list) else (value,):
+                yield from each._words() if isinstance(each, Struct) else (each,)
+
+    def nested(self) -> Iterator["Values"]:
+        """The structs of its arrays, one of each."""
+        return (value[0] for value in self.values.values() if isinstance(value, list))
 
     def declaration(self) -> str:
         members = {}
         for name, value in self.values.items():
+            if isinstance(value, list):
+                members[f"{name}[{len(value)}]"] = value[0].name
+                continue
             first, axes = (value[0], ", ".join("dhw"[-len(value) :])) if isinstance(value, tuple) else (value, "")
             of = type(first).__name__
             members[name] = f"struct {{ {of} {axes}; }}" if axes else of
@@ -81,7 +89,10 @@ def declarations(*structs: type[Struct] | Values) -> str:
     """The C declarations of structs, in this order; a struct's bases come before it."""
     found: list[str] = []
     for struct in structs:
-        found += [struct.declaration()] if isinstance(struct, Values) else map(_declaration, _line(struct))
+        if isinstance(struct, Values):
+            found += [each.declaration() for each in (*struct.nested(), struct)]
+        else:
+            found += map(_declaration, _line(struct))
     return "\n".join((_HEADER, *dict.fromkeys(found), ""))
 
 

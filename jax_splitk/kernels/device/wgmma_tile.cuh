@@ -5,7 +5,7 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES.
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -22,12 +22,35 @@ constexpr int THREADS = 128 + CONSUMER_THREADS;
 // One consumer has enough registers without.
 constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
 constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
+constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
 // Bytes from one instruction's k to the next's.
 [[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
+
+// An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN
+// (WHOLE), or a box for each, where these do not come out even.
+template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
+__device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k,
+                                    int batch, uint64_t hint) {
+  if constexpr (!MN_MAJOR) {
+    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
+  } else if constexpr (WHOLE) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k,
+                                   batch);
+    }
+  }
+}
+
+__device__ inline uint64_t hint_for(int once) {
+  using Hint = cute::TMA::CacheHintSm90;
+  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
+}
 
 // acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
 // `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.

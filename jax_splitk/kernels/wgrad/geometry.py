@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import TypeVar
 
 from jax import numpy as jnp
 
@@ -74,3 +75,26 @@ def is_plain(p: ConvProblem, axis: int) -> bool:
 def is_matrix_product(p: ConvProblem) -> bool:
     """A 1x1 filter with unit strides and no padding or dilation of the input: X is a plain matrix."""
     return set(p.lhs_dilation) <= {1} and all(is_plain(p, axis) for axis in range(p.rank))
+
+
+_Conv = TypeVar("_Conv", bound=ConvProblem)
+
+
+@functools.lru_cache(maxsize=1024)
+def folded(p: _Conv, least: int = 2) -> _Conv:
+    """The same sums with at least so many spatial dimensions: a plain dimension that follows another, or the batch, in
+    memory becomes part of that, and leading dimensions of size 1 fill up."""
+    names = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "padding", "lhs_dilation")
+    names = (*names, "rhs_dilation")
+    batch, kept, after_plain = p.batch, [], True
+    for axis, fields in enumerate(zip(*(getattr(p, name) for name in names), strict=True)):
+        plain, size = is_plain(p, axis) and p.lhs_dilation[axis] == 1, p.input_spatial[axis]
+        if not (plain and after_plain):
+            kept.append(fields)
+        elif kept:
+            kept[-1] = (kept[-1][0] * size, kept[-1][1] * size, *kept[-1][2:])
+        else:
+            batch *= size
+        after_plain = plain
+    kept = [(1, 1, 1, 1, (0, 0), 1, 1)] * (least - len(kept)) + kept
+    return dataclasses.replace(p, batch=batch, **dict(zip(names, zip(*kept, strict=True), strict=True)))

@@ -9,7 +9,6 @@ padding) are folded into the dimension before them: see `folded`.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -37,7 +36,7 @@ from jax_splitk.kernels.wgrad.family import (
     partial_stride,
     reduction,
 )
-from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry, is_matrix_product, is_plain
+from jax_splitk.kernels.wgrad.geometry import bytes_touched, folded, geometry, is_matrix_product
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -127,27 +126,6 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
         if reach > farthest:
             return f"dilated window's reach {reach} {where}; accepted: at most {farthest}"
     return refusals.padded_input(p, BLOCK_K)
-
-
-@functools.lru_cache(maxsize=256)
-def folded(p: ConvWgradProblem) -> ConvWgradProblem:
-    """The same matrix product with two or three spatial dimensions: a plain dimension that follows another, or the
-    batch, in memory becomes part of that, and leading dimensions of size 1 fill up to two."""
-    batch, kept, after_plain = p.batch, [], True
-    for axis in range(p.rank):
-        plain, size = is_plain(p, axis), p.input_spatial[axis]
-        if not (plain and after_plain):
-            filter_of_axis = (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis], p.rhs_dilation[axis])
-            kept.append((size, p.output_spatial[axis], *filter_of_axis))
-        elif kept:
-            kept[-1] = (kept[-1][0] * size, kept[-1][1] * size, *kept[-1][2:])
-        else:
-            batch *= size
-        after_plain = plain
-    kept = [(1, 1, 1, 1, (0, 0), 1)] * (2 - len(kept)) + kept
-    names = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "padding", "rhs_dilation")
-    changes = dict(zip(names, zip(*kept, strict=True), strict=True))
-    return dataclasses.replace(p, batch=batch, lhs_dilation=(1,) * len(kept), **changes)
 
 
 def variants() -> Iterator[Config]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 
 INT32_MAX = 2**31 - 1
 MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyond them
@@ -23,7 +23,7 @@ def rank(p: ConvWgradProblem, accepted: Sequence[int]) -> str | None:
     return f"{p.rank} spatial dimensions; accepted: {', '.join(map(str, accepted))}"
 
 
-def dtypes(p: ConvWgradProblem, accepted: Sequence[str]) -> str | None:
+def dtypes(p: ConvProblem, accepted: Sequence[str]) -> str | None:
     """Of the inputs, and of the result."""
     if p.dtype not in accepted:
         return f"dtype {p.dtype}; accepted: {', '.join(accepted)}"
@@ -32,7 +32,7 @@ def dtypes(p: ConvWgradProblem, accepted: Sequence[str]) -> str | None:
     return None
 
 
-def groups(p: ConvWgradProblem) -> str | None:
+def groups(p: ConvProblem) -> str | None:
     if p.feature_group_count == p.batch_group_count == 1:
         return None
     return f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}; accepted: 1"
@@ -62,7 +62,7 @@ def output_pixels(p: ConvWgradProblem, most: int = INT32_MAX) -> str | None:
     return None if 0 < p.reduction_size <= most else f"{p.reduction_size} output pixels; accepted: 1 to {most}"
 
 
-def empty_dimensions(p: ConvWgradProblem) -> str | None:
+def empty_dimensions(p: ConvProblem) -> str | None:
     if 0 not in (p.batch, *p.output_spatial, *p.input_spatial):
         return None
     return f"batch {p.batch}, input {p.input_spatial}, output {p.output_spatial}; accepted: no empty dimension"

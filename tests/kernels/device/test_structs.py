@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
+from jax_splitk.kernels.device.structs import Divisor, Struct, Values, declarations
 from tests.problems import seeded
 
 
@@ -50,6 +50,17 @@ def test_declarations_have_the_fields_in_the_order_of_their_words() -> None:
     ]
     by = Divisor.of(3)
     assert Derived(7, by, 9).param().values == (7, by.value, by.multiplier, by.shift, 9)
+
+
+def test_arrays_of_structs_follow_their_declaration() -> None:
+    points = [Values("Point", {"x": x, "by": Divisor.of(x)}) for x in (3, 5)]
+    assert declarations(Values("Line", {"length": 2, "points": points})).splitlines() == [
+        '#include "device/divisor.cuh"',
+        *("struct Point {", "  int x;", "  Divisor by;", "};"),
+        *("struct Line {", "  int length;", "  Point points[2];", "};"),
+    ]
+    by = [(d.value, d.multiplier, d.shift) for d in map(Divisor.of, (3, 5))]
+    assert Values("Line", {"length": 2, "points": points}).param().values == (2, 3, *by[0], 5, *by[1])
 
 
 def test_other_types_are_refused() -> None:

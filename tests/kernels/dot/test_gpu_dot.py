@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,8 +22,7 @@ from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots, poison
+from tests import dots, few_kernels, poison
 from tests.kernels.dot.test_dot_tma import random_problem
 from tests.problems import SEED, seeded
 
@@ -77,7 +77,7 @@ def epilogue_runs() -> list[tuple[DotProblem, Config]]:
 
 def device_code() -> set[compiler.Source]:
     ours = {FAMILY.source(p, c) for p, c in (*EXACT, *epilogue_runs())}
-    return ours | {source(*run) for run in random_runs()}
+    return ours | {few_kernels.source(*run) for run in random_runs()}
 
 
 def test_covers_every_tile_and_reduction() -> None:
@@ -97,28 +97,18 @@ def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
 def random_runs() -> list[tuple[Family, DotProblem, Any]]:
     """Other ones in each run of the tests, by at most `SOURCES` kernels; one in ten is of the tf32 family that takes
     neither operand with k contiguous."""
+
+    def drawn(rng: np.random.Generator) -> Iterator[tuple[Family, DotProblem]]:
+        for number in itertools.count(1):
+            problem = random_problem(rng)
+            if number % 10:
+                yield FAMILY, problem
+                continue
+            m, n = (int(size) // 4 * 4 + 4 for size in (problem.m, problem.n))
+            yield as_wgrad.TF32, DotProblem(1, m, n, problem.k, "bkm", "bkn", "float32", "float32")
+
     with seeded(73) as rng:
-        runs: list[tuple[Family, DotProblem, Any]] = []
-        known: set[compiler.Source] = set()
-        while len(runs) < RANDOM:
-            problem, family = random_problem(rng), FAMILY
-            if len(runs) % 10 == 9:
-                m, n = (int(size) // 4 * 4 + 4 for size in (problem.m, problem.n))
-                problem, family = DotProblem(1, m, n, problem.k, "bkm", "bkn", "float32", "float32"), as_wgrad.TF32
-            candidates = family.candidates(problem, DEFAULT_CUDA)
-            configs = [candidates[i] for i in rng.permutation(len(candidates))]
-            shared = (c for c in configs if source(family, problem, c) in known)
-            config = next(shared, configs[0] if len(known) < SOURCES else None)
-            if config is not None:
-                known.add(source(family, problem, config))
-                runs.append((family, problem, config))
-        return runs
-
-
-def source(family: Family, problem: DotProblem, config: Any) -> compiler.Source:
-    plan = family.plan(problem, config)
-    assert isinstance(plan, DevicePlan)
-    return plan.source
+        return few_kernels.runs(drawn(rng), rng, RANDOM, SOURCES)
 
 
 def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str | None:
@@ -137,7 +127,7 @@ def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str 
 
 def test_random_problems_are_of_every_kind_and_few_kernels() -> None:
     runs = random_runs()
-    assert len(runs) == RANDOM and len({source(*run) for run in runs}) <= SOURCES
+    assert len(runs) == RANDOM and len({few_kernels.source(*run) for run in runs}) <= SOURCES
     assert {p.dtype for _, p, _ in runs} == {"bfloat16", "float16", "float32", E4M3}
     assert {p.lhs_order for _, p, _ in runs} == set(LHS_ORDERS) and {p.rhs_order for _, p, _ in runs} == set(RHS_ORDERS)
     assert {p.out_dtype for _, p, _ in runs} == set(split_k.OUT_CODES) and {p.batch for _, p, _ in runs} == {1, 2, 3}

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import gpu_wgrad, poison
@@ -137,6 +137,29 @@ GATHER_ACCURATE = [
         for precision in ("default", "high", "highest")
     ),
 ]
+DEPTHWISE_ANY = [
+    conv(size, kernel, (channels, channels), groups=channels, padding=pads, **changes)
+    for size, kernel, channels, pads, changes in (
+        ((16, 56, 56), (3, 3, 3), 64, 1, {"batch": 4, "dtype": "float32"}),
+        ((16, 28, 28), (3, 3, 3), 128, 1, {"batch": 8}),
+        ((8, 56, 56), (3, 3, 3), 32, 1, {"batch": 4, "stride": 2, "dtype": "float16"}),
+        ((56, 56), (7, 7), 96, 3, {"batch": 32, "dtype": "float32"}),
+        ((56, 57), (5, 5), 140, 2, {"batch": 16, "stride": 2, "out_dtype": "bfloat16"}),
+        ((4096,), (4,), 512, ((3, 0),), {"batch": 8}),
+        ((9001,), (3,), 63, ((4, 0),), {"batch": 8, "rhs_dilation": 2, "dtype": "float32"}),
+    )
+]
+DEPTHWISE_ANY_SMALL = [
+    *SEQUENCES,
+    conv((5, 6, 7), (3, 3, 3), (6, 6), padding=1, groups=6),
+    conv((12, 11), (5, 3), (3, 9), padding=((4, 1), (3, 2)), stride=(2, 3), rhs_dilation=(3, 2), groups=3),
+    conv((7, 8, 9), (3, 2, 3), (2, 2), padding=((0, 2), (1, 1), (2, 0)), stride=(3, 2, 1), groups=2),
+    conv((60, 9), (3, 3), (4, 4), padding=((9, 10), (1, 1)), rhs_dilation=(19, 1), groups=4),
+    conv((20, 6, 7), (3, 7, 2), (33, 66), padding=((2, 2), (3, 3), (1, 0)), rhs_dilation=(2, 1, 3), groups=33),
+    conv((9, 31), (7, 7), (4, 4), batch=9, padding=3, groups=4),
+    conv((14, 14), (5, 5), (36, 36), padding=2, stride=2, groups=36),
+    conv((6, 8, 9), (3, 1, 1), (16, 16), padding=((1, 1), (0, 0), (0, 0)), groups=16),
+]
 TRIED = (
     Tried(
         depthwise.FAMILY, problems(NETWORKS), [*(case.problem() for case in DEPTHWISE), *SEQUENCES],
@@ -158,6 +181,10 @@ TRIED = (
         gather.FAMILY, of_suite(gather.FAMILY, "stem", "float32"), GATHER_SMALL, (*HALVES, *FLOATS), GATHER_ACCURATE
     ),
     Tried(im2col.FAMILY, of_suite(im2col.FAMILY), IM2COL_SMALL),
+    Tried(
+        depthwise_any.FAMILY, DEPTHWISE_ANY,
+        DEPTHWISE_ANY_SMALL, (*HALVES, *FLOATS),
+    ),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.problems import conv, of_families
@@ -27,6 +27,7 @@ BASES: dict[Family, Fields] = {
     halo.FAMILY: {"size": (16, 32), "kernel": (3, 3), "batch": 4},
     gather.FAMILY: {"size": (12, 12), "kernel": (3, 3), "channels": (3, 64)},
     im2col.FAMILY: {"size": (12, 12), "kernel": (3, 3)},
+    depthwise_any.FAMILY: {"size": (9, 10), "kernel": (3, 3), "channels": (4, 4), "groups": 4},
 }
 # Any config of the family: what is refused of the problem is said with it, too.
 CONFIGS: dict[Family, Any] = {
@@ -36,6 +37,7 @@ CONFIGS: dict[Family, Any] = {
     halo.FAMILY: halo.Config(8, 32, 3, 3, 2),
     gather.FAMILY: gather.Config(1, 1, 64, 1, 8, 8, 3, 2, 1),
     im2col.FAMILY: im2col.Config(64, 64, 4, False, 1),
+    depthwise_any.FAMILY: depthwise_any.Config(4, 4, 4, 4, 1),
 }
 
 
@@ -88,7 +90,7 @@ def test_only_one_family_serves_dilated_inputs(family: Family) -> None:
 
 @pytest.mark.parametrize(("family", "ranks"), [
     (depthwise.FAMILY, "1, 2"), (grouped.FAMILY, "1, 2"), (tf32.FAMILY, "1, 2"), (halo.FAMILY, "2"),
-    (gather.FAMILY, "1, 2, 3"), (im2col.FAMILY, "1, 2, 3"),
+    (gather.FAMILY, "1, 2, 3"), (im2col.FAMILY, "1, 2, 3"), (depthwise_any.FAMILY, "1, 2, 3"),
 ], ids=str)  # fmt: skip
 def test_ranks(family: Family, ranks: str) -> None:
     for rank in (1, 2, 3):
@@ -250,6 +252,23 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
          "feature_group_count 65536; accepted: 1 to 65535"),
         ({"size": (12, 400), "kernel": (1, 1), "rhs_dilation": 300}, {"size": (12, 400), "kernel": (1, 2),
           "rhs_dilation": 300}, "reach 300"),
+    ],
+    depthwise_any.FAMILY: [
+        ({"channels": (5, 15), "groups": 5}, {"groups": 2}, "feature_group_count 2, batch_group_count 1; accepted: 4"),
+        ({"channels": (2, 2), "groups": 2}, {"channels": (1, 1), "groups": 1}, "feature_group_count 1, "),
+        ({"size": (10,), "kernel": (3,), "channels": (8, 8), "groups": 8}, {"channels": (8, 8), "groups": 8},
+         "8 channels of bfloat16 in 2 dimensions; accepted: what wgrad_depthwise refuses"),
+        ({"kernel": (7, 7)}, {"kernel": (8, 1)}, "a filter of (8, 1); accepted: sides up to 7 and 49 taps"),
+        ({"size": (4, 9, 9), "kernel": (1, 7, 7)}, {"size": (4, 9, 9), "kernel": (2, 7, 7)}, "a filter of (2, 7, 7)"),
+        ({"stride": (4, 1)}, {"stride": (5, 1)}, "window strides (5, 1); accepted: up to 4"),
+        (row(2**24 - 1, (4, 4)), row(2**24, (4, 4)), "accepted: sizes up to 16777215, 1073741823 output pixels"),
+        (row(64, (4, 4), batch=2**24 - 1), row(65, (4, 4), batch=2**24 - 1), "1073741823 output pixels"),
+        ({"size": (3000,), "kernel": (3,), "rhs_dilation": 512}, {"size": (3000,), "kernel": (3,), "rhs_dilation": 513},
+         "dilation (513,): a window of 1027 columns; accepted: up to 1025"),
+        # Of two dimensions the rows of taps may lie as far apart as they like.
+        ({"size": (300, 9), "rhs_dilation": (140, 1)},
+         {"size": (4, 300, 9), "kernel": (2, 3, 3), "rhs_dilation": (1, 140, 1)},
+         "strides (1, 1, 1), dilation (1, 140, 1): what a thread needs fits in no registers"),
     ],
 }  # fmt: skip
 
@@ -428,6 +447,21 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     (
         im2col.FAMILY, row(128, (16448, 16384)), im2col.Config(64, 64, 4, False, 2, whole_tiles=257),
         [({"whole_tiles": 256}, "whole_tiles 256; accepted for 65792 tiles: 0, or at least 257")], [],
+    ),
+    (
+        depthwise_any.FAMILY, {"size": (16, 16, 40), "kernel": (3, 3, 3), "dtype": "float32"},
+        depthwise_any.Config(4, 4, 4, 4, 1),
+        [
+            ({"columns": 5}, "columns 5; accepted: 1, 2, 3"),
+            ({"columns": 16}, "columns 16 take about 242 registers; accepted: up to 224"),
+            ({"columns": 12, "warps": 12}, "columns 12 take about 202 registers; accepted: up to 168"),
+            ({"splits": 41}, "splits 41; accepted for 40 rounds of strips: 1 to 40"),
+        ],
+        [{"splits": 40}, {"splits": 39}, {"columns": 12}],
+    ),
+    (
+        depthwise_any.FAMILY, {"size": (9, 3)}, depthwise_any.Config(3, 4, 4, 4, 1),
+        [({"columns": 4}, "columns 4; accepted: at most the output's 3")], [],
     ),
 ]  # fmt: skip
 

@@ -1,0 +1,419 @@
+"""Kernel family: forward passes and input gradients of grouped convolutions with few channels per group, on Hopper by
+TMA boxes and mma.sync (device code: conv/grouped.cu, which defines unit, bundle, strip, block of rows and step).
+
+The products are few: memory is what bounds it. A thread block slides down images, so that it reads the input once but
+for what tiles share, and multiplies 16 channels at a time; what groups of fewer do not have in common are zeros.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.conv import passes
+from jax_splitk.kernels.conv.passes import forward, output_blocks
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime.plan import Buffer, Launch, MapParam, Pointer, TiledMap, tensor_map_strides
+from jax_splitk.runtime.target import Target
+
+UNIT = 16  # channels of an MMA's k, and of two of its n
+STRIP = 16  # pixels of an MMA's m
+WEIGHTS_BYTES = UNIT * UNIT * 2  # of a unit of the input and one of the output, for one tap
+BLOCKS = (16, 32, 64)  # input channels of a thread block: a TMA box of 32 to 128 bytes
+_SWIZZLES = {16: 1, 32: 2, 64: 3}  # CUtensorMapSwizzle
+_DTYPES = ("bfloat16", "float16")
+_MAX_STRIDE = 4
+_MAX_BOX = 256  # extent of a TMA box
+_MAX_WARPS = 15  # consumers
+_MAX_STAGES = 12
+_MAX_PRODUCTS = 4096  # of the device code, in which all are unrolled
+_SHARED_BYTES = 227 * 1024 - 512  # of a thread block, without barriers
+_SM_SHARED_BYTES = 228 * 1024
+_RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers
+_ALIGNMENT_BYTES = 1024  # of the pipeline
+_REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
+_MAX_THREAD_REGISTERS = 240
+_INT32_MAX = 2**31 - 1
+_MAX_GRID_Y = 65535
+_MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
+# Share of the memory's rate that boxes of so many channels reach, by guess.
+_RATES = {16: 0.7, 32: 0.9, 64: 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a pass is computed. Blocks of rows and columns are single ones but in an input gradient with strides.
+
+    Attributes:
+      in_block: input channels of a thread block.
+      images, rows, columns: of a tile; blocks of rows and of columns.
+      units: of 16 output channels, of a warp.
+      strips: of 16 pixels, of a warp.
+      resident: whether a warp has its weights in registers.
+      stages: depth of the shared-memory pipeline.
+      workers: thread blocks that share the tiles of a block of channels.
+    """
+
+    in_block: int
+    images: int
+    rows: int
+    columns: int
+    units: int
+    strips: int
+    resident: bool
+    stages: int
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel."""
+
+    images: int
+    tiles: int
+
+
+@functools.lru_cache(maxsize=4096)
+def bundle(p: ConvProblem) -> tuple[int, int]:
+    """Input and output channels of a bundle, of the forward pass."""
+    each = forward(p).group_channels
+    groups = math.lcm(*(UNIT // math.gcd(UNIT, channels) for channels in each))
+    return groups * each[0], groups * each[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A thread block's work.
+
+    Attributes:
+      bundles: of a thread block.
+      blocks: of channels.
+      tiles: of images, planes, along rows and along columns.
+      step_rows, x_width: pixels of a step's box.
+      slots: blocks of rows that have sums at a time.
+      warps: consumers.
+      products: of a warp for a block of rows.
+    """
+
+    bundles: int
+    blocks: int
+    tiles: tuple[int, int, int, int]
+    step_rows: int
+    x_width: int
+    stage_bytes: int
+    weights_bytes: int
+    slots: int
+    warps: int
+    products: int
+    registers: int
+
+
+def _step_rows(g: Geometry) -> set[int]:
+    """Rows of a step that some row of taps meets."""
+    return {tap * g.dilation[1] % g.stride[1] for tap in range(g.kernel[1])}
+
+
+@functools.lru_cache(maxsize=4096)
+def tiling(p: ConvProblem, config: Config) -> Tiling:
+    q = forward(p)
+    g, (bundle_in, bundle_out) = geometry(q, 3), bundle(p)
+    (_, up_h, up_w), taps, bundles = g.lhs_dilation, math.prod(g.kernel), max(1, config.in_block // bundle_in)
+    in_units, out_units = bundle_in // UNIT, bundle_out // UNIT
+    step_rows = 1 + max(_step_rows(g))
+    x_width = (config.columns - 1) * g.stride[2] + g.reach[2] // up_w + 1
+    slots = g.reach[1] // (g.stride[1] * up_h) + 1
+    sums = 8 * slots * up_h * up_w * config.units * config.strips
+    weights = 4 * taps * in_units * config.units if config.resident else 8
+    addresses = config.strips * (step_rows * g.kernel[2] + 4)
+    return Tiling(
+        bundles,
+        -(-q.in_channels // (bundles * bundle_in)),
+        (
+            -(-q.batch // config.images),
+            g.out[0],
+            -(-output_blocks(g, 1)[2] // config.rows),
+            -(-output_blocks(g, 2)[2] // config.columns),
+        ),
+        step_rows,
+        x_width,
+        -(-config.images * step_rows * x_width * config.in_block * 2 // 1024) * 1024,
+        bundles * out_units * in_units * taps * WEIGHTS_BYTES,
+        slots,
+        bundles * out_units // config.units * -(-config.images * config.columns // (STRIP * config.strips)),
+        2 * taps * in_units * config.units * config.strips,
+        -(-(sums + weights + addresses + 8 * config.strips + 36) // 8) * 8,
+    )
+
+
+def shared_bytes(p: ConvProblem, config: Config) -> int:
+    t = tiling(p, config)
+    return config.stages * t.stage_bytes + t.weights_bytes + _ALIGNMENT_BYTES
+
+
+def _fits_registers(t: Tiling, together: int) -> bool:
+    return -(-together * (t.warps + 1) // 4) * 32 * t.registers <= _REGISTERS
+
+
+def _in_blocks(p: ConvProblem) -> list[int]:
+    """Those of whole bundles; a bundle of 48 has a box of 64."""
+    smallest = min(block for block in BLOCKS if block >= bundle(p)[0])
+    return [block for block in BLOCKS if block == smallest or block % bundle(p)[0] == 0]
+
+
+def _units(p: ConvProblem, in_block: int) -> list[int]:
+    """Of a warp: a part of a bundle, or whole bundles, as many as a power of 2."""
+    each, bundles = bundle(p)[1] // UNIT, max(1, in_block // bundle(p)[0])
+    whole = [each << i for i in range(1, bundles.bit_length()) if bundles % (1 << i) == 0]
+    return [units for units in range(1, each + 1) if each % units == 0] + whole
+
+
+def _smallest(p: ConvProblem) -> Config:
+    """The config with the least shared memory and the fewest registers."""
+    g = geometry(forward(p), 3)
+    columns = min(STRIP, output_blocks(g, 2)[2])
+    return Config(_in_blocks(p)[0], 1, 1, columns, 1, 1, resident=False, stages=2, workers=1)
+
+
+# ---- cost model ----------------------------------------------------------------------------------------------------
+
+
+def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
+    """Clocks of an SM that a thread block's block of rows takes, by what takes them. Not fitted to measurements."""
+    g, t = geometry(forward(p), 3), tiling(p, config)
+    planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
+    units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
+    products = t.products * planes / g.kernel[0]
+    loads = planes * len(_step_rows(g)) * g.kernel[2] * units * config.strips
+    weights = 0 if config.resident else products / (2 * config.strips)
+    stores = config.strips * config.units * math.prod(g.lhs_dilation[1:]) * 2
+    out_bytes = t.warps * stores * 32 * 4 * jnp.dtype(p.out_dtype).itemsize
+    conflicts = math.gcd(g.stride[2], 8)
+    return {
+        "mma": 1.7 * t.warps * products,
+        "shared": t.warps * 4 * (loads * conflicts + weights) + planes * t.stage_bytes / 128,
+        "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / 2.4,
+        "l2": (planes * t.stage_bytes + out_bytes) / 40,
+        # Of a warp: for its barrier, its first load, and products that wait for each other.
+        "alone": (220 * planes + 8 * products) / _blocks_per_sm(p, config),
+    }
+
+
+def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
+    """By shared memory and registers."""
+    by_memory = min(6, _SM_SHARED_BYTES // (shared_bytes(p, config) + _RESERVED_BYTES))
+    t = tiling(p, config)
+    return max((n for n in range(1, by_memory + 1) if _fits_registers(t, n)), default=0)
+
+
+class GroupedConv(CudaFamily[ConvProblem, Config]):
+    """Few channels to a group.
+
+    No GPU has run it yet.
+    """
+
+    ABI = 1
+    file = "conv/grouped.cu"
+    structs = (Args,)
+    competes = False  # not before a GPU has shown that whole steps gain
+    measured_only = True
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p = problem
+        if p.dtype not in _DTYPES:
+            return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
+        if p.out_dtype not in OUT_CODES:
+            return f"out_dtype {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+        if p.batch_group_count != 1 or p.feature_group_count == 1:
+            given = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
+            return f"{given}; accepted: at least 2 feature groups and no batch groups"
+        q = forward(p)
+        if max(q.group_channels) == 1 or max(bundle(p)[0], bundle(p)[1] // 4) > BLOCKS[-1]:
+            groups, channels = bundle(p)[0] // q.group_channels[0], "{} of the input and {} of the output"
+            return (
+                f"{channels.format(*q.group_channels)} channels of a group, {channels.format(*bundle(p))} of {groups} "
+                f"groups, the fewest with multiples of {UNIT} of both; accepted: not 1 of each, and up to {BLOCKS[-1]} "
+                f"of the input and {4 * BLOCKS[-1]} of the output"
+            )
+        if p.in_channels % 8 or p.out_channels % 8:
+            return f"{p.in_channels} input and {p.out_channels} output channels; accepted: multiples of 8"
+        return self._extent_refusal(p)
+
+    def _extent_refusal(self, p: ConvProblem) -> str | None:
+        g = geometry(forward(p), 3)
+        if (reason := passes.steps_refusal(g, _MAX_STRIDE)) is not None:
+            return reason
+        sizes = (*p.lhs_shape, *p.g_shape)
+        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24 or math.prod(p.rhs_shape) > _INT32_MAX:
+            given = f"lhs {p.lhs_shape}, rhs {p.rhs_shape}, g {p.g_shape}, padding {p.padding}"
+            return f"{given}; accepted: sizes of 1 to {2**24 - 1}, up to {_INT32_MAX} weights"
+        reason = self.config_refusal(p, _smallest(p))
+        return reason and f"a filter of {p.kernel_spatial}, dilated by {p.rhs_dilation}: {reason}"
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        g = geometry(forward(problem), 3)
+        reason = field_refusal(config, in_block=_in_blocks(problem))
+        if reason is not None:
+            return reason
+        reason = field_refusal(
+            config,
+            images=range(1, min(g.batch, _MAX_BOX) + 1),
+            rows=range(1, output_blocks(g, 1)[2] + 1),
+            columns=range(1, min(output_blocks(g, 2)[2], _MAX_BOX) + 1),
+            units=_units(problem, config.in_block),
+            strips=(1, 2, 4),
+            resident=(False, True),
+            stages=range(2, _MAX_STAGES + 1),
+        )
+        return reason or self._tiling_refusal(problem, config)
+
+    def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        t, q = tiling(problem, config), forward(problem)
+        tile = f"images {config.images}, rows {config.rows}, columns {config.columns}"
+        limits = (
+            (t.x_width, "columns of the input", _MAX_BOX),
+            (config.images * math.prod(q.g_shape[1:]), "elements of a tile's images", _INT32_MAX),
+            (math.prod(t.tiles), "tiles", _INT32_MAX),
+            (t.warps, "consumer warps", _MAX_WARPS),
+            (t.registers, "registers of a thread", _MAX_THREAD_REGISTERS),
+            (t.products * t.slots, "products of the device code", _MAX_PRODUCTS),
+            (shared_bytes(problem, config), "bytes of shared memory", _SHARED_BYTES),
+        )
+        for value, what, most in limits:
+            if value > most:
+                return f"{tile}, strips {config.strips}, units {config.units}: {value} {what}; accepted: up to {most}"
+        if not _fits_registers(t, 1):
+            most = _REGISTERS // 32 // t.registers * 4 - 1
+            return f"{t.warps} warps of {t.registers} registers a thread; accepted: at most {most} warps"
+        return field_refusal(config, workers=range(1, min(math.prod(t.tiles), _MAX_GRID_Y) + 1))
+
+    def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
+        return _blocks_per_sm(problem, config)
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        """The best by the model, few of each kind: it is not fitted to measurements."""
+        found = list(self._variants(problem, target)) or [_smallest(problem)]
+        kept, count = [], collections.Counter[tuple[int, ...]]()
+        for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
+            kind = (config.in_block, config.units, config.strips, config.resident)
+            count[kind] += 1
+            if count[kind] <= _MAX_OF_KIND:
+                kept.append(config)
+        return kept[:_MAX_CANDIDATES]
+
+    def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
+        g = geometry(forward(problem), 3)
+        (_, _, rows), (_, _, columns) = output_blocks(g, 1), output_blocks(g, 2)
+        heights = sorted({-(-rows // parts) for parts in (1, 2, 4, 8) if rows >= 4 * parts or parts == 1})
+        widths = sorted({-(-columns // parts) for parts in range(-(-columns // 128), -(-columns // 14) + 1)})[-3:]
+        pixels = itertools.product([i for i in (1, 2, 3, 4, 6, 8, 12, 16) if i <= g.batch], widths)
+        for (images, width), strips in itertools.product(pixels, (1, 2, 4)):
+            if images > 1 and images * width > 256:
+                continue
+            for in_block in _in_blocks(problem):
+                for units, resident in itertools.product(_units(problem, in_block), (True, False)):
+                    some = Config(in_block, images, 1, width, units, strips, resident, stages=2, workers=1)
+                    if self._tiling_refusal(problem, some) is None:
+                        yield from self._of_heights(problem, some, heights, target)
+
+    def _of_heights(self, p: ConvProblem, some: Config, heights: list[int], target: Target) -> Iterator[Config]:
+        """With pipelines that leave room for one to four thread blocks an SM, which share the tiles evenly."""
+        t = tiling(p, some)
+        rooms = [_SM_SHARED_BYTES // n - _RESERVED_BYTES - _ALIGNMENT_BYTES - t.weights_bytes for n in (1, 2, 3, 4)]
+        depths = {min(8, room // t.stage_bytes) for room in rooms if _fits_registers(t, rooms.index(room) + 1)}
+        for rows, stages in itertools.product(heights, sorted(depth for depth in depths if depth >= 2)):
+            config = dataclasses.replace(some, rows=rows, stages=stages)
+            tiles, slots = math.prod(tiling(p, config).tiles), target.cores * _blocks_per_sm(p, config)
+            each = -(-tiles // max(1, slots // t.blocks))
+            config = dataclasses.replace(config, workers=min(-(-tiles // each), _MAX_GRID_Y))
+            if self.config_refusal(p, config) is None:
+                yield config
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        halves = {"images": config.images, "rows": config.rows, "units": config.units, "strips": config.strips}
+        found = varied(config, stages=(config.stages - 1, config.stages + 1), resident=(not config.resident,))
+        found += varied(config, workers=(config.workers // 2, config.workers * 2))
+        return found + varied(config, **{field: (value // 2, value * 2) for field, value in halves.items()})
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        """The larger of device memory and the busiest SM's steps. Not fitted to measurements."""
+        t = tiling(problem, config)
+        blocks = (config.rows + t.slots - 1) * -(-math.prod(t.tiles) // config.workers)
+        sharing = -(-t.blocks * config.workers // target.cores)  # thread blocks of the busiest SM
+        together = min(sharing, _blocks_per_sm(problem, config))
+        clocks = sorted(_clocks(problem, config).values())
+        busy = sharing * blocks * (clocks[-1] + 0.2 * sum(clocks[:-1])) / 1.7e9
+        filled = min(1.0, t.blocks * config.workers * together / (2 * target.cores))
+        memory = problem.bytes_moved / (3.8e12 * _RATES[config.in_block] * filled)
+        ramp = 2e-6 * -(-sharing // together)
+        return 2e-6 + ramp + max(busy, memory) + 0.15 * min(busy, memory)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return 0
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        p = forward(problem)
+        g, t = geometry(p, 3), tiling(problem, config)
+        (base_h, offset_h, blocks_h), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
+        axes = axis_macros(
+            INPUT=g.size,
+            OUTPUT=g.out,
+            KERNEL=g.kernel,
+            DOWN=g.stride,
+            UP=g.lhs_dilation,
+            DILATION=g.dilation,
+            PAD=g.pad,
+            BASE=(base_h, base_w),
+            OFFSET=(offset_h, offset_w),
+            TILES=t.tiles[2:],
+        )
+        (group_in, group_out), (bundle_in, bundle_out) = p.group_channels, bundle(problem)
+        return {
+            "ELEMENT": OUT_CODES[p.dtype],
+            "OUT": OUT_CODES[p.out_dtype],
+            "CTAS_PER_SM": _blocks_per_sm(problem, config),
+            "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
+            **{"IN_CHANNELS": p.in_channels, "OUT_CHANNELS": p.out_channels},
+            **{"GROUP_IN": group_in, "GROUP_OUT": group_out, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+            **axes,
+            **{"BLOCKS_H": blocks_h, "BUNDLES": t.bundles},
+            **{"STEP_ROWS": t.step_rows, "X_WIDTH": t.x_width, "STAGE_BYTES": t.stage_bytes},
+            **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
+        }
+
+    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
+        return passes.buffers(problem)
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
+        p, t = forward(problem), tiling(problem, config)
+        g = geometry(p, 3)
+        dims = (p.in_channels, *g.size[::-1], g.batch)
+        box = (config.in_block, t.x_width, t.step_rows, 1, config.images)
+        return (TiledMap(0, p.dtype, dims, tensor_map_strides(dims, 2), box, _SWIZZLES[config.in_block]),)
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
+        t, batch = tiling(problem, config), problem.batch
+        args = Args(batch, math.prod(t.tiles)).param()
+        grid, block = (t.blocks, config.workers, 1), (32 * (t.warps + 1), 1, 1)
+        params = (MapParam(0), Pointer(0), Pointer(1), args, Pointer(2))
+        return (Launch("grouped", grid, block, params, shared_bytes(problem, config)),)
+
+
+class FpropGrouped(GroupedConv):
+    name = "fprop_grouped"
+
+
+class DgradGrouped(GroupedConv):
+    name = "dgrad_grouped"
+
+
+FPROP = FpropGrouped(Config)
+DGRAD = DgradGrouped(Config)

@@ -1,0 +1,378 @@
+"""Kernel family: dense forward passes and input gradients on Hopper by TMA im2col and WGMMA (device code:
+conv/im2col.cu).
+
+Implicit GEMM ("Implicit GEMM Convolution" in CUTLASS's documentation) of [pixels, taps * channels] by [taps * channels,
+output channels], whose reduction may be split: see `SplitTileFamily`.
+
+An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
+modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
+multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
+
+The constants of its cost model are those of matrix products, not fitted to measurements.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.split_tile import (
+    MAX_ELEMENTS,
+    Costs,
+    SplitTile,
+    SplitTileFamily,
+    is_whole,
+    operand_map,
+)
+from jax_splitk.kernels.device.structs import Divisor, Field, Values
+from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, max_stages
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
+from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime import plan
+
+_MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
+# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
+_IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
+
+
+# The tile of two consumers whose sums fit into half of the registers.
+_TWO_CONSUMERS = (128, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(SplitTile):
+    """How a pass is computed: see `SplitTile`. A row of a tile is a pixel."""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
+        other begins and ends with."""
+        fits = 2 * self.shared_bytes <= SHARED_BYTES
+        return 2 if (self.tile_m, self.tile_n) == _TWO_CONSUMERS and fits else super().blocks_per_sm
+
+
+@dataclasses.dataclass(frozen=True)
+class Residue:
+    """Output pixels of an axis that meet the same taps: `place`, `place + up` and so on.
+
+    Attributes:
+      first, taps: the first tap, and how many there are.
+      origin: the input's pixel that the first tap of pixel `place` meets.
+    """
+
+    place: int
+    first: int
+    taps: int
+    origin: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A spatial dimension of a forward pass whose input is dilated by `up`.
+
+    Attributes:
+      tap_step, step: from a tap of a residue to its next, in taps and in the input's pixels.
+      residues: those with many taps first.
+      pixels: of the largest residue.
+      lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
+    """
+
+    size: int
+    out: int
+    kernel: int
+    down: int
+    up: int
+    pad: int
+    dilation: int
+
+    @property
+    def tap_step(self) -> int:
+        return self.up // math.gcd(self.up, self.dilation)
+
+    @property
+    def step(self) -> int:
+        return self.dilation // math.gcd(self.up, self.dilation)
+
+    @functools.cached_property
+    def residues(self) -> list[Residue]:
+        found = []
+        for place in range(min(self.up, self.out)):
+            at = {tap: place - self.pad + tap * self.dilation for tap in range(min(self.tap_step, self.kernel))}
+            first = next((tap for tap in at if at[tap] % self.up == 0), None)
+            if first is None:
+                found.append(Residue(place, 0, 0, 0))
+            else:
+                taps = -(-(self.kernel - first) // self.tap_step)
+                found.append(Residue(place, first, taps, at[first] // self.up))
+        return sorted(found, key=lambda residue: -residue.taps)
+
+    @property
+    def pixels(self) -> int:
+        return -(-self.out // self.up)
+
+    @property
+    def lower(self) -> int:
+        return min((residue.origin for residue in self.residues if residue.taps), default=0)
+
+    @property
+    def upper(self) -> int:
+        return self.lower + (self.pixels - 1) * self.down + 1 - self.size
+
+    def offset(self, residue: Residue) -> int:
+        """Of its first tap."""
+        return residue.origin - self.lower if residue.taps else 0
+
+    @property
+    def farthest(self) -> int:
+        """The largest offset of a tap."""
+        return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(problem: ConvProblem) -> ConvProblem:
+    """As a forward pass."""
+    return problem if isinstance(problem, ConvFpropProblem) else other_way(problem)
+
+
+@functools.lru_cache(maxsize=4096)
+def axes(problem: ConvProblem) -> tuple[Axis, ...]:
+    """Of the forward pass with as few spatial dimensions as it can have."""
+    p = folded(_forward(problem), 1)
+    sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
+    lows = tuple(low for low, _ in p.padding)
+    return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
+
+
+def _block_k(problem: ConvProblem) -> int:
+    return ROW_BYTES // jnp.dtype(problem.dtype).itemsize
+
+
+def _channel_blocks(problem: ConvProblem) -> int:
+    return -(-_forward(problem).in_channels // _block_k(problem))
+
+
+def pixels(problem: ConvProblem) -> int:
+    """Of a phase, in all images."""
+    return folded(_forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
+
+
+def phases(problem: ConvProblem) -> int:
+    return math.prod(len(axis.residues) for axis in axes(problem))
+
+
+def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
+    """(tiles along pixels, tiles along channels) of a phase."""
+    return -(-pixels(problem) // config.tile_m), -(-_forward(problem).out_channels // config.tile_n)
+
+
+def _residues(problem: ConvProblem) -> dict[str, Field]:
+    """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
+    many of each axis, so that device code is the same for many strides."""
+    mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
+    most = max(len(axis.residues) for axis in axes(problem))
+    size = 1 << (most - 1).bit_length()
+    for name, axis in zip("whd", reversed(axes(problem)), strict=False):
+        rows = [
+            Values(
+                "Residue",
+                {
+                    "taps": Divisor.of(residue.taps),
+                    "place": residue.place,
+                    "offset": axis.offset(residue),
+                    "tap": pitch * (axis.kernel - 1 - residue.first if mirrored else residue.first),
+                },
+            )
+            for residue in axis.residues
+        ]
+        found[f"on_{name}"] = rows + rows[-1:] * (size - len(rows))
+        pitch *= axis.kernel
+    return found
+
+
+def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
+    """From a tap of a residue to its next, in the weight as it is."""
+    sign, of = 1 if isinstance(problem, ConvFpropProblem) else -1, axes(problem)
+    pitches = [math.prod(other.kernel for other in of[i + 1 :]) for i in range(len(of))]
+    return tuple(sign * axis.tap_step * pitch for axis, pitch in zip(of, pitches, strict=True))
+
+
+class Im2colConv(SplitTileFamily[ConvProblem, Config]):
+    """All channels with all.
+
+    No GPU has run it yet.
+    """
+
+    ABI = 1
+    file = "conv/im2col.cu"
+    kernel = "conv"
+    competes = False  # not before a GPU has shown that whole steps gain
+    measured_only = True
+    dtypes = refusals.HALVES
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p = problem
+        return (
+            refusals.dtypes(p, self.dtypes)
+            or refusals.groups(p)
+            or refusals.empty_dimensions(p)
+            or self._precision_refusal(p)
+            or self._channels_refusal(p)
+            or self._axes_refusal(p)
+            or self._size_refusal(p)
+        )
+
+    def _precision_refusal(self, p: ConvProblem) -> str | None:
+        if p.dtype == "float32" and "highest" in p.precision:
+            return f"precision {p.precision!r}; accepted: 'default', 'high'"
+        return None
+
+    def _channels_refusal(self, p: ConvProblem) -> str | None:
+        """Contiguous ones are loaded by 16 bytes, the result's are stored by fours."""
+        loaded = 16 // jnp.dtype(p.dtype).itemsize
+        of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
+        if p.in_channels % of_lhs == p.out_channels % of_g == 0:
+            return None
+        given = f"{p.in_channels} input and {p.out_channels} output channels"
+        return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+
+    def _axes_refusal(self, p: ConvProblem) -> str | None:
+        """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col), and of the phases' table."""
+        found = axes(p)
+        for axis in found:
+            if min(axis.down, axis.up) > 1 or axis.down > _MAX_DOWN or axis.up > _MAX_UP:
+                given = f"window stride {axis.down} of an input dilated by {axis.up}"
+                return f"{given}; accepted: one of them 1, up to {_MAX_DOWN} and {_MAX_UP}"
+        if not all(axis.residues[0].taps for axis in found):
+            return "an output that no tap meets; accepted: one with products"
+        if is_matrix_product(_forward(p)):
+            return None
+        lowest, highest, farthest = _IM2COL_LIMITS[len(found)]
+        rank = f"of {len(found)} spatial dimensions"
+        for axis in found:
+            if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
+                corners = f"windows that begin {axis.lower} and {axis.upper} pixels from the input's first and last"
+                return f"{corners} {rank}; accepted: {lowest} to {highest}"
+            if axis.farthest > farthest:
+                return f"dilated window's reach {axis.farthest} {rank}; accepted: at most {farthest}"
+        return None
+
+    def _size_refusal(self, p: ConvProblem) -> str | None:
+        most = max(math.prod(shape) for shape in (*p.operand_shapes, p.out_shape))
+        if max(most, pixels(p)) > MAX_ELEMENTS:
+            return f"operands or a result of more than {MAX_ELEMENTS} elements"
+        return None
+
+    def depths(self, tile_m: int, tile_n: int) -> list[int]:
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == _TWO_CONSUMERS else []
+        return sorted({*super().depths(tile_m, tile_n), *more})
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def _chains(self, problem: ConvProblem) -> list[int]:
+        """Blocks of the reduction of each phase."""
+        taps = itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem)))
+        blocks = _channel_blocks(problem)
+        return [math.prod(of) * blocks for of in taps]
+
+    def chains(self, problem: ConvProblem) -> list[int]:
+        return sorted(self._chains(problem), reverse=True)
+
+    def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
+        """Of one split."""
+        return math.prod(tile_counts(problem, config)) * phases(problem)
+
+    def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
+        return self.thread_blocks(problem, config), 1, config.splits
+
+    def args(self, problem: ConvProblem, config: Config) -> Values:
+        """Sizes of the product of a phase, what divides a thread block's number, and the geometry by axes; whether a
+        single tile reads any of the operand, so that it need not stay in the L2."""
+        of, (rows, columns) = axes(problem), tile_counts(problem, config)
+        return Values(
+            "Args",
+            {
+                "m": pixels(problem),
+                "n": _forward(problem).out_channels,
+                "columns": Divisor.of(columns),
+                "phases": Divisor.of(phases(problem)),
+                "splits": Divisor.of(config.splits),
+                "blocks": Divisor.of(_channel_blocks(problem)),
+                "a_once": int(columns == 1),
+                "b_once": int(rows == 1),
+                "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
+                "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
+                "out": tuple(axis.out for axis in of),
+                "up": tuple(axis.up for axis in of),
+                "down": tuple(axis.down for axis in of),
+                "lower": tuple(axis.lower for axis in of),
+                "step": tuple(axis.step for axis in of),
+                "tap_step": _tap_steps(problem),
+                **_residues(problem),
+            },
+        )
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        of, is_forward = axes(problem), isinstance(problem, ConvFpropProblem)
+        return {
+            "ELEMENT": OUT_CODES[problem.dtype],
+            **super().macros(problem, config),
+            "AXES": 0 if is_matrix_product(_forward(problem)) else len(of),
+            "PHASED": int(any(axis.up > 1 for axis in of)),
+            "EMPTY": int(min(self._chains(problem)) < config.splits),
+            "B_MN": int(is_forward),
+            "B_WHOLE": int(is_forward and is_whole(problem.out_channels)),
+        }
+
+    def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:
+        """The operands, the result, the workspace."""
+        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
+        sizes = (
+            *(math.prod(shape) * item for shape in problem.operand_shapes),
+            math.prod(problem.out_shape) * out_item,
+        )
+        return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
+        p = problem
+        weight, order = (p.taps, p.in_channels, p.out_channels), "bkn" if isinstance(p, ConvFpropProblem) else "bnk"
+        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.tile_n)
+
+
+def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
+    p, of = folded(_forward(problem), 1), axes(problem)[::-1]
+    if is_matrix_product(p):
+        return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.tile_m)
+    dims = p.lhs_shape[::-1]
+    return plan.Im2colMap(
+        buffer=0,
+        dtype=p.dtype,
+        dims=dims,
+        strides=plan.tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize),
+        element_strides=(1, *(axis.down for axis in of), 1),
+        lower=tuple(axis.lower for axis in of),
+        upper=tuple(axis.upper for axis in of),
+        channels=_block_k(problem),
+        pixels=config.tile_m,
+    )
+
+
+class FpropIm2col(Im2colConv):
+    name = "fprop_im2col"
+
+
+class DgradIm2col(Im2colConv):
+    """Its weight is K-major, as WGMMA wants it of float32."""
+
+    name = "dgrad_im2col"
+    dtypes = (*refusals.HALVES, "float32")
+
+
+FPROP = FpropIm2col(Config, Costs)
+DGRAD = DgradIm2col(Config, Costs)

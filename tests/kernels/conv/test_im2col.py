@@ -1,0 +1,189 @@
+"""The dense family of forward passes and input gradients, without a GPU: its device code, emulated."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_splitk.kernels.conv import im2col
+from jax_splitk.kernels.conv.im2col import Config
+from jax_splitk.kernels.device.wgmma_tile import max_stages
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
+from jax_splitk.problems.conv_wgrad import ConvProblem, conv_output_spatial
+from jax_splitk.runtime.plan import Im2colMap, TiledMap
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import emulator, float64
+from tests.problems import conv, seeded
+
+FAMILIES = {"conv_fprop": im2col.FPROP, "conv_dgrad": im2col.DGRAD}
+BOTH = (ConvFpropProblem, ConvDgradProblem)
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+
+def problem(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], *channels: int, **more: Any) -> Any:
+    return kind(**vars(conv(size, kernel, (channels[0], channels[1]), **{"out_dtype": "bfloat16", **more})))
+
+
+def check(p: ConvProblem, config: Config, rng: np.random.Generator) -> None:
+    """On integers, whose sums are exact in every dtype."""
+    family = FAMILIES[p.op]
+    assert family.refusal(p, config) is None, f"{p} {config}"
+    x, w = (rng.integers(-2, 3, shape).astype(DTYPES[p.dtype]) for shape in p.operand_shapes)
+    out = np.empty(p.out_shape, DTYPES[p.out_dtype])
+    emulator.run(family.plan(p, config), [x, w], [out], seed=int(rng.integers(2**31)))
+    want = float64.ON_HOST[p.op](p, x, w).astype(out.dtype)
+    np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32), err_msg=f"{p} {config}")
+
+
+def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Config:
+    return Config(tile_m, tile_n, max_stages(tile_m, tile_n), splits, reduction)
+
+
+FPROP, DGRAD = BOTH
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"feature_group_count": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
+    ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
+    ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
+    ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
+    ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
+    ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
+    ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "window stride 2 of an input dilated by 2; accepted: one of"),
+    ({"window_strides": (17, 1)}, "; accepted: one of them 1, up to 8 and 16"),
+    ({"padding": ((300, 300), (1, 1))}, "windows that begin .* of 2 spatial dimensions; accepted: -128 to 127"),
+    ({"rhs_dilation": (128, 128), "padding": ((128, 128),) * 2}, "reach 256 of 2 spatial .* at most 255"),
+    ({"batch": 2**22}, "more than 2146435071 elements"),
+])  # fmt: skip
+def test_refusals(kind: type[Any], change: dict[str, Any], reason: str) -> None:
+    p = dataclasses.replace(problem(kind, (9, 10), (3, 3), 64, 64, padding=1), **change)
+    given = (p.window_strides, p.padding, p.lhs_dilation, p.rhs_dilation)
+    out = conv_output_spatial(p.input_spatial, p.kernel_spatial, *given)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(FAMILIES[p.op].refusal(dataclasses.replace(p, output_spatial=out)))
+
+
+def test_float32_is_an_input_gradients() -> None:
+    forward, gradient = (problem(kind, (9, 10), (3, 3), 64, 64, dtype="float32") for kind in BOTH)
+    assert "dtype float32; accepted: bfloat16, float16" in str(im2col.FPROP.refusal(forward))
+    assert im2col.DGRAD.refusal(gradient) is None
+    highest = dataclasses.replace(gradient, precision="highest")
+    assert "precision 'highest'; accepted" in str(im2col.DGRAD.refusal(highest))
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    (Config(96, 64, 4), "tile 96x64; accepted"),
+    (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
+    (Config(64, 64, 8, 4, "cluster"), None),
+])  # fmt: skip
+def test_refuses_configs(config: Config, reason: str | None) -> None:
+    """The longest of the phases is what splits are of."""
+    p = problem(DGRAD, (8, 8), (3, 3), 64, 64, stride=2, padding=1)
+    refusal = im2col.DGRAD.config_refusal(p, config)
+    assert refusal is None if reason is None else str(refusal).startswith(reason)
+
+
+def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
+    """Tiles are wider than the result, which has as many elements as there may be."""
+    p = problem(FPROP, (2**20,), (9,), 8, 8, batch=200, padding=4)
+    assert im2col.FPROP.refusal(p, tile(64, 64)) is None
+    refusal = str(im2col.FPROP.refusal(p, tile(64, 64, 2, "workspace")))
+    assert refusal == f"{200 * 2**20 * 64} partial sums of a split; accepted: at most {2**31 - 1 - 2**20}"
+    assert all(im2col.FPROP.refusal(p, config) is None for config in im2col.FPROP.candidates(p, DEFAULT_CUDA))
+
+
+def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
+    """Of each spatial dimension all (output pixel, tap, input pixel) that are multiplied."""
+    forward = p if isinstance(p, ConvFpropProblem) else other_way(p)
+    found = []
+    for axis, (low, _) in enumerate(forward.padding):
+        of = set()
+        for pixel, tap in itertools.product(range(forward.output_spatial[axis]), range(forward.kernel_spatial[axis])):
+            at = pixel * forward.window_strides[axis] - low + tap * forward.rhs_dilation[axis]
+            if at % forward.lhs_dilation[axis] == 0:
+                of.add((pixel, tap, at // forward.lhs_dilation[axis]))
+        found.append(of)
+    return found
+
+
+def test_phases_meet_every_tap_of_every_pixel_once() -> None:
+    with seeded(83) as rng:
+        for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
+            of = im2col.axes(p)
+            if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
+                continue
+            for axis, wanted in zip(of, meeting(p), strict=True):
+                found = []
+                for residue, i in itertools.product(axis.residues, range(axis.pixels)):
+                    pixel = residue.place + i * axis.up
+                    for tap in range(residue.taps):
+                        place = axis.lower + i * axis.down + axis.offset(residue) + tap * axis.step
+                        if pixel < axis.out:
+                            found.append((pixel, residue.first + tap * axis.tap_step, place))
+                assert len(found) == len(set(found)) and set(found) == wanted, str(p)
+                # The box of origins has as many pixels as the phase.
+                assert len(range(axis.lower, axis.size + axis.upper, axis.down)) == axis.pixels
+
+
+def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
+    with seeded(84) as rng:
+        for p in (random_problem(rng, BOTH[i % 2]) for i in range(40)):
+            family = FAMILIES[p.op]
+            found = family.candidates(p, DEFAULT_CUDA)
+            assert found and len(set(found)) == len(found)
+            for config in found:
+                assert family.refusal(p, config) is None and family.estimate(p, config, DEFAULT_CUDA) > 0
+            config = found[int(rng.integers(len(found)))]
+            plan = family.plan(p, config)
+            windows, weight = plan.maps
+            assert math.prod(windows.dims) == math.prod(p.operand_shapes[0])
+            assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
+            if isinstance(windows, Im2colMap):
+                assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.tile_m)
+            rows, columns = im2col.tile_counts(p, config)
+            assert plan.launches[0].grid == (rows * columns * im2col.phases(p), 1, config.splits)
+            assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
+
+
+MAX_WINDOWS, MAX_FLOPS = 2_000_000, 2e8  # what NumPy and the emulator compute in a moment
+
+
+def random_problem(rng: np.random.Generator, kind: type[Any], scale: int = 1) -> Any:
+    """One that the family takes; `scale`: of its sizes."""
+    while True:
+        rank = int(rng.choice([1, 2, 2, 3]))
+        some = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
+        most = (60, 14, 6)[rank - 1] * scale
+        more: dict[str, Any] = {"padding": tuple(zip(some(-2, 6), some(-2, 6), strict=True))}
+        if rng.random() < 0.2:
+            more["padding"] = 0
+        if rng.random() < 0.6:
+            more[str(rng.choice(["stride", "stride", "lhs_dilation"]))] = some(1, 5)
+        if rng.random() < 0.4:
+            more["rhs_dilation"] = some(1, 4)
+        dtype = str(rng.choice(["bfloat16", "float16", "float32"][: 2 + (kind is ConvDgradProblem)]))
+        channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
+        if kind is ConvDgradProblem:
+            channels[0] -= 4 * int(rng.integers(2))
+        if rng.random() < 0.2:
+            channels = [64 * max(1, c // 64) for c in channels]
+        more |= {"dtype": dtype, "out_dtype": str(rng.choice(list(DTYPES))), "batch": int(rng.integers(1, 4))}
+        p = problem(kind, some(1, most), some(1, (8, 5, 4)[rank - 1]), *channels, **more)
+        windows = math.prod(p.g_shape[:-1]) * p.taps * p.in_channels
+        small = windows <= MAX_WINDOWS * scale and p.flops <= MAX_FLOPS * scale**2
+        if small and FAMILIES[p.op].refusal(p) is None:
+            return p
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems_are_exact_on_integers(seed: int) -> None:
+    with seeded(8200 + seed) as rng:
+        p = random_problem(rng, BOTH[seed % 2])
+        configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
+        check(p, configs[int(rng.integers(len(configs)))], rng)
