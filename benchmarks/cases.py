@@ -68,19 +68,14 @@ class Case:
 
     def problem(self, out_dtype: str | None = None) -> ConvWgradProblem:
         """The weight gradient; its dtype is `out_dtype`, None for the inputs'."""
+        fields = {name: value for name, value in self.lax_arguments().items() if name != "dimension_numbers"}
+        for name in ("batch", "output_spatial", "in_channels", "out_channels", "dtype"):
+            fields[name] = getattr(self, name)
         return ConvWgradProblem(
-            batch=self.batch,
+            **fields,
             input_spatial=(self.height, self.width),
-            output_spatial=self.output_spatial,
             kernel_spatial=self.kernel,
-            in_channels=self.in_channels,
-            out_channels=self.out_channels,
-            window_strides=self.stride,
-            padding=self.pads,
             lhs_dilation=(1, 1),
-            rhs_dilation=self.dilation,
-            feature_group_count=self.groups,
-            dtype=self.dtype,
             out_dtype=jnp.dtype(out_dtype or self.dtype).name,
         )
 

@@ -5,11 +5,10 @@ python -m benchmarks.dot [--cases NAME ...] [--quick] [--json FILE] [--implement
 
 import argparse
 import dataclasses
+import functools
 import json
-import pathlib
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
-from benchmarks import ceilings, dot_cases, report, timing
+from benchmarks import against_xla, dot_cases, report, timing
 from benchmarks.dot_cases import Case
-from benchmarks.report import on_gpu, percent, rate, say
+from benchmarks.report import on_gpu, percent, say
 from jax_splitk import kernels
 from jax_splitk.ops.explanation import Decision
 from jax_splitk.runtime.plan import DevicePlan
@@ -36,43 +35,28 @@ SAMPLES = 16  # rows and columns of the result that are computed in float64
 
 
 @dataclasses.dataclass(frozen=True)
-class Result(report.Figures):
-    """One case's figures; see `benchmarks.wgrad.Result`.
+class Result(against_xla.Result):
+    """One case's figures.
 
     Attributes:
       launches: what is wrong with the kernels of our calls; None where they are those of the plan, each once.
       entry: what the caches have; None where nothing was tuned.
     """
 
-    case: Case
-    implementation: str
     family: str | None
-    config: str
-    why: str
-    ours: timing.Timing
-    xla: timing.Timing
-    floor_us: float | None
-    workspace_bytes: int
-    ours_temp_bytes: int
-    xla_temp_bytes: int
-    ours_error: float
-    xla_error: float
     launches: str | None
-    regret: float | None
-    tuning_seconds: float | None
     entry: Entry | None
 
-    def as_json(self) -> dict[str, Any]:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "entry"}
-        for name in ("case", "ours", "xla"):
-            fields[name] = dataclasses.asdict(fields[name])
+    def as_json(self, *more: str) -> dict[str, Any]:
+        found = dataclasses.replace(self, entry=None)
+        fields = super(Result, found).as_json(*more)
+        del fields["entry"]
         fields["case"]["name"] = self.case.name
-        return fields | {name: getattr(self, name) for name in ("speedup", "tflops", "gbytes", "share_of_floor")}
+        return fields
 
 
 def run(case: Case, implementation: str | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
-    given = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     out = jnp.dtype(case.out_dtype)
 
     def ours(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -81,33 +65,9 @@ def run(case: Case, implementation: str | None, quick: bool) -> Result:
     def xla(x: jax.Array, g: jax.Array) -> jax.Array:
         return lax.dot_general(x, g, DIMENSIONS, preferred_element_type=out)
 
-    compiled = {"ours": jax.jit(ours).lower(*given).compile(), "xla": jax.jit(xla).lower(*given).compile()}
-    # After the compilation, which tunes what no cache has, if tuning is on.
-    (decision,) = jax_splitk.explain(ours, *given).decisions
-    entry = report.tuning_entry(case.problem())
-    limits = {} if on_gpu() else {"minimum_bytes": 2**20, "maximum_sets": 2}
-    input_sets = timing.random_input_sets(case.shapes, case.dtype, **limits)
-    times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
-    ours_error, xla_error = errors(compiled.values(), *input_sets[-1])
-    return Result(
-        case=case,
-        implementation=decision.implementation,
-        family=decision.family,
-        config="" if decision.config is None else str(decision.config),
-        why=decision.why,
-        ours=times["ours"],
-        xla=times["xla"],
-        floor_us=report.floor_us(case.problem()),
-        workspace_bytes=decision.workspace_bytes,
-        ours_temp_bytes=report.temp_bytes(compiled["ours"]),
-        xla_temp_bytes=report.temp_bytes(compiled["xla"]),
-        ours_error=ours_error,
-        xla_error=xla_error,
-        launches=wrong_launches(planned_kernels(decision), times["ours"]),
-        regret=None if entry is None else entry.regret,
-        tuning_seconds=None if entry is None else entry.metadata.get("seconds"),
-        entry=entry,
-    )
+    fields, decision, entry = against_xla.measure(case, case.shapes, ours, xla, errors, quick)
+    wrong = wrong_launches(planned_kernels(decision), fields["ours"])
+    return Result(**fields, family=decision.family, launches=wrong, entry=entry)
 
 
 def errors(functions: Iterable[Callable[..., Any]], lhs: jax.Array, rhs: jax.Array) -> list[float]:
@@ -144,15 +104,6 @@ def wrong_launches(planned: Sequence[str] | None, timed: timing.Timing) -> str |
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
-
-
-def perf_line(result: Result) -> str:
-    spread = f"{result.ours.low_us:.1f}..{result.ours.high_us:.1f}"
-    return (
-        f" > {result.case.name} ({result.implementation}): {result.ours.us:.1f} us ({spread}) | "
-        f"{rate(result.tflops)} TFLOP/s | {rate(result.gbytes)} GB/s | XLA {result.xla.us:.1f} us | "
-        f"{result.speedup:.2f}x XLA"
-    )
 
 
 def table(results: Sequence[Result]) -> str:
@@ -196,62 +147,40 @@ def _evidence(entry: Entry, candidates: Sequence[Candidate | None]) -> dict[str,
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dot", description="Products with a long reduction: jax_splitk against XLA."
-    )
-    parser.add_argument("--cases", nargs="*", default=[], metavar="MxNxK", help="of dot_cases.py; all")
-    parser.add_argument(
-        "--quick",
-        action=argparse.BooleanOptionalAction,
-        default=not on_gpu(),
-        help="fewer rounds, and on the CPU shorter reductions (at most 0.1 GFLOP); the default on the CPU",
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
-    parser.add_argument(
-        "--implementation", choices=("auto", "cutlass", "host", "xla"), default="auto", help="ours; auto"
-    )
+    cut = "shorter reductions (at most 0.1 GFLOP)"
+    parser = against_xla.parser("dot", "Products with a long reduction", "MxNxK of dot_cases.py; all", cut)
     return parser.parse_args(argv)
 
 
 def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
-    found = {
-        "benchmark": "dot",
-        "environment": report.environment(),
-        "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
-        "abi": {family.name: family.ABI for family in kernels.families("dot_general")},
-        "quick": options.quick,
-        "implementation": options.implementation,
-        "geometric_means": geometric_means(results),
-        "results": [result.as_json() for result in results],
-        "tuning": tuning(results),
-        "failures": failures,
-    }
-    report.write(options.json, found)
+    if options.json:
+        found = {
+            "benchmark": "dot",
+            **against_xla.header(options),
+            "abi": {family.name: family.ABI for family in kernels.families("dot_general")},
+            "geometric_means": geometric_means(results),
+            "results": [result.as_json() for result in results],
+            "tuning": tuning(results),
+            "failures": failures | unplanned(results),
+        }
+        report.write(options.json, found)
+
+
+def unplanned(results: Sequence[Result]) -> dict[str, str]:
+    """By case, what is wrong with the kernels of our calls."""
+    return {result.case.name: result.launches for result in results if result.launches is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    try:
-        selected = dot_cases.find(options.cases)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    selected = against_xla.selected(dot_cases.find, options.cases)
     if options.quick and not on_gpu():
         selected = [case.shrunk(QUICK_CPU_FLOPS) for case in selected]
-    implementation = None if options.implementation == "auto" else options.implementation
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    for case in report.progress(selected):
-        try:
-            results.append(run(case, implementation, options.quick))
-            say(perf_line(results[-1]))
-            if results[-1].launches is not None:
-                failures[case.name] = results[-1].launches
-        except Exception as error:  # one case must not cost the others
-            failures[case.name] = traceback.format_exc()
-            say(f" > {case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        if options.json:  # after every case, so that a run that is cut short loses nothing
-            write_report(options, results, failures)
+    implementation = against_xla.implementation(options)
+    results, failures = against_xla.run_all(
+        selected, lambda case: run(case, implementation, options.quick), functools.partial(write_report, options)
+    )
+    failures |= unplanned(results)
     if results:
         say("\n" + table(results) + "\n")
     for group, mean in geometric_means(results).items():

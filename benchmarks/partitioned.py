@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from benchmarks import report
 from benchmarks.models.layers import OURS, STOCK, Params
+from benchmarks.models.measure import Variant
 from benchmarks.models.resnet import TINY, Conv, Net, initial, logits
 from jax_splitk.runtime.plan import TARGETS
 from jax_splitk.tuning.session import session
@@ -74,28 +75,6 @@ def variants(net: Net, mesh: jax.sharding.Mesh) -> dict[str, Callable[..., Any]]
 # ---- the measurement -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Variant:
-    """A compiled step, its state, and what was found of it."""
-
-    step: Any
-    state: Any
-    figures: dict[str, Any]
-    losses: list[float] = dataclasses.field(default_factory=list)
-    rounds: list[float] = dataclasses.field(default_factory=list)
-
-    def run(self, batch: Any, steps: int) -> float:
-        """Seconds for a step."""
-        start, values = time.perf_counter(), []
-        for _ in range(steps):
-            self.state, value = self.step(self.state, *batch)
-            values.append(value)
-        jax.block_until_ready((self.state, values))
-        seconds = (time.perf_counter() - start) / steps
-        self.losses += [float(value) for value in values]
-        return seconds
-
-
 def compiled(fn: Callable[..., Any], state: Any, batch: Any) -> Variant:
     """The step, compiled; what runs in it, by the log of what was lowered, by its code, and by explain."""
     explained = jax_splitk.explain(fn, state, *batch)
@@ -134,14 +113,17 @@ def measure(net: Net, options: argparse.Namespace) -> dict[str, Any]:
     state = (params, jax.tree.map(jnp.zeros_like, params))
     chosen = {name: fn for name, fn in variants(net, mesh).items() if name in options.variants}
     found: dict[str, Variant] = {}
+    losses: dict[str, list[float]] = {}
     for name, fn in chosen.items():
         found[name] = compiled(fn, state, batch)
-        found[name].run(batch, options.warmup)
+        losses[name] = found[name].run(batch, options.warmup)[1]
         report.say(f" > {name}: compiled in {found[name].figures['compile_seconds']:.1f} s")
     for _ in range(options.rounds):
-        for variant in found.values():
-            variant.rounds.append(variant.run(batch, options.steps))
-    return {name: summary(variant, count) for name, variant in found.items()}
+        for name, variant in found.items():
+            seconds, values = variant.run(batch, options.steps)
+            variant.rounds.append(seconds)
+            losses[name] += values
+    return {name: summary(variant, count) | {"losses": losses[name]} for name, variant in found.items()}
 
 
 def summary(variant: Variant, images: int) -> dict[str, Any]:
@@ -151,7 +133,6 @@ def summary(variant: Variant, images: int) -> dict[str, Any]:
         "low_ms": 1e3 * min(variant.rounds),
         "high_ms": 1e3 * max(variant.rounds),
         "images_per_second": images / seconds,
-        "losses": variant.losses,
         **variant.figures,
     }
 

@@ -262,8 +262,7 @@ def existing_file(text: str) -> pathlib.Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot",
-        description=f"A chart of reports of benchmarks.{', '.join(CHARTS)}.",
+        prog="python -m benchmarks.plot", description=f"A chart of reports of benchmarks.{', '.join(CHARTS)}."
     )
     parser.add_argument(
         "reports", type=existing_file, nargs="+", metavar="report", help="JSON files of one of these, later ones count"

@@ -390,13 +390,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--most", type=at_least_one, help="with --configs: at most so many a case, the most promising")
     parser.add_argument("--rounds", type=at_least_one, default=3, help="turns of each contestant; 3")
-    parser.add_argument(
-        "--quick",
-        action=argparse.BooleanOptionalAction,
-        default=not on_gpu(),
-        help=f"16 times smaller sides and at most {QUICK_ROWS} rows; the default on the CPU",
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    report.add_quick_and_json(parser, f"16 times smaller sides and at most {QUICK_ROWS} rows")
     options = parser.parse_args(argv)
     if elsewhere := [name for name in options.configs if name not in names]:
         parser.error(f"--configs {' '.join(elsewhere)}; accepted on {platform}: {', '.join(names)}")
@@ -416,11 +410,7 @@ def at_least_one(text: str) -> int:
 
 def selected(options: argparse.Namespace) -> list[Case]:
     found = select(
-        options.cases,
-        options.n,
-        x_dtype=options.x_dtype,
-        qtype=options.qtype,
-        group_size=options.group_size or None,
+        options.cases, options.n, x_dtype=options.x_dtype, qtype=options.qtype, group_size=options.group_size or None
     )
     if not options.quick:
         return found

@@ -1,5 +1,6 @@
 """What the benchmarks' reports share: the environment, limits of an H200, Markdown tables and JSON files."""
 
+import argparse
 import contextlib
 import datetime
 import functools
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 
 import jax_splitk
-from benchmarks.timing import Timing
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import plan, toolchain
 from jax_splitk.runtime.target import local_platform, target_for
@@ -34,32 +34,6 @@ _T = TypeVar("_T")
 # One NVIDIA H200, measured: bf16 matrix product on random data, and device-to-device copy.
 H200_FLOPS = 790e12
 H200_BYTES = 4.3e12
-
-
-class Figures:
-    """What follows from a case's times, for a dataclass that has these fields."""
-
-    case: Any
-    ours: Timing
-    xla: Timing
-    floor_us: float | None
-
-    @property
-    def speedup(self) -> float:
-        """XLA's time over ours: above 1 where we are faster."""
-        return self.xla.us / self.ours.us
-
-    @property
-    def tflops(self) -> float:
-        return self.case.problem().flops / self.ours.us * 1e-6
-
-    @property
-    def gbytes(self) -> float:
-        return self.case.problem().bytes_moved / self.ours.us * 1e-3
-
-    @property
-    def share_of_floor(self) -> float | None:
-        return None if self.floor_us is None else self.floor_us / self.ours.us
 
 
 def on_gpu() -> bool:
@@ -84,6 +58,13 @@ def temp_bytes(compiled: Any) -> int:
     """Scratch memory that XLA plans for a compiled function."""
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def add_quick_and_json(parser: argparse.ArgumentParser, quick: str) -> None:
+    """Two arguments; `quick` is what the first does."""
+    default, about = not on_gpu(), f"{quick}; the default on the CPU"
+    parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=default, help=about)
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -28,27 +28,35 @@ LONG_SECONDS = 1.0  # a call that takes longer is not repeated for its own sake
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """Time of one call of a function; all times in microseconds.
+class Round:
+    """Time of one call of a function, in microseconds.
 
     Attributes:
-      us: median over rounds of the time of a call. From the profiler it is the time in which at least one
-        kernel of the call ran: kernels that overlap (programmatic dependent launch) are not counted twice,
-        gaps between kernels are not counted.
-      low_us, high_us: the fastest and the slowest round.
-      summed_us: median over rounds of the sum of the kernels' durations; `us` where kernels do not overlap.
+      us: from the profiler the time in which at least one kernel of the call ran: kernels that overlap (programmatic
+        dependent launch) are not counted twice, gaps between kernels are not counted.
+      summed_us: the sum of the kernels' durations; `us` where kernels do not overlap.
       kernels: the part of each kernel in the sum, by name.
       launches: how often a call launches each kernel (memsets and copies too), by name; empty by the wall clock.
+    """
+
+    us: float
+    summed_us: float
+    kernels: dict[str, float]
+    launches: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing(Round):
+    """The medians over rounds.
+
+    Attributes:
+      low_us, high_us: the fastest and the slowest round.
       source: "device" (profiler) or "wall".
       rounds, calls: how often it was measured, and the number of calls in a round.
     """
 
-    us: float
     low_us: float
     high_us: float
-    summed_us: float
-    kernels: dict[str, float]
-    launches: dict[str, float]
     source: str
     rounds: int
     calls: int
@@ -62,16 +70,6 @@ class _Turn:
     function: Function
     input_sets: InputSets
     calls: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Round:
-    """One function's measurement in one round, microseconds for a call."""
-
-    us: float
-    summed_us: float
-    kernels: dict[str, float]
-    launches: dict[str, float]
 
 
 def random_input_sets(
@@ -141,10 +139,10 @@ def _calls_in_a_turn(seconds: float, least: int) -> int:
 
 
 def _take_turns(
-    turns: Sequence[_Turn], rounds: int, measure: Callable[[_Turn], _Round | None], source: str
+    turns: Sequence[_Turn], rounds: int, measure: Callable[[_Turn], Round | None], source: str
 ) -> dict[str, Timing] | None:
     """Every turn in every round; None if a turn could not be measured this way."""
-    found: dict[str, list[_Round]] = {turn.name: [] for turn in turns}
+    found: dict[str, list[Round]] = {turn.name: [] for turn in turns}
     for _ in range(rounds):
         for turn in turns:
             result = measure(turn)
@@ -154,7 +152,7 @@ def _take_turns(
     return {turn.name: _timing(found[turn.name], source, turn.calls) for turn in turns}
 
 
-def _timing(rounds: Sequence[_Round], source: str, calls: int) -> Timing:
+def _timing(rounds: Sequence[Round], source: str, calls: int) -> Timing:
     times = [r.us for r in rounds]
     names = dict.fromkeys(name for r in rounds for name in r.kernels)
     kernels = {name: statistics.median(r.kernels.get(name, 0.0) for r in rounds) for name in names}
@@ -192,27 +190,27 @@ def _queue(turn: _Turn, calls: int) -> None:
     jax.block_until_ready(result)
 
 
-def _queued_round(turn: _Turn) -> _Round:
+def _queued_round(turn: _Turn) -> Round:
     start = time.perf_counter()
     _queue(turn, turn.calls)
     us = (time.perf_counter() - start) / turn.calls * 1e6
-    return _Round(us, us, {}, {})
+    return Round(us, us, {}, {})
 
 
-def _blocking_round(turn: _Turn) -> _Round:
+def _blocking_round(turn: _Turn) -> Round:
     times = []
     for i in range(turn.calls):
         start = time.perf_counter()
         jax.block_until_ready(turn.function(*turn.input_sets[i % len(turn.input_sets)]))
         times.append(time.perf_counter() - start)
     us = statistics.median(times) * 1e6
-    return _Round(us, us, {}, {})
+    return Round(us, us, {}, {})
 
 
 # ---- the profiler ------------------------------------------------------------------------------------------
 
 
-def _device_round(turn: _Turn) -> _Round | None:
+def _device_round(turn: _Turn) -> Round | None:
     """Traces the turn's calls and nothing else; None if no kernels were recorded."""
     _queue(turn, min(turn.calls, len(turn.input_sets)))  # the clocks may have dropped between turns
     kernels = profile.trace(lambda: _queue(turn, turn.calls))
@@ -226,4 +224,4 @@ def _device_round(turn: _Turn) -> _Round | None:
     breakdown = {name: ns * scale for name, ns in totals.items()}
     counts = collections.Counter(name for name, _, _ in kernels)
     launches = {name: count / turn.calls for name, count in counts.items()}
-    return _Round(busy * scale, sum(breakdown.values()), breakdown, launches)
+    return Round(busy * scale, sum(breakdown.values()), breakdown, launches)

@@ -5,11 +5,10 @@ python -m benchmarks.wgrad [--cases NAME_OR_TAG ...] [--quick] [--json FILE] [--
 
 import argparse
 import dataclasses
+import functools
 import math
-import pathlib
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
-from benchmarks import cases, ceilings, report, timing
+from benchmarks import against_xla, cases, ceilings, report
 from benchmarks.cases import Case
 from benchmarks.report import on_gpu, percent, rate, say
 
@@ -30,27 +29,8 @@ Positions = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result(report.Figures):
-    """One case's figures. Times in microseconds; `ours_error` and `xla_error` are relative, against float64.
-
-    Where the problem was tuned, `regret` is how much slower the cost model's first choice was than our fastest
-    candidate (0.05 for 5%), and `tuning_seconds` what that took.
-    """
-
-    case: Case
-    implementation: str
-    config: str
-    why: str
-    ours: timing.Timing
-    xla: timing.Timing
-    floor_us: float | None
-    workspace_bytes: int
-    ours_temp_bytes: int
-    xla_temp_bytes: int
-    ours_error: float | None
-    xla_error: float | None
-    regret: float | None
-    tuning_seconds: float | None
+class Result(against_xla.Result):
+    """One case's figures."""
 
     @property
     def share_of_measured(self) -> float | None:
@@ -63,15 +43,9 @@ class Result(report.Figures):
         """The time of XLA's longest kernel alone over ours."""
         return max(self.xla.kernels.values(), default=self.xla.us) / self.ours.us
 
-    def as_json(self) -> dict[str, Any]:
-        figures = ("speedup", "tflops", "gbytes", "share_of_floor", "share_of_measured", "speedup_of_main_kernel")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in figures}
-
 
 def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Result:
     """Compiles, times and checks one case."""
-    lhs = jax.ShapeDtypeStruct(case.lhs_shape, case.dtype)
-    g = jax.ShapeDtypeStruct(case.g_shape, case.dtype)
 
     def ours(x: jax.Array, dy: jax.Array) -> jax.Array:
         arguments = case.lax_arguments()
@@ -81,41 +55,16 @@ def run(case: Case, implementation: str | None, samples: int, quick: bool) -> Re
         w = jnp.zeros(case.rhs_shape, case.dtype)
         return jax.vjp(lambda w: lax.conv_general_dilated(x, w, **case.lax_arguments()), w)[1](dy)[0]
 
-    compiled = {"ours": jax.jit(ours).lower(lhs, g).compile(), "xla": jax.jit(xla).lower(lhs, g).compile()}
-    # After the compilation, which tunes what no cache has, if tuning is on.
-    (decision,) = jax_splitk.explain(ours, lhs, g).decisions
-    tuned = report.tuning_entry(case.problem())
-    limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
-    input_sets = timing.random_input_sets([case.lhs_shape, case.g_shape], case.dtype, **limits)
-    times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
-    temp = {name: report.temp_bytes(function) for name, function in compiled.items()}
-    ours_error = xla_error = None
-    if samples:
-        x, dy = input_sets[-1]
-        ours_error, xla_error = errors(case, compiled.values(), x, dy, samples)
-    return Result(
-        case=case,
-        implementation=decision.implementation,
-        config="" if decision.config is None else str(decision.config),
-        why=decision.why,
-        ours=times["ours"],
-        xla=times["xla"],
-        floor_us=report.floor_us(case.problem()),
-        workspace_bytes=decision.workspace_bytes,
-        ours_temp_bytes=temp["ours"],
-        xla_temp_bytes=temp["xla"],
-        ours_error=ours_error,
-        xla_error=xla_error,
-        regret=None if tuned is None else tuned.regret,
-        tuning_seconds=None if tuned is None else tuned.metadata.get("seconds"),
-    )
+    check = functools.partial(errors, case, samples) if samples else lambda *_: (None, None)
+    fields, *_ = against_xla.measure(case, (case.lhs_shape, case.g_shape), ours, xla, check, quick)
+    return Result(**fields)
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------
 
 
 def errors(
-    case: Case, functions: Iterable[Callable[..., Any]], lhs: jax.Array, g: jax.Array, samples: int
+    case: Case, samples: int, functions: Iterable[Callable[..., Any]], lhs: jax.Array, g: jax.Array
 ) -> list[float]:
     """||out - reference|| / ||reference|| of each function, in float64 over `samples` random weights."""
     positions = sample_positions(case, samples)
@@ -183,15 +132,6 @@ def window(case: Case, axis: int, tap: int) -> tuple[slice, slice]:
 # ---- reports ---------------------------------------------------------------------------------------------
 
 
-def perf_line(result: Result) -> str:
-    spread = f"{result.ours.low_us:.1f}..{result.ours.high_us:.1f}"
-    return (
-        f" > {result.case.name} ({result.implementation}): {result.ours.us:.1f} us ({spread}) | "
-        f"{rate(result.tflops)} TFLOP/s | {rate(result.gbytes)} GB/s | XLA {result.xla.us:.1f} us | "
-        f"{result.speedup:.2f}x XLA"
-    )
-
-
 def table(results: Sequence[Result]) -> str:
     """The results in Markdown, columns aligned."""
     header = ["case", "implementation", "ours us", "XLA us", "XLA/ours", "TFLOP/s", "GB/s", "of floor", "of measured"]
@@ -229,19 +169,11 @@ def geometric_means(results: Sequence[Result]) -> dict[str, float]:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wgrad", description="Convolution weight gradients: jax_splitk against XLA."
-    )
-    parser.add_argument("--cases", nargs="*", default=[], help="names or tags (also separated by commas); all")
-    parser.add_argument(
-        "--quick",
-        action=argparse.BooleanOptionalAction,
-        default=not on_gpu(),
-        help="fewer rounds, and on the CPU smaller cases (at most 2 GFLOP); the default on the CPU",
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
-    parser.add_argument(
-        "--implementation", choices=("auto", "cutlass", "host", "xla"), default="auto", help="ours; auto"
+    parser = against_xla.parser(
+        "wgrad",
+        "Convolution weight gradients",
+        "names or tags (also separated by commas); all",
+        "smaller cases (at most 2 GFLOP)",
     )
     parser.add_argument(
         "--float64-check", type=int, default=64, metavar="N", help="sampled weights; 0 for no check; 64"
@@ -251,47 +183,36 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
-    found = {
-        "environment": report.environment(),
-        "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
-        "quick": options.quick,
-        "implementation": options.implementation,
-        "geometric_means": geometric_means(results),
-        "results": [result.as_json() for result in results],
-        "failures": failures,
-    }
-    report.write(options.json, found)
+    if options.json:
+        more = ("share_of_measured", "speedup_of_main_kernel")
+        found = {
+            **against_xla.header(options),
+            "geometric_means": geometric_means(results),
+            "results": [result.as_json(*more) for result in results],
+            "failures": failures,
+        }
+        report.write(options.json, found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    try:
-        selected = cases.find(name for part in options.cases for name in part.split(",") if name)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    names = [name for part in options.cases for name in part.split(",") if name]
+    selected = against_xla.selected(cases.find, names)
     if options.list:
         print("\n".join(f"{case.name}: {', '.join(case.tags)}" for case in selected))
         return 0
     if options.quick and not on_gpu():
         selected = [case.shrunk(QUICK_CPU_FLOPS if case.groups == 1 else QUICK_CPU_GROUPED_FLOPS) for case in selected]
         say(f"On the CPU: batches (then images) are cut to at most {QUICK_CPU_FLOPS / 1e9:.0f} GFLOP a case.")
-    implementation = None if options.implementation == "auto" else options.implementation
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    for case in report.progress(selected):
-        try:
-            results.append(run(case, implementation, options.float64_check, options.quick))
-            say(perf_line(results[-1]))
-        except Exception as error:  # one case must not cost the others
-            failures[case.name] = traceback.format_exc()
-            say(f" > {case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        if options.json:  # after every case, so that a run that is cut short loses nothing
-            write_report(options, results, failures)
+    implementation = against_xla.implementation(options)
+    results, failures = against_xla.run_all(
+        selected,
+        lambda case: run(case, implementation, options.float64_check, options.quick),
+        functools.partial(write_report, options),
+    )
     if results:
         say("\n" + table(results) + "\n")
-    means = geometric_means(results)
-    for group, mean in means.items():
+    for group, mean in geometric_means(results).items():
         say(f"geometric mean of XLA/ours, {group}: {mean:.3f}")
     if (found := ceilings.measured()) is not None:
         say(f"in the same run: matrix product {found.flops * 1e-12:.0f} TFLOP/s, copy {found.bytes * 1e-12:.2f} TB/s")

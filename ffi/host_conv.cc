@@ -14,21 +14,19 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;  // jax_splitk/kernels/conv/host.py has the same
 
-struct Forward : Product {
-  Geometry geo;
+struct Forward : ConvolutionProduct {
   bool mirrored;  // the weight is [kernel, out_channels / groups, in_channels], its taps in reverse
-  const float *lhs, *rhs;
 
   JAX_SPLITK_INLINE void LoadTile(int64_t group, int64_t column, int64_t columns, int64_t m, int64_t depth,
                                   float* tile) const {
     const int64_t channels = geo.in_channels / groups, taps = k / channels;
     for (const int64_t end = m + depth; m < end; ++m, tile += kTileColumns) {
       if (!mirrored) {
-        std::copy_n(rhs + m * geo.out_channels + group * this->columns + column, columns, tile);
+        std::copy_n(other + m * geo.out_channels + group * this->columns + column, columns, tile);
         continue;
       }
       const int64_t line = (taps - 1 - m / channels) * this->columns + column;
-      const float* from = rhs + line * geo.in_channels + group * channels + m % channels;
+      const float* from = other + line * geo.in_channels + group * channels + m % channels;
       for (int64_t f = 0; f < columns; ++f) tile[f] = from[f * geo.in_channels];
     }
   }
@@ -73,32 +71,15 @@ ffi::Error HostConv(ffi::ThreadPool pool, Floats lhs, Floats rhs, ffi::Result<Fl
     call.span = 1;
     call.rows = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
     call.columns = geo.out_channels / geo.groups;
-    call.k = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / geo.groups);
-    call.splits = splits;
-    call.grain = 1;
-    call.depth = block;
     call.row_block = kRowBlock;
+    call.k = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / geo.groups);
     call.mirrored = mirrored != 0;
-    why = SetResults(&call, out->typed_data(), workspace);
   }
-  if (!why.empty()) return ffi::Error::InvalidArgument("jax_splitk host convolution: " + why);
-  call.lhs = lhs.typed_data();
-  call.rhs = rhs.typed_data();
-  Run(pool, call, 2.0 * call.size() * call.k);
-  return ffi::Error::Success();
+  return RunConvolution("convolution", why, pool, &call, lhs, rhs, splits, block, out, workspace);
 }
 
 }  // namespace
 }  // namespace jax_splitk
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxSplitkHostConv, jax_splitk::HostConv,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Ret<jax_splitk::Floats>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("geometry")
-                                  .Attr<int64_t>("mirrored")
-                                  .Attr<int64_t>("splits")
-                                  .Attr<int64_t>("block"));
+                              jax_splitk::ConvolutionBinding("mirrored"));

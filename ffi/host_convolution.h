@@ -6,6 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "host_product.h"
 
@@ -78,6 +79,38 @@ inline std::string SetGeometry(Geometry* geo, ffi::Span<const int64_t> given, in
   const std::string why = GeometryRefusal(*geo, lhs, g, weight);
   if (!why.empty() || (block >= kMinBlock && block <= kMaxBlock)) return why;
   return Text("block = ", block, " must lie within ", kMinBlock, "..", kMaxBlock);
+}
+
+// Of a pass that reads the convolution's input and another array: the weight, or g.
+struct ConvolutionProduct : Product {
+  Geometry geo;
+  const float *lhs, *other;
+};
+
+// Computes a convolution's product, unless `why` says what is wrong with it: `splits` parts, `block` of k at
+// a time.
+template <typename Call>
+ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& pool, Call* call, Floats lhs,
+                          Floats other, int64_t splits, int64_t block, ffi::Result<Floats> out,
+                          ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
+  if (why.empty()) {
+    call->splits = splits;
+    call->grain = 1;
+    call->depth = block;
+    why = SetResults(call, out->typed_data(), workspace);
+  }
+  if (!why.empty()) return ffi::Error::InvalidArgument(Text("jax_splitk host ", name, ": ", why));
+  call->lhs = lhs.typed_data();
+  call->other = other.typed_data();
+  Run(pool, *call, 2.0 * call->size() * call->k);
+  return ffi::Error::Success();
+}
+
+// What a handler takes: two operands, result and workspace, and an attribute of its own among the others.
+inline auto ConvolutionBinding(const char* own) {
+  auto buffers = ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>();
+  auto all = std::move(buffers).Ret<ffi::Buffer<ffi::U8>>().Attr<ffi::Span<const int64_t>>("geometry");
+  return std::move(all).Attr<int64_t>(own).Attr<int64_t>("splits").Attr<int64_t>("block");
 }
 
 }  // namespace jax_splitk

@@ -13,13 +13,10 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;  // jax_splitk/kernels/wgrad/host.py has the same
 
-struct Wgrad : Product {
-  Geometry geo;
-  const float *lhs, *g;
-
+struct Wgrad : ConvolutionProduct {
   JAX_SPLITK_INLINE void LoadTile(int64_t group, int64_t column, int64_t columns, int64_t pixel,
                                   int64_t depth, float* tile) const {
-    const float* from = g + pixel * geo.out_channels + group * this->columns + column;
+    const float* from = other + pixel * geo.out_channels + group * this->columns + column;
     for (int64_t i = 0; i < depth; ++i, from += geo.out_channels, tile += kTileColumns)
       std::copy_n(from, columns, tile);
   }
@@ -82,31 +79,14 @@ ffi::Error HostWgrad(ffi::ThreadPool pool, Floats lhs, Floats g, ffi::Result<Flo
     call.span = span;
     call.rows = geo.kernel[0] * geo.kernel[1] * geo.kernel[2] * (geo.in_channels / call.groups);
     call.columns = geo.out_channels / call.groups;
-    call.k = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
-    call.splits = splits;
-    call.grain = 1;
-    call.depth = block;
     call.row_block = kRowBlock;
-    why = SetResults(&call, out->typed_data(), workspace);
+    call.k = geo.batch * geo.out[0] * geo.out[1] * geo.out[2];
   }
-  if (!why.empty()) return ffi::Error::InvalidArgument("jax_splitk host wgrad: " + why);
-  call.lhs = lhs.typed_data();
-  call.g = g.typed_data();
-  Run(pool, call, 2.0 * call.size() * call.k);
-  return ffi::Error::Success();
+  return RunConvolution("wgrad", why, pool, &call, lhs, g, splits, block, out, workspace);
 }
 
 }  // namespace
 }  // namespace jax_splitk
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxSplitkHostWgrad, jax_splitk::HostWgrad,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Arg<jax_splitk::Floats>()
-                                  .Ret<jax_splitk::Floats>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("geometry")
-                                  .Attr<int64_t>("span")
-                                  .Attr<int64_t>("splits")
-                                  .Attr<int64_t>("block"));
+                              jax_splitk::ConvolutionBinding("span"));

@@ -37,7 +37,7 @@ import jax
 import pytest
 
 from jax_splitk.runtime import compiler, disk
-from jax_splitk.tuning import session
+from jax_splitk.tuning import session, store
 from tests.problems import SEED
 from tests.tuning_cache import isolate
 
@@ -56,7 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test measures, settles and is told is not another's."""
+    """What one test measures, settles and is told is not another's: the run's cache has compiled kernels alone."""
+    save, shared = store.save, pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
+    monkeypatch.setattr(store, "save", lambda entry: disk.cache_dir() != shared and save(entry))
     monkeypatch.setattr(session, "_session", session.Session())
     disk._warn.cache_clear()
 

@@ -5,6 +5,7 @@ import pathlib
 import sys
 from unittest import mock
 
+import jax
 import numpy as np
 from jax import export
 
@@ -18,6 +19,6 @@ toolchain.find_nvrtc = compiler.compile_source = disk.read = disk.write = forbid
 folder = pathlib.Path(sys.argv[1])
 run = export.deserialize(bytearray((folder / "exported").read_bytes()))
 with np.load(folder / "inputs.npz") as inputs:
-    dw, y = run.call(*(inputs[name] for name in ("lhs", "g", "x")))
-np.savez(folder / "outputs.npz", dw=dw, y=y)
+    outputs = run.call(*inputs.values())
+np.savez(folder / "outputs.npz", *jax.tree.leaves(outputs))
 print(json.dumps([forbidden.call_count, run.platforms, disk.cache_dir().exists()]))

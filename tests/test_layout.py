@@ -23,7 +23,6 @@ LONGEST_FUNCTION = 70  # lines, of the package
 # What a module of the package may hold that changes.
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
-    "ops/lowering.py": ["PROBLEMS", "RULES", "IN_LAX"],  # which primitive is which operation: filled on import
     "runtime/compiler.py": ["_memory", "_in_flight", "_pool"],  # machine code that was compiled or read, each once
     "tuning/session.py": ["_session"],  # what a process remembers of its tuning
 }

@@ -41,10 +41,10 @@ def train_step(model: Model, layers: Layers, params: Params, *data: Any) -> tupl
 
 @dataclasses.dataclass
 class Variant:
-    """A compiled step, its weights, and what was found."""
+    """A compiled step, its state (weights and the like), and what was found."""
 
     step: Any
-    params: Params
+    state: Any
     figures: dict[str, Any]
     rounds: list[float] = dataclasses.field(default_factory=list)
 
@@ -52,9 +52,9 @@ class Variant:
         """(seconds of a step, losses), all steps being queued at once."""
         start, values = time.perf_counter(), []
         for _ in range(steps):
-            self.params, value = self.step(self.params, *data)
+            self.state, value = self.step(self.state, *data)
             values.append(value)
-        jax.block_until_ready((self.params, values))
+        jax.block_until_ready((self.state, values))
         return (time.perf_counter() - start) / steps, [float(value) for value in values]
 
 

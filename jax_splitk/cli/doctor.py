@@ -119,7 +119,7 @@ def _can_be_written(folder: pathlib.Path) -> bool:
 def _cutlass_reason(backend: str | None) -> str | None:
     missing = toolchain.unavailable()
     if missing is not None:
-        return f"cannot compile: {missing}"
+        return f"cannot compile: {missing}; kernels that a cache or an exported function has need no compiler"
     driver = _ffi.driver_error()
     if driver:
         return f"compiles, but cannot run here: {driver}"

@@ -75,8 +75,8 @@ def _add_bench(commands: Any) -> None:
 
 
 def _add_cache(commands: Any) -> None:
-    ls = _add(commands, "ls", "cache.ls", "one line for each entry")
-    ls.epilog = "Ratio: XLA's time to the choice's. Every file is read; exit code 1: one is damaged."
+    epilog = "Ratio: XLA's time to the choice's. Every file is read; exit code 1: one is damaged."
+    ls = _add(commands, "ls", "cache.ls", "one line for each entry", epilog)
     ls.add_argument("paths", nargs="*", metavar="PATH", help=f"{_SOURCE}; the user's cache by default")
     ls.add_argument("--all", action="store_true", help="the user's cache, the read-only caches and the shipped tables")
     show = _add(commands, "show", "cache.show", "one entry with all its measurements")
@@ -85,19 +85,18 @@ def _add_cache(commands: Any) -> None:
         "put entries into a cache folder or a file; the newer decision wins, all measurements are kept; folders' "
         "kernels go into a folder, but those that lost a measurement"
     )
-    merge = _add(commands, "merge", "cache.merge", about)
-    merge.epilog = "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged."
+    epilog = "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged."
+    merge = _add(commands, "merge", "cache.merge", about, epilog)
     merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
     about = (
         "put what the user's cache and the read-only caches have into a folder, and compile the decisions' kernels "
         "that they lack: machines that read it need no compiler"
     )
-    export = _add(commands, "export", "cache.export", about)
-    export.epilog = "Exit code 1: not everything was exported."
+    export = _add(commands, "export", "cache.export", about, "Exit code 1: not everything was exported.")
     export.add_argument("destination", metavar="DEST", help="a cache folder, made if need be")
-    verify = _add(commands, "verify", "kernels.verify", "compile every kernel of a cache again, and compare")
-    verify.epilog = "Exit code 1: one differs, or cannot be compared."
+    about = "compile every kernel of a cache again, and compare"
+    verify = _add(commands, "verify", "kernels.verify", about, "Exit code 1: one differs, or cannot be compared.")
     verify.add_argument("paths", nargs="*", metavar="PATH", help="cache folders; the user's cache by default")
     about = "delete entries and compiled kernels of the user's cache, and list them"
     prune = _add(commands, "prune", "cache.prune", about)
@@ -107,8 +106,8 @@ def _add_cache(commands: Any) -> None:
     prune.add_argument("--dry-run", action="store_true", help="list, but do not delete")
 
 
-def _add(commands: Any, name: str, run: str, about: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=about, description=about)
+def _add(commands: Any, name: str, run: str, about: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=about, description=about, epilog=epilog)
     command.add_argument("--json", action="store_true", help="machine-readable output")
     command.set_defaults(run=run, parser=command)
     return command

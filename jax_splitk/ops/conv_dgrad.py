@@ -14,14 +14,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad, batching
 
 from jax_splitk.ops import lowering, partitioning
-from jax_splitk.ops.conv_primitives import (
-    between_layouts,
-    bind_fprop,
-    bind_wgrad,
-    conv_dgrad_p,
-    problem_of,
-    rule_of,
-)
+from jax_splitk.ops.conv_primitives import between_layouts, bind_fprop, bind_wgrad, conv_dgrad_p, problem_of, rule_of
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.problems.conv_passes import ConvDgradProblem
 from jax_splitk.problems.operations import OPERATIONS

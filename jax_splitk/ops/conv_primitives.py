@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend import core
 
+from jax_splitk.ops import lowering
 from jax_splitk.ops.convolution import Convolution, integers, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.ops.partitioning import Rule
@@ -21,9 +21,9 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, Pairs
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
 
-conv_fprop_p = core.Primitive("conv_fprop")
-conv_dgrad_p = core.Primitive("conv_dgrad")
-conv_wgrad_p = core.Primitive("conv_wgrad")
+conv_fprop_p = lowering.Primitive("conv_fprop")
+conv_dgrad_p = lowering.Primitive("conv_dgrad")
+conv_wgrad_p = lowering.Primitive("conv_wgrad")
 
 
 def bind_fprop(
@@ -199,11 +199,7 @@ def _orders(specs: lax.ConvDimensionNumbers) -> dict[str, tuple[int, ...]]:
 
 
 def between_layouts(
-    kind: type[ConvProblem],
-    problem: ConvProblem,
-    params: dict[str, Any],
-    out: Any,
-    function: Callable[..., jax.Array],
+    kind: type[ConvProblem], problem: ConvProblem, params: dict[str, Any], out: Any, function: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
     """A function of operands in the layouts of `problem`, which is canonical, for operands as they are written."""
     conv = params["convolution"]

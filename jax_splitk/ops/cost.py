@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.extend import core
 from jax.interpreters import mlir
 
 from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform
 
@@ -107,14 +107,14 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
         found[problem] = found.get(problem, 0) + times
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
-    rules: Any = tuple((primitive, _nothing(primitive, platform)) for primitive in lowering.PROBLEMS)
+    rules: Any = tuple((primitive, _nothing(primitive, platform)) for primitive in PRIMITIVES)
     parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
     # What XLA does not know, as other custom calls, counts as -1.
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
 
 
-def _nothing(primitive: core.Primitive, platform: str) -> Callable[..., Any]:
+def _nothing(primitive: lowering.Primitive, platform: str) -> Callable[..., Any]:
     """Lowers operations of ours to results that take no computing."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:

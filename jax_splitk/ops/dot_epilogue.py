@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.extend import core
 from jax.interpreters import ad, batching
 
 from jax_splitk.ops import dot_primitive, lowering, partitioning
@@ -24,7 +23,7 @@ from jax_splitk.problems.dot_reference import finished
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import CustomCall
 
-dot_epilogue_p = core.Primitive("jax_splitk_dot_epilogue")
+dot_epilogue_p = lowering.Primitive("jax_splitk_dot_epilogue")
 
 
 @dataclasses.dataclass(frozen=True)

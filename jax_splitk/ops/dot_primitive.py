@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend import core
 from jax.interpreters import ad, batching
 
 from jax_splitk.ops import lowering, partitioning
@@ -20,7 +19,7 @@ from jax_splitk.problems.dot_reference import wide_dtype
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
-dot_general_p = core.Primitive("jax_splitk_dot_general")
+dot_general_p = lowering.Primitive("jax_splitk_dot_general")
 
 
 def bind(lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers, out_dtype: Any, **params: Any) -> jax.Array:

@@ -119,6 +119,7 @@ class _Patch(contextlib.AbstractContextManager[None]):
                         setattr(lax, name, old)
 
 
+# Of the process, as the attributes of the module `jax.lax` are.
 _patch = _Patch()
 
 

@@ -1,7 +1,7 @@
 """Weight gradients that a traced function leaves to lax: what lax's transpose rule made of its convolutions."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
@@ -32,22 +32,16 @@ def weight_gradients(equations: Sequence[core.JaxprEqn]) -> Iterator[ConvWgradPr
             yield problem
 
 
-class _Window(NamedTuple):
-    """How a forward convolution's window moves, but for the high side of the padding."""
+# How a forward convolution's window moves: these fields of its problem, and the low sides of the padding.
+_FIELDS = ("input_spatial", "kernel_spatial", "output_spatial", "window_strides", "lhs_dilation", "rhs_dilation")
+_Window = tuple[tuple[int, ...], ...]
 
-    input_spatial: tuple[int, ...]
-    kernel_spatial: tuple[int, ...]
-    output_spatial: tuple[int, ...]
-    window_strides: tuple[int, ...]
-    lhs_dilation: tuple[int, ...]
-    rhs_dilation: tuple[int, ...]
-    low_padding: tuple[int, ...]
 
-    def least_padding(self) -> Pairs:
-        """With the least high side that gives the output's size: the convolution may have had up to a stride more."""
-        base, window = dilated(self.input_spatial, self.lhs_dilation), dilated(self.kernel_spatial, self.rhs_dilation)
-        sizes = zip(base, window, self.output_spatial, self.window_strides, self.low_padding, strict=True)
-        return tuple((low, (out - 1) * stride + taps - n - low) for n, taps, out, stride, low in sizes)
+def _least_padding(window: _Window) -> Pairs:
+    """With the least high side that gives the output's size: the convolution may have had up to a stride more."""
+    size, kernel, output, strides, lhs_dilation, rhs_dilation, low_padding = window
+    sizes = zip(dilated(size, lhs_dilation), dilated(kernel, rhs_dilation), output, strides, low_padding, strict=True)
+    return tuple((low, (out - 1) * stride + taps - n - low) for n, taps, out, stride, low in sizes)
 
 
 def _shapes(eqn: core.JaxprEqn) -> list[tuple[int, ...]]:
@@ -69,7 +63,7 @@ def _forward_window(eqn: core.JaxprEqn) -> _Window:
     """Of an equation that is a forward convolution."""
     lhs, rhs, out = (shape[2:] for shape in _shapes(eqn))
     moves = (eqn.params["window_strides"], eqn.params["lhs_dilation"], eqn.params["rhs_dilation"])
-    return _Window(lhs, rhs, out, *moves, _low(eqn))
+    return (lhs, rhs, out, *moves, _low(eqn))
 
 
 def _problem(eqn: core.JaxprEqn, paddings: dict[_Window, Pairs]) -> ConvWgradProblem:
@@ -78,16 +72,16 @@ def _problem(eqn: core.JaxprEqn, paddings: dict[_Window, Pairs]) -> ConvWgradPro
     params, types = eqn.params, [jnp.dtype(_aval(var).dtype).name for var in (eqn.invars[0], eqn.outvars[0])]
     (in_channels, batch, *lhs), (out_channels, _, *g), (_, _, *kernel) = _shapes(eqn)
     moves = (params["rhs_dilation"], params["lhs_dilation"], params["window_strides"])
-    window = _Window(tuple(lhs), tuple(kernel), tuple(g), *moves, _low(eqn))
+    window = (tuple(lhs), tuple(kernel), tuple(g), *moves, _low(eqn))
     return ConvWgradProblem(
         batch=batch,
         in_channels=in_channels,
         out_channels=out_channels,
-        padding=paddings.get(window) or window.least_padding(),
+        padding=paddings.get(window) or _least_padding(window),
         feature_group_count=params["batch_group_count"],
         batch_group_count=params["feature_group_count"],
         dtype=types[0],
         out_dtype=types[1],
         precision=precision_name(params["precision"]),
-        **{name: value for name, value in window._asdict().items() if name != "low_padding"},
+        **dict(zip(_FIELDS, window, strict=False)),
     )

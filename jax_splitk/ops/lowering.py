@@ -40,14 +40,17 @@ _RuleOf = Callable[[Sequence[Any], dict[str, Any]], Rule | str]
 # one that is lax's, as lax would trace it.
 _InLax = Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]]
 
-# Our primitives.
-PROBLEMS: dict[core.Primitive, _ProblemOf] = {}
-RULES: dict[core.Primitive, _RuleOf] = {}
-IN_LAX: dict[core.Primitive, _InLax] = {}
+
+class Primitive(core.Primitive):
+    """A primitive of ours, which `define` completes."""
+
+    problem_of: _ProblemOf
+    rule_of: _RuleOf
+    in_lax: _InLax
 
 
 def define(
-    primitive: core.Primitive,
+    primitive: Primitive,
     abstract_eval: Callable[..., Any],
     problem_of: _ProblemOf,
     with_xla: _InLax,
@@ -65,7 +68,7 @@ def define(
         custom call; None where its operands and result are the primitive's as they are.
       rule_of: see `_RuleOf`.
     """
-    PROBLEMS[primitive], RULES[primitive], IN_LAX[primitive] = problem_of, rule_of, with_xla
+    primitive.problem_of, primitive.rule_of, primitive.in_lax = problem_of, rule_of, with_xla
     run_outside_jit(primitive)
 
     def traced(*avals: Any, **params: Any) -> Any:
@@ -100,23 +103,23 @@ def define(
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def routed(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str) -> Problem | None:
+def routed(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str) -> Problem | None:
     """The problem of an equation; None where it is lax's: a quiet one for which no family of `platform` competes."""
     options: Options = params["options"]
     if not options.quiet:
-        return PROBLEMS[primitive](avals, params)
+        return primitive.problem_of(avals, params)
     sizes = [size for aval in avals for size in aval.shape]
     if options.implementation == "xla" or not _compat.is_known(*sizes) or 0 in sizes:
         return None
-    problem, target = PROBLEMS[primitive](avals, params), target_for(platform)
+    problem, target = primitive.problem_of(avals, params), target_for(platform)
     competing = (family for family in kernels.families(problem.op, platform) if family.competes)
     return problem if any(family.refusal(problem, None, target) is None for family in competing) else None
 
 
-def in_lax(primitive: core.Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def in_lax(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Lowers an equation that is lax's as lax does."""
     (out,) = ctx.avals_out
-    return mlir.lower_fun(IN_LAX[primitive](None, params, out), False)(ctx, *operands)
+    return mlir.lower_fun(primitive.in_lax(None, params, out), False)(ctx, *operands)
 
 
 def run_outside_jit(primitive: core.Primitive) -> None:
@@ -180,16 +183,16 @@ def choose(
     return select(problem, target, options, measure=measure, final=final)
 
 
-def division_rule(ctx: Any, primitive: core.Primitive, params: dict[str, Any], platform: str) -> Rule | str:
+def division_rule(ctx: Any, primitive: Primitive, params: dict[str, Any], platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem, options = PROBLEMS[primitive](ctx.avals_in, params), params["options"]
+    problem, options = primitive.problem_of(ctx.avals_in, params), params["options"]
     if options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):
         return f"no kernel for platform {platform}"
     if options.quiet and select(problem, target_for(platform), options).candidate == XLA:
         return "no kernel is chosen for the whole"
-    return only_xla(problem) or partitioning.refusal(ctx) or RULES[primitive](ctx.avals_in, params)
+    return only_xla(problem) or partitioning.refusal(ctx) or primitive.rule_of(ctx.avals_in, params)
 
 
 def _chosen(

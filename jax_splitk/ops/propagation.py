@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
 from jax_splitk.ops import lowering, partitioning
 from jax_splitk.ops.partitioning import Division, Rule, Spec
+from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning import ahead
@@ -45,7 +45,7 @@ class Operation:
 class _Marked:
     """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division where types tell."""
 
-    primitive: core.Primitive
+    primitive: lowering.Primitive
     shapes: tuple[Any, ...]
     params: dict[str, Any]
     undivided: str | None = None
@@ -57,7 +57,7 @@ class _Marked:
 def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
     """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
     marked: list[_Marked] = []
-    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in lowering.RULES)
+    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in PRIMITIVES)
     with ahead.looking_on():
         traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
     parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
@@ -73,7 +73,7 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) ->
 # ---- lowering to markers -------------------------------------------------------------------------------------------
 
 
-def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) -> Callable[..., Any]:
+def _marking(primitive: lowering.Primitive, platform: str, marked: list[_Marked]) -> Callable[..., Any]:
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -89,7 +89,7 @@ def _marking(primitive: core.Primitive, platform: str, marked: list[_Marked]) ->
             else:
                 equation = dataclasses.replace(equation, undivided=found)
             # Also what XLA computes carries shardings on.
-            rule = lowering.RULES[primitive](ctx.avals_in, params)
+            rule = primitive.rule_of(ctx.avals_in, params)
         marked.append(equation)
         if isinstance(rule, Rule):
             operands = tuple(_passing(ctx, aval, x) for aval, x in zip(ctx.avals_in, operands, strict=True))
@@ -136,7 +136,7 @@ def _markers(op: Any, functions: dict[str, Any]) -> Iterator[Any]:
 
 def _operation(op: Any, marked: list[_Marked]) -> Operation:
     equation = marked[ir.IntegerAttr(op.attributes[_INDEX]).value]
-    options, problem_of = equation.params["options"], lowering.PROBLEMS[equation.primitive]
+    options, problem_of = equation.params["options"], equation.primitive.problem_of
     whole = problem_of(equation.shapes, equation.params)
     rule = equation.rule
     if rule is None:

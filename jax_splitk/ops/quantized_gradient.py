@@ -21,7 +21,7 @@ from jax_splitk.tuning.options import Options
 # (x, *leaves, dot) -> x times the tangent of the weight, of which `dot` is that of the leaf `wrt`.
 weight_tangent_p = core.Primitive("quantized_weight_tangent")
 # (x, *leaves, *leaves of the second weight) -> the product; the second weight computes the cotangent of x.
-paired_p = core.Primitive("quantized_matmul_paired")
+paired_p = lowering.Primitive("quantized_matmul_paired")
 
 _PARTS = ("scale", "zero_point")
 
@@ -214,9 +214,7 @@ paired_p.def_abstract_eval(
     lambda *avals, **params: quantized_primitive.type_of_product(*avals[: params["own"] + 1], **_alone(params))
 )
 lowering.run_outside_jit(paired_p)
-lowering.PROBLEMS[paired_p] = lambda avals, params: lowering.PROBLEMS[quantized_matmul_p](
-    avals[: params["own"] + 1], _alone(params)
-)
+paired_p.problem_of = lambda avals, params: quantized_matmul_p.problem_of(avals[: params["own"] + 1], _alone(params))
 mlir.register_lowering(paired_p, mlir.lower_fun(_product, False))
 ad.primitive_jvps[paired_p] = _paired_jvp
 ad.primitive_transposes[paired_p] = _paired_transpose

@@ -25,7 +25,7 @@ from jax_splitk.quantized.packing import cuts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
-quantized_matmul_p = core.Primitive("quantized_matmul")
+quantized_matmul_p = lowering.Primitive("quantized_matmul")
 
 
 def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Any) -> jax.Array:

@@ -41,7 +41,7 @@ def ours(jaxpr: core.Jaxpr, platform: str) -> Iterator[tuple[core.JaxprEqn, Prob
     """Our equations, also those inside other equations' functions, and what they compute; without those that are lax's
     on that platform."""
     for eqn in equations(jaxpr):
-        if eqn.primitive in lowering.PROBLEMS:
+        if isinstance(eqn.primitive, lowering.Primitive):
             problem = lowering.routed(eqn.primitive, [var.aval for var in eqn.invars], eqn.params, platform)
             if problem is not None:
                 yield eqn, problem

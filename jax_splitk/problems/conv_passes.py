@@ -28,6 +28,9 @@ class ConvDgradProblem(ConvProblem):
 
 PASSES: tuple[type[ConvProblem], ...] = (ConvFpropProblem, ConvDgradProblem)
 
+# Fields that change places where lhs and g do.
+_OTHER_WAY = (("input_spatial", "output_spatial"), ("in_channels", "out_channels"), ("window_strides", "lhs_dilation"))
+
 
 def canonical(problem: Any) -> Any:
     """A problem of any pass with at least one spatial dimension, batch groups as feature groups, and what dilates its
@@ -56,19 +59,6 @@ def other_way(problem: ConvProblem) -> ConvProblem:
     pairs = tuple(
         (taps - 1 - low, (size - 1) * dilation + 1 - count + low) for size, dilation, (low, _), count, taps in sizes
     )
-    return (dgrad if isinstance(problem, fprop) else fprop)(
-        batch=problem.batch,
-        input_spatial=problem.output_spatial,
-        output_spatial=problem.input_spatial,
-        kernel_spatial=problem.kernel_spatial,
-        in_channels=problem.out_channels,
-        out_channels=problem.in_channels,
-        window_strides=problem.lhs_dilation,
-        padding=pairs,
-        lhs_dilation=problem.window_strides,
-        rhs_dilation=problem.rhs_dilation,
-        feature_group_count=problem.feature_group_count,
-        dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        precision=problem.precision,
-    )
+    fields: dict[str, Any] = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    swapped = {a: fields[b] for pair in _OTHER_WAY for a, b in (pair, pair[::-1])}
+    return (dgrad if isinstance(problem, fprop) else fprop)(**{**fields, **swapped, "padding": pairs})

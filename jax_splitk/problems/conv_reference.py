@@ -58,10 +58,7 @@ def _cropped(
 
 
 def conv_wgrad(
-    lhs: jax.Array,
-    g: jax.Array,
-    problem: ConvWgradProblem,
-    specs: lax.ConvDimensionNumbers | None = None,
+    lhs: jax.Array, g: jax.Array, problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers | None = None
 ) -> jax.Array:
     """The weight gradient as one lax convolution, as lax's own transpose rule builds it.
 

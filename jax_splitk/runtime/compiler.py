@@ -33,16 +33,16 @@ _FILE_MAGIC = b"jax_splitk cubin 5\n"
 _OLD_FILES = f"cubin/{'[0-9a-f]' * 64}.cubin"
 
 
-class CompilationError(RuntimeError):
-    """NVRTC refused a kernel; the message holds the configuration and the compiler's log."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """Machine code (an ELF cubin) and the compiler's log, with ptxas's report of registers and spills."""
 
     image: bytes
     log: str
+
+
+class CompilationError(RuntimeError):
+    """NVRTC refused a kernel; the message holds the configuration and the compiler's log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Kernel:
         return self.key.partition("-")[0]
 
 
+# Of the process, whatever its session tunes: machine code depends on nothing but its source, and there is a worker
+# for each core.
 _memory: dict[str, Compiled] = {}
 _in_flight: dict[str, threading.Lock] = {}
 _pool = Pool()

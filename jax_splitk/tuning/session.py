@@ -119,6 +119,7 @@ class Session:
         return any(watched.exact for watched in self._watchers)
 
 
+# Of the process: what one lowering measured or said holds for the next, which JAX calls without an object of ours.
 _session = Session()
 
 

@@ -40,10 +40,7 @@ def budget_seconds() -> float:
 
 
 def tune(
-    key: Key,
-    workspace_limit: int = DEFAULT_WORKSPACE_LIMIT,
-    old: Entry | None = None,
-    seconds: float | None = None,
+    key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT, old: Entry | None = None, seconds: float | None = None
 ) -> Entry:
     """Decides by measurement on the local device; blocks until done. One at a time: `Session.turn`.
 

@@ -24,7 +24,7 @@ def test_report(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
 def test_summary() -> None:
     case, times = buckets.Case(192, 128, 5), {}
     for name, us in (("tuned", 10.0), ("served", 10.5)):
-        times[name] = buckets.timing.Timing(us, us, us, us, {}, {}, "wall", 1, 1)
+        times[name] = buckets.timing.Timing(us, us, {}, {}, us, us, "wall", 1, 1)
     found = [buckets.Result(case, 8, "a", "b", times), buckets.Result(case, 8, "a", "a", {})]
     found += [buckets.Result(case, None, "a", "", {}), buckets.Result(case, 16, "xla", "a", times)]
     assert list(buckets.summary(found)) == [

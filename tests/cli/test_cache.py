@@ -20,25 +20,8 @@ from jax_splitk.tuning import store, table
 from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
 from jax_splitk.tuning.result import TuningResult
-from tests.command_line import (
-    NEW,
-    OLD,
-    PROBLEM,
-    PROBLEMS,
-    A,
-    B,
-    C,
-    X,
-    as_dict,
-    command,
-    entry_of,
-    got,
-    key_of,
-    put,
-    refused,
-    run,
-    text,
-)
+from tests.command_line import command, refused, run, text
+from tests.entries import NEW, OLD, PROBLEM, PROBLEMS, A, B, C, X, as_dict, entry_of, got, key_of, put
 from tests.tuning_cache import ship
 
 pytestmark = [

@@ -24,22 +24,8 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.tuning import agreement, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
-from tests.command_line import (
-    PROBLEM,
-    PROBLEMS,
-    A,
-    B,
-    X,
-    as_dict,
-    as_json,
-    command,
-    got,
-    key_of,
-    put,
-    refused,
-    run,
-    text,
-)
+from tests.command_line import command, refused, run, text
+from tests.entries import PROBLEM, PROBLEMS, A, B, X, as_dict, as_json, got, key_of, put
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tunes the host family")
 

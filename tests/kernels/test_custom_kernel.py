@@ -22,9 +22,14 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
+from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning import entry, search, select
+from jax_splitk.tuning.choice import Candidate
+from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.options import Options, check_options
 from tests import cubin
 from tests.tuning_cache import isolate
 
@@ -119,6 +124,32 @@ def test_the_device_source_compiles(cuda: Any) -> None:
     plan = cuda.FAMILY.plan(decision.problem, cuda.Config(32))
     assert [launch.grid for launch in plan.launches] == [(1, 2, 1)]
     assert list(cubin.kernels(compiler.compile_source(plan.source).image)) == ["pointwise"]
+
+
+def test_a_family_takes_a_module_a_device_source_and_a_line(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Selection, search, keys, entries and explicit configs see it."""
+    isolate(monkeypatch, tmp_path)
+    family, config = cuda.FAMILY, cuda.Config
+    problem = Case("1x1", 2, 9, 8, 6, 10, (1, 1), dtype="float32").problem()
+    others = tuple(other for other in kernels.FAMILIES["conv_wgrad"] if other is not family)
+    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", (family, *others))
+    choice = select.select(problem, DEFAULT_CUDA, Options())
+    assert (choice.implementation, choice.family, choice.config) == ("cutlass", family, config(64))
+    three = dataclasses.replace(problem, kernel_spatial=(3, 3))
+    assert family.refusal(three, None, DEFAULT_CUDA) == "kernel_spatial (3, 3); accepted: {1}"
+    assert select.select(three, DEFAULT_CUDA, Options()).family is not family
+    key = key_for(problem, DEFAULT_CUDA)
+    assert "pointwise_cuda:1" in key.environment.abi
+    assert search.ranked(key)[:3] == [Candidate(family, config(rows)) for rows in (64, 32, 16)]
+    stored = entry.Entry.of(key, Candidate(family, config(16)))
+    assert entry.loads(stored.dumps(), key) == stored
+    check_options("conv_wgrad", Options(config(32)))
+    assert select.select(problem, DEFAULT_CUDA, Options(config(32))).config == config(32)
+    with pytest.raises(ValueError, match="rows 8; accepted: 16, 32, 64"):
+        select.select(problem, DEFAULT_CUDA, Options(config(8)))
+    assert [buffer.bytes for buffer in family.plan(problem, config(64)).buffers] == [3456, 5760, 240, 0]
 
 
 @pytest.mark.gpu

@@ -418,8 +418,8 @@ def test_an_exported_function_runs_without_a_compiler_or_a_cache(tmp_path: pathl
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [0, [PLATFORM], False]
     with np.load(tmp_path / "outputs.npz") as outputs:
-        np.testing.assert_array_equal(outputs["dw"], on_the_host(DENSE, lhs, g))
-        np.testing.assert_array_equal(outputs["y"], (x @ values).astype(np.float32))
+        np.testing.assert_array_equal(outputs["arr_0"], on_the_host(DENSE, lhs, g))
+        np.testing.assert_array_equal(outputs["arr_1"], (x @ values).astype(np.float32))
 
 
 # ---- scratch memory ------------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ class Work:
             assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
 
 
+def submit_three(one: Pool, work: Work) -> None:
+    """Of which one begins at least."""
+    for name in ("a", "b", "c"):
+        one.submit(name, work(name))
+    work.wait_for(1)
+
+
 @pytest.fixture
 def work() -> Iterator[Work]:
     one = Work()
@@ -66,9 +73,7 @@ def test_there_are_as_many_at_a_time_as_cores_that_are_not_spared(work: Work, co
     cores(4)
     one = Pool()
     with one.sparing(3):
-        for name in ("a", "b", "c"):
-            one.submit(name, work(name))
-        work.wait_for(1)
+        submit_three(one, work)
         for name in ("x", "y", "z"):  # somebody waits: on all cores
             one.submit(name, work(name), urgent=True)
         work.wait_for(4)
@@ -83,9 +88,7 @@ def test_cores_that_are_free_again_are_used(work: Work, cores: Any) -> None:
     cores(3)
     one = Pool()
     with one.sparing(2):
-        for name in ("a", "b", "c"):
-            one.submit(name, work(name))
-        work.wait_for(1)
+        submit_three(one, work)
         assert one.queued == 2
     work.wait_for(3)
 

@@ -21,15 +21,7 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import nested
 from tests.problems import generator, seeded
-from tests.tuning_cache import (
-    CPU,
-    HUGE,
-    entry_of,
-    key_of,
-    put,
-    random_entry,
-    random_key,
-)
+from tests.tuning_cache import CPU, HUGE, entry_of, key_of, put, random_entry, random_key
 
 pytestmark = pytest.mark.usefixtures("cache")
 

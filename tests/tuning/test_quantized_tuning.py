@@ -17,7 +17,7 @@ from benchmarks.cases import Case
 from jax_splitk import kernels, prepack, quantize, quantized_matmul
 from jax_splitk.__main__ import main
 from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.ops import lowering
+from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
@@ -26,7 +26,8 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
-from tests.command_line import as_dict, as_json, run
+from tests.command_line import run
+from tests.entries import as_dict, as_json
 from tests.tuning_cache import CPU
 
 pytestmark = [
@@ -46,7 +47,7 @@ def test_every_operation_is_registered() -> None:
         "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul"
     }  # fmt: skip
     # lax has a dot_general, too; a product may have more than one primitive.
-    assert {primitive.name.removeprefix("jax_splitk_") for primitive in lowering.PROBLEMS} >= set(OPERATIONS)
+    assert {primitive.name.removeprefix("jax_splitk_") for primitive in PRIMITIVES} >= set(OPERATIONS)
     assert all(operation.problem.op == name for name, operation in OPERATIONS.items())
 
 

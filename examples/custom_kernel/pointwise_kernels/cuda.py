@@ -16,19 +16,19 @@ _TILE = 16  # of dW, in both dimensions; pointwise.cu has the same
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """What a plan leaves open: how many pixels go through shared memory at a time."""
-
-    rows: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Args(Struct):
     """The kernel's parameters; `#include "structs.cuh"` gives the device code the same struct."""
 
     pixels: int
     channels: int
     out_channels: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a plan leaves open: how many pixels go through shared memory at a time."""
+
+    rows: int
 
 
 class PointwiseCuda(WgradFamily[Config]):

@@ -76,18 +76,17 @@ class Costs(tiles.Costs):
     Attributes:
       mma_per_column: clocks of a warpgroup's 64 features and 128 k, for each of the tile's columns.
       issue: instructions of a warp for 128 k by format, but for what depends on the tile: decoding and the loop.
-      issue_per_chunk: of each period, by sets of partial sums: waits, too.
       promotion: of a partial sum; half of its instructions read a register less.
       mma_part, issue_part: neither hides much of the other: both need the registers' ports.
       block_clocks: of a block of 128 k, besides.
       in_parts: times a block's clocks with two k_warpgroups, of which more warps hide more.
       piece_seconds: of a piece of work: its last sums are waited for, and stored.
       split_piece_seconds: the same where a tile's ranges are a cluster.
+      issue_per_chunk: of each period, by sets of partial sums: waits, too.
     """
 
     mma_per_column: float
     issue: dict[str, float]
-    issue_per_chunk: dict[int, float]
     promotion: float
     mma_part: float
     issue_part: float
@@ -95,6 +94,7 @@ class Costs(tiles.Costs):
     in_parts: float
     piece_seconds: float
     split_piece_seconds: float
+    issue_per_chunk: dict[int, float]
 
 
 class Fp8(tiles.TileFamily[Config]):

@@ -35,10 +35,6 @@ class Config:
     row_block: int
 
 
-def _most_splits(problem: QuantizedMatmulProblem) -> int:
-    return min(problem.k_tiles, host.MAX_SPLITS)
-
-
 class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
     """Every valid problem, of a size that an int32 holds."""
 
@@ -53,7 +49,7 @@ class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
         return None
 
     def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
-        most = _most_splits(problem)
+        most = min(problem.k_tiles, host.MAX_SPLITS)
         if not 1 <= config.splits <= most:
             return f"splits={config.splits} is outside 1..{most} (k / {TILE} rounded up, at most {host.MAX_SPLITS})."
         if not 1 <= config.row_block <= _MAX_ROW_BLOCK:

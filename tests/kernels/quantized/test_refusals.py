@@ -120,6 +120,20 @@ TILED = tiled.Config(128, 64, 4, 8, 1, scaling="weight")
 SHARED = {"tile_m": 64, "stages": 10, "blocks": 32, "whole_tiles": 0, "splits": 2, "k_warpgroups": 2}
 SHARED_128 = {**SHARED, "tile_m": 128, "stages": 6, "blocks": 16}
 CUT = {"whole_tiles": 0}
+
+
+def shared(given: Fields, blocks: int, wide: Fields, tile: str, accepted: str) -> list[tuple[Fields, Fields, str]]:
+    """Of two k_warpgroups. `blocks`: as many as tiles; `wide`: beyond the widest, which makes `tile`."""
+    return [
+        (given, {**given, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
+        (given, {**given, "splits": 1, "blocks": blocks}, "k_warpgroups 2 without splits; accepted: 1"),
+        (given, {**given, "tile_m": 256}, f"k_warpgroups 2 of tile 256x64; accepted: {accepted}"),
+        (given, {**given, **wide}, f"k_warpgroups 2 of tile {tile}; accepted: {accepted}"),
+        ({**given, "splits": 4, "blocks": 4 * blocks}, {**given, "splits": 8, "blocks": 8 * blocks},
+         "k_warpgroups 2 of ranges down to 1 k blocks; accepted: 1"),
+    ]  # fmt: skip
+
+
 # A config, the problem's changes, those of the config that are legal and that are not, and why.
 CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
     *((stream.FAMILY, STREAM, *edge) for edge in (
@@ -175,12 +189,7 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
         ({**FP8_SPLIT, "tile_m": 256, "blocks": 32, "stages": 3},
          {**FP8_SPLIT, "tile_m": 256, "blocks": 32, "stages": 2},
          "stages 2; accepted with this tile: 3 to 8"),
-        (FP8_SHARED, {**FP8_SHARED, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
-        (FP8_SHARED, {**FP8_SHARED, "splits": 1, "blocks": 32}, "k_warpgroups 2 without splits; accepted: 1"),
-        (FP8_SHARED, {**FP8_SHARED, "tile_m": 256}, "k_warpgroups 2 of tile 256x64; accepted: 128 by 32, 64"),
-        (FP8_SHARED, {**FP8_SHARED, "tile_n": 128}, "k_warpgroups 2 of tile 128x128; accepted: 128 by 32, 64"),
-        ({**FP8_SHARED, "splits": 4, "blocks": 128}, {**FP8_SHARED, "splits": 8, "blocks": 256},
-         "k_warpgroups 2 of ranges down to 1 k blocks; accepted: 1"),
+        *shared(FP8_SHARED, 32, {"tile_n": 128}, "128x128", "128 by 32, 64"),
         ({**FP8_SHARED, "stages": 4}, {**FP8_SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 8"),
     )),
     # Wide chunks need registers.
@@ -202,12 +211,7 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
         ({**SHARED, "stages": 4}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 10"),
         (SHARED, {**SHARED, "stages": 9}, "stages 9 with k_warpgroups 2; accepted: multiples of it"),
         (SHARED_128, {**SHARED_128, "stages": 8}, "stages 8; accepted with this tile: 4 to 6"),
-        (SHARED, {**SHARED, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
-        (SHARED, {**SHARED, "splits": 1, "blocks": 16}, "k_warpgroups 2 without splits; accepted: 1"),
-        (SHARED, {**SHARED, "tile_m": 256}, "k_warpgroups 2 of tile 256x64; accepted: 64, 128 by 32, 64"),
-        (SHARED, {**SHARED, "tile_n": 96}, "k_warpgroups 2 of tile 64x96; accepted: 64, 128 by 32, 64"),
-        ({**SHARED, "splits": 4, "blocks": 64}, {**SHARED, "splits": 8, "blocks": 128},
-         "k_warpgroups 2 of ranges down to 1 k blocks; accepted: 1"),
+        *shared(SHARED, 16, {"tile_n": 96}, "64x96", "64, 128 by 32, 64"),
         (SHARED_128, {**SHARED_128, "scaling": "sum"},
          "tile_n 64 with tile_m 128, 2 k_warpgroups and scaling 'sum'; at most 16"),
         ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),

@@ -1,4 +1,4 @@
-"""How the depthwise family cuts its work, its addresses and its sums. No GPU."""
+"""How the depthwise family cuts its work, its planes and its sums. No GPU."""
 
 import dataclasses
 import itertools
@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import depthwise
 from jax_splitk.kernels.wgrad.depthwise import FAMILY, Axis, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import float64
-from tests.exhaustive import thinned
 from tests.grouped import DEPTHWISE, NETWORKS, SEQUENCES
 from tests.problems import conv, seeded
 from tests.structs import arguments
@@ -163,143 +160,6 @@ def test_shared_memory_fits() -> None:
             # The epilogue's sums and products take the planes' place.
             taps = depthwise.axes(p).width.size
             assert t.shared_bytes(1) >= 4 * config.channels * 9 * taps + 4 * config.warps * taps * 130
-
-
-# ---- the kernel's arithmetic of addresses, here in NumPy -----------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """What loaders read of one operand, as `Operand` of the device code does: element (row p, column q, channel c) of
-    image n is array[n, p * stride + h0, ...], or zero."""
-
-    array: np.ndarray  # [n, h, w, c]
-    strides: tuple[int, int]
-    start: tuple[int, int]
-    channel: int
-    cut: bool  # zeros beyond the tile
-
-    def planes(self, p: ConvWgradProblem, config: Config, operand: depthwise.Operand, block: int) -> np.ndarray:
-        """Of 8 rows of the tall image, as columns in the planes' memory; NaN where nothing is written or cleared."""
-        t, g, parts = depthwise.tiling(p, config), depthwise.axes(p), config.channels // 8
-        store_images = min(config.images, 4 // parts)
-        store_chunks = 4 // (parts * store_images)
-        memory = np.full(operand.plane_bytes // 2, np.nan)
-        row, store, lane = np.ogrid[:8, : operand.stores, :32]
-        row_stores = operand.written // store_chunks
-        first_image, first_chunk = store // row_stores * store_images, store % row_stores * store_chunks
-        # As read: a lane's pixel, and its part of it.
-        run, p_ = (block * 8 + row) // g.pitch, (block * 8 + row) % g.pitch
-        i = lane % 4
-        n = run // t.tiles * config.images + first_image + i // parts % store_images
-        column = column_at(t.segment, (first_chunk + i // (parts * store_images)) * 8 + lane // 4)
-        h = p_ * self.strides[0] + self.start[0]
-        w = (run % t.tiles * t.columns + column) * self.strides[1] + self.start[1]
-        channel = self.channel + i % parts * 8
-        index = (n[..., None], h[..., None], w[..., None], channel[..., None] + np.arange(8))
-        inside = np.all(
-            np.broadcast_arrays(*((v >= 0) & (v < s) for v, s in zip(index, self.array.shape, strict=True))), 0
-        )
-        if self.cut:
-            inside &= column[..., None] < t.columns
-        clipped = tuple(np.clip(v, 0, size - 1) for v, size in zip(index, self.array.shape, strict=True))
-        pixels = np.where(inside, self.array[clipped], 0).reshape(8, operand.stores, 8, 4, 8)
-        # As written: matrix m has all lanes' channels 2m and 2m + 1, and a row for each of these and each i.
-        m, k = np.ogrid[:4, :8]
-        i, channel = k // 2, m * 2 + k % 2
-        at = first_image[..., None] + i // parts % store_images
-        at = at * operand.image + first_chunk[..., None] + i // (parts * store_images)
-        at = at + i % parts * operand.part + channel * operand.channel + row[..., None] * operand.row
-        to = at[..., None] * 8 + np.arange(8)
-        assert len(np.unique(to)) == to.size, "written twice"
-        memory[to] = np.moveaxis(pixels[:, :, :, i, channel], 2, -1)
-        chunks = (config.segments - 1) * (t.segment // 8) + operand.read_chunks
-        for c, i, r in itertools.product(range(config.channels), range(config.images), range(8)):
-            base = (c // 8 * operand.part + c % 8 * operand.channel + i * operand.image + r * operand.row) * 8
-            cleared = slice(base + operand.written * 8, base + chunks * 8)
-            assert np.isnan(memory[cleared]).all(), "cleared and written"
-            memory[cleared] = 0
-        return memory
-
-
-def column_at(segment: int, at: Any) -> Any:
-    """As in the device code: the column that lies at a place of a row."""
-    steps = segment // 4
-    return (at // 2 % 2 * steps + at // 4 % steps) * 2 + at % 2 + at // (4 * steps) * 4 * steps
-
-
-def runs(config: Config, t: depthwise.Tiling, operand: depthwise.Operand, memory: np.ndarray, c: int, size: int):
-    """[row, segment, column] as the lanes of channel c's warp have it: `segment_of`, `word_at` of the device code. What
-    they do not read is zeros."""
-    row, segment, place = np.ogrid[:8, :4, : operand.read_chunks * 8]
-    at = c // 8 * operand.part + c % 8 * operand.channel + segment // config.segments * operand.image
-    at = at + row * operand.row + segment % config.segments * (t.segment // 8)
-    places, steps = np.arange(size), t.segment // 4
-    word = places // 2
-    places = (word // (2 * steps) * 2 * steps + word % steps * 2 + word % (2 * steps) // steps) * 2 + places % 2
-    np.testing.assert_array_equal(column_at(t.segment, places), np.arange(size))
-    read = np.zeros((8, 4, max(operand.read_chunks * 8, places.max() + 1)))
-    read[..., : operand.read_chunks * 8] = memory[at * 8 + place]
-    return read[..., places]
-
-
-def simulate(p: ConvWgradProblem, config: Config, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The weight gradient as the device code computes it, split by split."""
-    t, g = depthwise.tiling(p, config), depthwise.axes(p)
-    height, width, multiplier = g.height, g.width, p.out_channels // p.in_channels
-    out = np.zeros((height.kernel, width.kernel, p.out_channels))
-    each = -(-t.blocks // config.splits)
-    for taps, group, split in itertools.product(range(g.tap_blocks), range(t.groups), range(config.splits)):
-        block_h, block_w = taps // width.tap_blocks, taps % width.tap_blocks
-        r0 = block_h // height.blocks + block_h % height.blocks * height.size * height.step
-        s0 = block_w // width.blocks + block_w % width.blocks * width.size * width.step
-        if r0 >= height.kernel or s0 >= width.kernel:
-            continue
-        k0 = group * config.channels
-        c0 = k0 // multiplier & ~7
-        start = (r0 * height.dilation - height.pad, s0 * width.dilation - width.pad + t.x_pad)
-        x_block = Block(x, (height.stride, width.stride), start, c0, False)
-        y_block = Block(y, (1, 1), (0, 0), k0, t.tiles > 1)
-        begin, end = split * each, min((split + 1) * each, t.blocks)
-        products = np.zeros((config.channels, width.size, 16, 8))
-        upper = np.zeros((config.channels, 8, 4, t.segment))
-        for turn in range(begin, end + 1):
-            x_planes = x_block.planes(p, config, t.x, turn)
-            y_planes = y_block.planes(p, config, t.y, turn) * (turn < end)
-            for c in range(config.channels):
-                x_channel = c if config.channels == 32 else (k0 + c) // multiplier - c0
-                x_run = runs(config, t, t.x, x_planes, x_channel, t.segment + width.reach - t.x_pad)
-                x_run = np.pad(x_run, ((0, 0), (0, 0), (t.x_pad, 0)))
-                y_run = runs(config, t, t.y, y_planes, c, t.segment)
-                both = np.concatenate((upper[c], y_run))
-                upper[c] = y_run
-                for s in range(width.size):
-                    shifted = x_run[:, :, s * width.shift : s * width.shift + t.segment]
-                    products[c, s] += np.einsum("itq,jtq->ij", both, shifted)
-        for c, s, r in itertools.product(range(config.channels), range(width.size), range(height.size)):
-            tap = (r0 + r * height.step, s0 + s * width.step, k0 + c)
-            if all(i < size for i, size in zip(tap, out.shape, strict=True)):
-                out[tap] += sum(products[c, s, 8 - r * height.shift + j, j] for j in range(8))
-    return out.reshape(p.out_shape)
-
-
-FEW_CHANNELS = {"batch": 1, "in_channels": 8, "out_channels": 8, "groups": 8}
-
-
-@pytest.mark.parametrize("case", thinned(
-    [*DEPTHWISE, *(dataclasses.replace(case, **FEW_CHANNELS) for case in NETWORKS[:4])], 8, lambda case: case.name
-))  # fmt: skip
-def test_addresses_and_sums_give_the_weight_gradient(case: Case) -> None:
-    p = case.problem()
-    with seeded(3) as rng:
-        x = rng.integers(-2, 3, p.lhs_shape).astype(np.float64)
-        y = rng.integers(-2, 3, p.g_shape).astype(np.float64)
-        exact = float64.conv_wgrad_on_host(p, x, y)
-        for channels, segments in ((8, 4), (8, 1), (16, 2), (16, 1), (32, 1), (32, 4)):
-            config = Config(channels, segments, 1, 1)
-            config = dataclasses.replace(config, splits=FAMILY.with_splits(p, config, 2).splits)
-            if FAMILY.refusal(p, config) is None and (channels < 32 or p.out_channels > 16):
-                np.testing.assert_array_equal(simulate(p, config, x, y), exact, err_msg=str(config))
 
 
 # ---- candidates and the cost model ---------------------------------------------------------------------------------

@@ -1,52 +1,14 @@
-"""How the grouped family deals out groups, and what its plans say. No GPU."""
+"""What the grouped family's plans say. No GPU."""
 
 import dataclasses
-import itertools
 import math
 
 from benchmarks import cases
 from jax_splitk.kernels.wgrad import grouped
 from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests.grouped import GROUPED
 from tests.problems import conv
 from tests.structs import arguments
-
-
-def test_blocks_and_jobs_cover_every_pair_of_a_group_once() -> None:
-    """As the device code's block_channels, job_at and store_job number them."""
-    for case in GROUPED.values():
-        p = case.problem()
-        group_in, group_out = p.group_channels
-        _, bundle_in, bundle_out = grouped.bundle(p)
-        taps_w = p.kernel_spatial[1]
-        for config in {(c.in_block, c.out_block): c for c in FAMILY.variants(p)}.values():
-            j = grouped.tiling(p, config)
-            bundles = max(1, config.in_block // bundle_in)
-            in_units, out_units = config.in_block // 8 // bundles, config.out_block // 8 // bundles
-            in_parts, out_parts = max(1, bundle_in // config.in_block), max(1, bundle_out // config.out_block)
-            seen = set()
-            for block in range(FAMILY.thread_blocks(p, config)):
-                part, first = block % (in_parts * out_parts), block // (in_parts * out_parts) * bundles
-                c0 = first * bundle_in + part // out_parts * config.in_block
-                k0 = first * bundle_out + part % out_parts * config.out_block
-                jobs = itertools.product(
-                    range(bundles), range(in_units // j.warp_in), range(out_units // j.warp_out),
-                    range(-(-taps_w // j.warp_columns)),
-                )  # fmt: skip
-                assert len(list(jobs)) == j.jobs
-                for b in range(bundles):
-                    ins = range(c0 + b * in_units * 8, c0 + (b + 1) * in_units * 8)
-                    outs = range(k0 + b * out_units * 8, k0 + (b + 1) * out_units * 8)
-                    pairs = [
-                        (c, k) for c in ins for k in outs if k < p.out_channels and c // group_in == k // group_out
-                    ]
-                    assert not seen & set(pairs)
-                    seen |= set(pairs)
-            expected = {
-                (c, k) for c in range(p.in_channels) for k in range(p.out_channels) if c // group_in == k // group_out
-            }
-            assert seen == expected, (p, config)
 
 
 def test_plan() -> None:
