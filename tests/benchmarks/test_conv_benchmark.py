@@ -1,0 +1,42 @@
+"""benchmarks/conv.py: every case is some kernel's, and a run on small ones."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from benchmarks import conv, conv_cases
+from jax_splitk import kernels
+from jax_splitk.runtime.target import DEFAULT_CUDA
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+
+
+def test_every_case_is_served_on_hopper() -> None:
+    names = [case.name for case in conv_cases.CONV_CASES]
+    assert len(set(names)) == len(names)
+    assert {case.group for case in conv_cases.CONV_CASES} == set(conv_cases.GROUPS)
+    for case in conv_cases.CONV_CASES:
+        case.as_given().validate()
+        problem = case.problem()
+        families = kernels.families(problem.op, "cuda")
+        assert any(family.refusal(problem, None, DEFAULT_CUDA) is None for family in families), case.name
+    with pytest.raises(SystemExit, match="2"):
+        conv.main(["--cases", "depthwise", "none"])
+
+
+def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every pass, and of a transposed convolution."""
+    monkeypatch.setattr(conv, "QUICK_CPU_FLOPS", 1e6)
+    path = tmp_path / "report.json"
+    chosen = ["wgrad_c64k64_3x3x3_16x56x56_b8", "fprop_c256k128_4x4t2_16x16_b64", "dgrad_c96k192_2x2s2_57x57_b64"]
+    assert conv.main(["--cases", *chosen, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {result["case"]["which"] for result in report["results"]} == {"fprop", "dgrad", "wgrad"}
+    assert any(result["case"]["transposed"] for result in report["results"])
+    assert all(result["ours_error"] < 1e-2 for result in report["results"])
+    assert report["abi"]["fprop_im2col"] >= 1
+    assert "strided: XLA/ours" in capsys.readouterr().out
+    figures = report["summary"]["strided"]
+    assert figures["least"] <= figures["mean"] and figures["goal"] == 1.4
