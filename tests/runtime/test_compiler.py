@@ -351,6 +351,7 @@ def test_a_forked_process_compiles_although_its_parent_is_at_it(
 
 SLOW = """
 import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background processes ignore
 import jax
 from jax_splitk.runtime import compiler
 compiler.Source.text = lambda source: "#include <cutlass/arch/barrier.h>\\n__device__ int x = VALUE;"

@@ -181,7 +181,7 @@ def random_problem(rng: np.random.Generator, kind: type[Any], scale: int = 1) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_problems_are_exact_on_integers(seed: int) -> None:
     with seeded(8200 + seed) as rng:
         p = random_problem(rng, BOTH[seed % 2])
