@@ -147,6 +147,14 @@ def parser(module: str, about: str, cases: str, cut: str) -> argparse.ArgumentPa
     return found
 
 
+def concluded(results: Sequence[Result], failures: dict[str, str]) -> int:
+    """Says how good the cost model's choices were and what failed; the exit status."""
+    say(report.regret_line(results))
+    for name, what in failures.items():
+        say(f"failed: {name}: {what.splitlines()[-1]}")
+    return 1 if failures else 0
+
+
 def implementation(options: argparse.Namespace) -> str | None:
     return None if options.implementation == "auto" else options.implementation
 

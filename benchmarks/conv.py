@@ -29,13 +29,18 @@ class Result(against_xla.Result):
     """One case's figures. `ours_error` is our difference from XLA, relative; the tests compare with float64.
 
     Attributes:
-      group, name: the case's.
       family: whose kernel it is; None for XLA's.
     """
 
-    group: str
-    name: str
     family: str | None
+
+    @property
+    def group(self) -> str:
+        return self.case.group
+
+    @property
+    def name(self) -> str:
+        return self.case.name
 
 
 def functions(case: Case, implementation: str | None) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
@@ -64,7 +69,7 @@ def run(case: Case, implementation: str | None, quick: bool) -> Result:
     ours, xla = functions(case, implementation)
     shapes = case.as_given().operand_shapes
     fields, decision, _ = against_xla.measure(case, shapes, ours, xla, _difference, quick)
-    return Result(**fields, group=case.group, name=case.name, family=decision.family)
+    return Result(**fields, family=decision.family)
 
 
 def _difference(compiled: Iterable[Callable[..., Any]], *operands: jax.Array) -> tuple[float, None]:
@@ -97,7 +102,7 @@ def write_report(options: argparse.Namespace, results: Sequence[Result], failure
             **against_xla.header(options),
             "abi": {f.name: f.ABI for kind in conv_cases.PASSES.values() for f in kernels.families(kind.op)},
             "summary": summary(results),
-            "results": [result.as_json() for result in results],
+            "results": [result.as_json("group", "name") for result in results],
             "failures": failures,
         }
         report.write(options.json, found)
@@ -124,10 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\n" + table(results) + "\n")
     for group, figures in summary(results).items():
         say("{}: XLA/ours {mean:.2f} (goal {goal}), least {least:.2f}".format(group, **figures))
-    say(report.regret_line(results))
-    for name, what in failures.items():
-        say(f"failed: {name}: {what.splitlines()[-1]}")
-    return 1 if failures else 0
+    return against_xla.concluded(results, failures)
 
 
 if __name__ == "__main__":

@@ -185,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\n" + table(results) + "\n")
     for group, mean in geometric_means(results).items():
         say(f"geometric mean of XLA/ours, {group}: {mean:.3f}; least {min(r.speedup for r in results):.2f}")
-    say(report.regret_line(results))
-    for name, what in failures.items():
-        say(f"failed: {name}: {what.splitlines()[-1]}")
-    return 1 if failures else 0
+    return against_xla.concluded(results, failures)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ static_assert(sizeof(Barrier) == 8);
 
 inline Barrier& barrier(uint32_t address) { return *pointer<Barrier>(address); }
 
-// The same with what names it, for waits.
+// Until the phase of that parity is complete. `what` names the wait in errors.
 inline void wait_phase(Barrier& barrier, uint32_t phase, const char* what) {
   wait_until(what, [&barrier, phase] { return barrier.phase != (phase & 1); });
 }

@@ -14,8 +14,8 @@ from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.conv.passes import output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
-from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Buffer, Launch, Pointer
@@ -172,29 +172,20 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         g, (strips_h, strips_w) = _forward(problem), _strips(problem, config)
-        axes = axis_macros(
-            INPUT=g.size,
-            OUTPUT=g.out,
-            KERNEL=g.kernel,
-            DOWN=g.stride,
-            UP=g.lhs_dilation,
-            DILATION=g.dilation,
-            PAD=g.pad,
-        )
         (base_h, offset_h, blocks), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             "OUT": OUT_CODES[problem.out_dtype],
             "WORDS": problem.in_channels // _word_channels(problem),
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
-            **axes,
+            **passes.geometry_macros(g),
             **{"BASE_H": base_h, "OFFSET_H": offset_h, "BLOCKS": blocks, "BASE_W": base_w, "OFFSET_W": offset_w},
             **{"STRIPS_H": strips_h, "STRIPS_W": strips_w},
             **field_macros(config),
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return passes.buffers(problem)
+        return conv_buffers(problem)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         args = Args(_items(problem, config))

@@ -11,11 +11,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Values
-from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, layout_of, volume
 from jax_splitk.kernels.wgrad.geometry import axis_macros
@@ -282,7 +281,7 @@ class Gather(CudaFamily[ConvProblem, Config]):
         return (self._args(problem, config),)
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return passes.buffers(problem)
+        return conv_buffers(problem)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as fit the machine at a time; each goes from tile to tile."""

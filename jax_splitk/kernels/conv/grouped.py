@@ -18,7 +18,7 @@ from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.conv.passes import forward, output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -363,18 +363,6 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         p = forward(problem)
         g, t = geometry(p, 3), tiling(problem, config)
         (base_h, offset_h, blocks_h), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
-        axes = axis_macros(
-            INPUT=g.size,
-            OUTPUT=g.out,
-            KERNEL=g.kernel,
-            DOWN=g.stride,
-            UP=g.lhs_dilation,
-            DILATION=g.dilation,
-            PAD=g.pad,
-            BASE=(base_h, base_w),
-            OFFSET=(offset_h, offset_w),
-            TILES=t.tiles[2:],
-        )
         (group_in, group_out), (bundle_in, bundle_out) = p.group_channels, bundle(problem)
         return {
             "ELEMENT": OUT_CODES[p.dtype],
@@ -383,14 +371,15 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **{"IN_CHANNELS": p.in_channels, "OUT_CHANNELS": p.out_channels},
             **{"GROUP_IN": group_in, "GROUP_OUT": group_out, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
-            **axes,
+            **passes.geometry_macros(g),
+            **axis_macros(BASE=(base_h, base_w), OFFSET=(offset_h, offset_w), TILES=t.tiles[2:]),
             **{"BLOCKS_H": blocks_h, "BUNDLES": t.bundles},
             **{"STEP_ROWS": t.step_rows, "X_WIDTH": t.x_width, "STAGE_BYTES": t.stage_bytes},
             **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return passes.buffers(problem)
+        return conv_buffers(problem)
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
         p, t = forward(problem), tiling(problem, config)

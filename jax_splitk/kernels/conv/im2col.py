@@ -18,6 +18,7 @@ import math
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.conv.passes import forward
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
@@ -29,9 +30,10 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
 from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, max_stages
+from jax_splitk.kernels.family import conv_buffers
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
-from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
 
@@ -134,15 +136,9 @@ class Axis:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(problem: ConvProblem) -> ConvProblem:
-    """As a forward pass."""
-    return problem if isinstance(problem, ConvFpropProblem) else other_way(problem)
-
-
-@functools.lru_cache(maxsize=4096)
 def axes(problem: ConvProblem) -> tuple[Axis, ...]:
     """Of the forward pass with as few spatial dimensions as it can have."""
-    p = folded(_forward(problem), 1)
+    p = folded(forward(problem), 1)
     sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
     lows = tuple(low for low, _ in p.padding)
     return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
@@ -153,12 +149,12 @@ def _block_k(problem: ConvProblem) -> int:
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-_forward(problem).in_channels // _block_k(problem))
+    return -(-forward(problem).in_channels // _block_k(problem))
 
 
 def pixels(problem: ConvProblem) -> int:
     """Of a phase, in all images."""
-    return folded(_forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
+    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
 
 
 def phases(problem: ConvProblem) -> int:
@@ -167,7 +163,7 @@ def phases(problem: ConvProblem) -> int:
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
     """(tiles along pixels, tiles along channels) of a phase."""
-    return -(-pixels(problem) // config.tile_m), -(-_forward(problem).out_channels // config.tile_n)
+    return -(-pixels(problem) // config.tile_m), -(-forward(problem).out_channels // config.tile_n)
 
 
 def _residues(problem: ConvProblem) -> dict[str, Field]:
@@ -251,7 +247,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 return f"{given}; accepted: one of them 1, up to {_MAX_DOWN} and {_MAX_UP}"
         if not all(axis.residues[0].taps for axis in found):
             return "an output that no tap meets; accepted: one with products"
-        if is_matrix_product(_forward(p)):
+        if is_matrix_product(forward(p)):
             return None
         lowest, highest, farthest = _IM2COL_LIMITS[len(found)]
         rank = f"of {len(found)} spatial dimensions"
@@ -299,7 +295,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             "Args",
             {
                 "m": pixels(problem),
-                "n": _forward(problem).out_channels,
+                "n": forward(problem).out_channels,
                 "columns": Divisor.of(columns),
                 "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
@@ -323,7 +319,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
-            "AXES": 0 if is_matrix_product(_forward(problem)) else len(of),
+            "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
             "PHASED": int(any(axis.up > 1 for axis in of)),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
             "B_MN": int(is_forward),
@@ -332,12 +328,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:
         """The operands, the result, the workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        sizes = (
-            *(math.prod(shape) * item for shape in problem.operand_shapes),
-            math.prod(problem.out_shape) * out_item,
-        )
-        return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
+        return conv_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
         p = problem
@@ -346,7 +337,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
-    p, of = folded(_forward(problem), 1), axes(problem)[::-1]
+    p, of = folded(forward(problem), 1), axes(problem)[::-1]
     if is_matrix_product(p):
         return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.tile_m)
     dims = p.lhs_shape[::-1]

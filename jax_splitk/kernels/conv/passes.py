@@ -1,16 +1,14 @@
 """What families of forward passes and input gradients share: either is the forward pass of some convolution, with
 strides or with a dilated input."""
 
-import math
+import functools
 
-from jax import numpy as jnp
-
-from jax_splitk.kernels.wgrad.geometry import Geometry
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.runtime.plan import Buffer
 
 
+@functools.lru_cache(maxsize=4096)
 def forward(problem: ConvProblem) -> ConvProblem:
     """As a forward pass: `stride` and `lhs_dilation` are DOWN and UP of device code. Of an input gradient the weight
     is mirrored."""
@@ -33,8 +31,14 @@ def output_blocks(g: Geometry, axis: int) -> tuple[int, int, int]:
     return base, offset, -(-(g.out[axis] - base * up - offset) // up)
 
 
-def buffers(problem: ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:
-    """The operands, the result, the workspace."""
-    item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-    sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
-    return tuple(Buffer(size, 16) for size in (*sizes, math.prod(problem.out_shape) * out_item, workspace_bytes))
+def geometry_macros(g: Geometry) -> dict[str, int]:
+    """Sizes, filter and steps along each axis."""
+    return axis_macros(
+        INPUT=g.size,
+        OUTPUT=g.out,
+        KERNEL=g.kernel,
+        DOWN=g.stride,
+        UP=g.lhs_dilation,
+        DILATION=g.dilation,
+        PAD=g.pad,
+    )

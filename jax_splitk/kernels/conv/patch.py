@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
-from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.kernels.family import CudaFamily, conv_buffers
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -190,7 +189,7 @@ class Patch(CudaFamily[ConvProblem, Config]):
         return _INNER.macros(self.dot(problem), config) | {"PATCH": self.PATCH}
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return passes.buffers(problem, self.workspace_bytes(problem, config))
+        return conv_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         return _INNER.maps(self.dot(problem), config)

@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
 from jax_splitk.kernels.device.structs import Field, Values, declarations
-from jax_splitk.kernels.family import CudaFamily
+from jax_splitk.kernels.family import CudaFamily, conv_buffers
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
@@ -29,10 +29,7 @@ class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
 
     def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
         """lhs, g, dW, workspace."""
-        item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-        shapes = ((problem.lhs_shape, item), (problem.g_shape, item), (problem.out_shape, out_item))
-        sizes = (*(math.prod(shape) * size for shape, size in shapes), self.workspace_bytes(problem, config))
-        return tuple(Buffer(size, 16) for size in sizes)
+        return conv_buffers(problem, self.workspace_bytes(problem, config))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from jax_splitk.kernels.conv import depthwise
@@ -12,8 +10,8 @@ from jax_splitk.kernels.conv.depthwise import Config
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import emulator, float64
 from tests.exhaustive import thinned
+from tests.kernels.conv import emulated
 from tests.problems import conv, seeded
 
 FAMILIES = {"conv_fprop": depthwise.FPROP, "conv_dgrad": depthwise.DGRAD}
@@ -22,24 +20,6 @@ FAMILIES = {"conv_fprop": depthwise.FPROP, "conv_dgrad": depthwise.DGRAD}
 def problem(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: int = 4, **more: Any) -> Any:
     more.setdefault("out_dtype", more.setdefault("dtype", "float32"))
     return kind(**vars(conv(size, kernel, (channels, channels), groups=channels, **more)))
-
-
-def operands(p: ConvProblem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Integers, whose sums are exact in every dtype."""
-    dtype = ml_dtypes.bfloat16 if p.dtype == "bfloat16" else p.dtype
-    x, w = (rng.integers(-2, 3, shape).astype(dtype) for shape in p.operand_shapes)
-    return x, w
-
-
-def check(p: ConvProblem, config: Config, rng: np.random.Generator) -> None:
-    family = FAMILIES[p.op]
-    assert family.refusal(p, config) is None, f"{p} {config}"
-    x, w = operands(p, rng)
-    exact = float64.ON_HOST[p.op](p, x, w)
-    dtype = ml_dtypes.bfloat16 if p.out_dtype == "bfloat16" else p.out_dtype
-    out = np.zeros(p.out_shape, dtype)
-    emulator.run(family.plan(p, config), [x, w], [out])
-    np.testing.assert_array_equal(out, exact.astype(dtype), err_msg=f"{p} {config}")
 
 
 BOTH = (ConvFpropProblem, ConvDgradProblem)
@@ -62,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(("p", "config"), thinned(CASES, 3))
 def test_device_code_is_exact_on_integers(p: ConvProblem, config: Config) -> None:
     with seeded(1) as rng:
-        check(p, config, rng)
+        emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
 
 
 @pytest.mark.exhaustive
@@ -81,7 +61,8 @@ def test_random_problems(seed: int) -> None:
             if FAMILIES[p.op].refusal(p) is None:
                 break
         configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
-        check(p, configs[int(rng.integers(len(configs)))], rng)
+        config = configs[int(rng.integers(len(configs)))]
+        emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
 
 
 @pytest.mark.parametrize("kind", BOTH)

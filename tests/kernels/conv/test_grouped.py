@@ -16,6 +16,7 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, emulator, float64
 from tests.exhaustive import thinned
+from tests.kernels.conv import emulated
 from tests.problems import conv, seeded
 
 FAMILIES = {"conv_fprop": grouped.FPROP, "conv_dgrad": grouped.DGRAD}
@@ -40,19 +41,12 @@ def _dtype(name: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
-def emulated(p: ConvProblem, config: Config, x: np.ndarray, w: np.ndarray, seed: int = 0) -> np.ndarray:
+def result(p: ConvProblem, config: Config, x: np.ndarray, w: np.ndarray, seed: int = 0) -> np.ndarray:
     """The result; what nobody writes is NaN."""
     assert FAMILIES[p.op].refusal(p, config) is None, f"{p} {config}"
     out = np.empty(p.out_shape, _dtype(p.out_dtype))
     emulator.run(FAMILIES[p.op].plan(p, config), [x, w], [out], seed)
     return out
-
-
-def check(p: ConvProblem, config: Config, rng: np.random.Generator) -> None:
-    x, w = operands(p, rng)
-    exact = float64.ON_HOST[p.op](p, x, w).astype(np.float32).astype(_dtype(p.out_dtype))
-    out = emulated(p, config, x, w, int(rng.integers(2**31)))
-    np.testing.assert_array_equal(out, exact, err_msg=f"{p} {config}")
 
 
 HALF = {"dtype": "float16", "out_dtype": "float32"}
@@ -77,7 +71,7 @@ CASES = [
 @pytest.mark.parametrize(("p", "config"), thinned(CASES, 3))
 def test_device_code_is_exact_on_integers(p: ConvProblem, config: Config) -> None:
     with seeded(1) as rng:
-        check(p, config, rng)
+        emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
 
 
 def random_problem(rng: np.random.Generator, kind: type[Any]) -> Any:
@@ -121,7 +115,7 @@ def random_config(rng: np.random.Generator, p: ConvProblem) -> Config:
 def test_random_problems_are_exact(kind: type[Any], seed: int) -> None:
     with seeded(2000 + seed) as rng:
         p = random_problem(rng, kind)
-        check(p, random_config(rng, p), rng)
+        emulated.check(FAMILIES[p.op], p, random_config(rng, p), int(rng.integers(2**31)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -138,7 +132,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it(p: ConvProblem, config: C
     one[place] = 1
     reached = float64.ON_HOST[p.op](p, one, np.ones_like(w)) != 0
     x[place] = value
-    out = emulated(p, config, x, w).astype(np.float64)
+    out = result(p, config, x, w).astype(np.float64)
     assert reached.any()
     assert not np.isfinite(out[reached]).any()
     np.testing.assert_array_equal(out[~reached], want[~reached])
