@@ -16,7 +16,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, 
 from jax_splitk.problems.conv_wgrad import ConvProblem, conv_output_spatial
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import emulator, float64
+from tests.kernels.conv import emulated
 from tests.problems import conv, seeded
 
 FAMILIES = {"conv_fprop": im2col.FPROP, "conv_dgrad": im2col.DGRAD}
@@ -26,17 +26,6 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 def problem(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], *channels: int, **more: Any) -> Any:
     return kind(**vars(conv(size, kernel, (channels[0], channels[1]), **{"out_dtype": "bfloat16", **more})))
-
-
-def check(p: ConvProblem, config: Config, rng: np.random.Generator) -> None:
-    """On integers, whose sums are exact in every dtype."""
-    family = FAMILIES[p.op]
-    assert family.refusal(p, config) is None, f"{p} {config}"
-    x, w = (rng.integers(-2, 3, shape).astype(DTYPES[p.dtype]) for shape in p.operand_shapes)
-    out = np.empty(p.out_shape, DTYPES[p.out_dtype])
-    emulator.run(family.plan(p, config), [x, w], [out], seed=int(rng.integers(2**31)))
-    want = float64.ON_HOST[p.op](p, x, w).astype(out.dtype)
-    np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32), err_msg=f"{p} {config}")
 
 
 def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Config:
@@ -186,4 +175,5 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
     with seeded(8200 + seed) as rng:
         p = random_problem(rng, BOTH[seed % 2])
         configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
-        check(p, configs[int(rng.integers(len(configs)))], rng)
+        config = configs[int(rng.integers(len(configs)))]
+        emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))

@@ -11,6 +11,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, random_problems
 from tests.exhaustive import thinned
+from tests.kernels.conv import emulated
 from tests.problems import conv, seeded
 
 
@@ -19,20 +20,13 @@ def problem(size: tuple[int, ...], kernel: tuple[int, ...], channels: int = 4, *
     return conv(size, kernel, (channels, outputs), groups=channels, **{"dtype": "float32", **changes})
 
 
-def emulated(p: ConvWgradProblem, config: Config, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
+def result(p: ConvWgradProblem, config: Config, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
     assert FAMILY.refusal(p, config) is None, f"{p} {config}"
     dtype = {"bfloat16": ml_dtypes.bfloat16}
     out = np.zeros(p.out_shape, dtype.get(p.out_dtype, p.out_dtype))
     operands = [array.astype(dtype.get(p.dtype, p.dtype)) for array in (lhs, g)]
     emulator.run(FAMILY.plan(p, config), operands, [out])
     return out
-
-
-def check(p: ConvWgradProblem, config: Config, rng: np.random.Generator) -> None:
-    lhs, g = random_problems.integers(rng, p)
-    out = emulated(p, config, lhs, g)
-    exact = float64.conv_wgrad_on_host(p, lhs, g)
-    np.testing.assert_array_equal(out, exact.astype(np.float32).astype(out.dtype), err_msg=f"{p} {config}")
 
 
 HALF = {"dtype": "bfloat16"}
@@ -59,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize(("p", "config"), thinned(CASES, 4))
 def test_device_code_is_exact_on_integers(p: ConvWgradProblem, config: Config) -> None:
     with seeded(1) as rng:
-        check(p, config, rng)
+        emulated.check(FAMILY, p, config, int(rng.integers(2**31)))
 
 
 @pytest.mark.parametrize(("p", "config"), thinned(CASES, 4))
@@ -72,7 +66,7 @@ def test_what_is_not_finite_reaches_only_what_depends_on_it(p: ConvWgradProblem,
             exact = float64.conv_wgrad_on_host(p, lhs, g)
             certain, possible = random_problems.reached(p, in_lhs, in_g)
             lhs[in_lhs] = g[in_g] = value
-            out = emulated(p, config, lhs, g).astype(np.float64)
+            out = result(p, config, lhs, g).astype(np.float64)
             assert not np.isfinite(out[certain]).any(), f"{value} at {in_lhs} and {in_g}"
             np.testing.assert_array_equal(out[~possible], exact[~possible], err_msg=f"{value} at {in_lhs} and {in_g}")
 
@@ -83,7 +77,7 @@ def test_random_problems(seed: int) -> None:
     with seeded(1000 + seed) as rng:
         p = next(random_problems.draws(rng, "depthwise_any"))
         configs = FAMILY.candidates(p, DEFAULT_CUDA)
-        check(p, configs[int(rng.integers(len(configs)))], rng)
+        emulated.check(FAMILY, p, configs[int(rng.integers(len(configs)))], int(rng.integers(2**31)))
 
 
 def test_a_thread_slides_where_the_image_is_long() -> None:
