@@ -19,7 +19,6 @@ from benchmarks import cases
 from jax_splitk import _ffi
 from jax_splitk.cli import stored
 from jax_splitk.cli.kernels import _difference as difference
-from jax_splitk.kernels import families
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
@@ -73,9 +72,7 @@ def entries(rng: Rng, cache: pathlib.Path) -> Trial:
             assert_legal(found[0].choice, key, target)
             assert_legal(found[0].best(int(rng.integers(2**26))) or XLA, key, target)
         fewer = key_for(with_fewer_rows(rng, key.problem), target)  # which the entry may serve, too
-        # Without an entry nothing of ours may serve what only measurements choose.
-        estimated = any(not family.measured_only for family in families(key.problem.op, target.platform))
-        asked = (None, "host" if target is CPU else "cutlass")[: 1 + estimated]
+        asked = (None, "host" if target is CPU else "cutlass")
         for each, implementation in itertools.product((key, fewer), asked):
             choice = select.select(each.problem, target, Options(implementation=implementation))
             assert_legal(choice.candidate, each, target)

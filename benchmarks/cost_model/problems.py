@@ -1,6 +1,7 @@
 """Random problems as networks have them, and log-uniform ones: number `index` of a seed is always the same."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk import kernels
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, canonical
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
@@ -204,7 +206,7 @@ _LAYERS: dict[str, Callable[[Rng], _Layer]] = {
 _LAYER_SHARES = (0.2, 0.1, 0.12, 0.13, 0.08, 0.12, 0.05, 0.2)
 
 
-def _convolution(rng: Rng) -> tuple[str, Problem]:
+def _convolution(rng: Rng) -> tuple[str, ConvWgradProblem]:
     name = str(rng.choice(list(_LAYERS), p=_LAYER_SHARES))
     dtype, precision = _one(
         rng,
@@ -257,14 +259,22 @@ def _dot(rng: Rng) -> tuple[str, Problem]:
     return kind, DotProblem(1, m, n, k, *orders, dtype, _one(rng, dtype, "float32"))
 
 
+def _other_pass(rng: Rng, pass_: type[ConvFpropProblem | ConvDgradProblem]) -> tuple[str, Problem]:
+    """Of a convolution whose weight gradient might have been drawn."""
+    kind, wgrad = _convolution(rng)
+    return kind, canonical(pass_(**{**vars(wgrad), "out_dtype": wgrad.dtype}))
+
+
 _OPERATIONS: dict[str, Callable[[Rng], tuple[str, Problem]]] = {
     "conv_wgrad": _convolution,
     "quantized_matmul": _quantized,
     "dot_general": _dot,
+    "conv_fprop": functools.partial(_other_pass, pass_=ConvFpropProblem),
+    "conv_dgrad": functools.partial(_other_pass, pass_=ConvDgradProblem),
 }
 OPERATIONS = tuple(_OPERATIONS)
-# Of ten problems in turns.
-_TURNS = (0, 1, 0, 0, 2, 0, 1, 0, 0, 1)
+# Of twelve problems in turns.
+_TURNS = (0, 1, 3, 0, 4, 2, 0, 1, 3, 0, 4, 1)
 
 
 def draw(seed: int, index: int, target: Target, ops: Sequence[str] = OPERATIONS, max_flops: float = MAX_FLOPS) -> Drawn:
@@ -286,7 +296,7 @@ def _is_served(problem: Problem, target: Target) -> bool:
 
 def _cut(problem: Any, max_flops: float) -> Any:
     """With as much of its batch, rows or k as is allowed."""
-    name = {"conv_wgrad": "batch", "quantized_matmul": "rows", "dot_general": "k"}[problem.op]
+    name = {"quantized_matmul": "rows", "dot_general": "k"}.get(problem.op, "batch")
     excess = max(problem.flops / max_flops, problem.bytes_moved / MAX_BYTES)
     if excess <= 1:
         return problem

@@ -32,14 +32,12 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
       ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
       Config: a frozen dataclass of what a plan leaves open.
       competes: whether passes of a convolution that the caller did not name may be the family's.
-      measured_only: whether it computes only what it was measured to be best at, or by an explicit config.
     """
 
     name: ClassVar[str]
     implementation: ClassVar[str]
     ABI: ClassVar[int]
     competes: ClassVar[bool] = True
-    measured_only: ClassVar[bool] = False
 
     def __init__(self, config: type[_Config], costs: type[Any] | None = None) -> None:
         """With a frozen dataclass of its configs, and one of its cost model's constants, if those are data of the

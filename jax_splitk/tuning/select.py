@@ -169,8 +169,6 @@ def _predicted(
     total = 0
     for family in serving:
         reason = None if options.implementation else family.unmeasured_refusal(problem)
-        if family.measured_only:
-            reason = "it takes an explicit config, or a measurement"
         seconds, best, count = 0.0, None, 0
         if reason is None:
             seconds, best, count = model.best_of_family(family, problem, target, limit)

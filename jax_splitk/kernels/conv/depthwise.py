@@ -88,17 +88,35 @@ def _registers(problem: ConvProblem, config: Config) -> int:
     return _window(g) * config.columns * channels + math.prod(g.kernel) + words + 24
 
 
-class DepthwiseConv(CudaFamily[ConvProblem, Config]):
-    """One input channel to each output channel.
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants.
 
-    No GPU has run it yet.
+    Attributes:
+      launch_seconds: of a launch, however little there is to do.
+      hbm_bytes_per_second, l2_bytes_per_second: of device memory, and of what is read again.
+      clock: instructions that a lane of a multiprocessor issues in a second.
+      unpack_instructions: of a channel of 16 bits, before it is multiplied; of a tap and of a pixel.
+      load_instructions, store_instructions: of a pixel's word.
+      warp_seconds: of a row, however many warps share the multiprocessor: of waiting for its load.
     """
+
+    launch_seconds: float
+    hbm_bytes_per_second: float
+    l2_bytes_per_second: float
+    clock: float
+    unpack_instructions: float
+    load_instructions: float
+    store_instructions: float
+    warp_seconds: float
+
+
+class DepthwiseConv(CudaFamily[ConvProblem, Config]):
+    """One input channel to each output channel."""
 
     ABI = 1
     file = "conv/depthwise.cu"
     structs = (Args,)
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
@@ -153,19 +171,30 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
         return [other for other in found if other != config]
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The largest of memory, L2 and products, over how full the machine is. Not fitted to measurements."""
+        """The largest of memory, L2, instructions and waiting, over how full the machine is."""
+        costs: Costs = self.costs(target)
         g, channels = _forward(problem), _word_channels(problem)
         window, up = _window(g), g.lhs_dilation[1]
         again = (config.rows + (window - up) / up) / config.rows  # rows above a strip
         read = _read(g, config) * g.lhs_dilation[2] / (config.columns * g.stride[2]) * again * g.kernel[0]
         x_bytes = 4.0 * math.prod((g.batch, *g.size)) * problem.in_channels / channels
-        l2 = (problem.bytes_moved + (read - 1) * x_bytes) / 5.5e12
-        clock = 128 * 1.7e9 * target.cores
-        products = problem.flops / 2 * again / clock
+        l2 = (problem.bytes_moved + (read - 1) * x_bytes) / costs.l2_bytes_per_second
+        # Of a thread, for a row of its strip.
+        planes, rows = -(-g.kernel[0] // g.lhs_dilation[0]), min(g.stride[1], g.kernel[1])
+        unpack = costs.unpack_instructions * (channels - 1)
+        products = math.prod(g.kernel[1:]) * (config.columns * channels / g.lhs_dilation[2] + unpack)
+        loads = rows * _read(g, config) * (costs.load_instructions + unpack)
+        row = planes * (products + loads) + config.columns * up * costs.store_instructions
+        steps = _strips(problem, config)[0] * config.rows * again * row
+        threads = _items(problem, config) / _strips(problem, config)[0]
+        issued = threads * steps / (128 * costs.clock * target.cores)
         warps = _items(problem, config) / 32
         resident = target.cores * min(48, 2048 // (8 * -(-_registers(problem, config) // 8)))
-        waves = max(1.0, math.ceil(warps / resident) / (warps / resident))
-        return 2e-6 + max(problem.bytes_moved / 3.8e12, l2, 1.3 * products) * waves
+        waves = math.ceil(warps / resident)
+        waiting = waves * config.rows * again * planes * costs.warp_seconds
+        partly = max(1.0, waves / (warps / resident))
+        memory = problem.bytes_moved / costs.hbm_bytes_per_second
+        return costs.launch_seconds + max(memory, l2, issued * partly, waiting)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
         return 0
@@ -201,5 +230,5 @@ class DgradDepthwise(DepthwiseConv):
     name = "dgrad_depthwise"
 
 
-FPROP = FpropDepthwise(Config)
-DGRAD = DgradDepthwise(Config)
+FPROP = FpropDepthwise(Config, Costs)
+DGRAD = DgradDepthwise(Config, Costs)

@@ -140,14 +140,39 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES])
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      launch_seconds: of a launch, however little there is to do.
+      hbm_bytes_per_second: of device memory.
+      clock: a second.
+      tensor_clocks, shared_clocks: for what the tensor cores, and shared memory, would do in one.
+      copy_clocks: of a run of bytes that is copied into shared memory.
+      step_clocks, block_clocks, tile_clocks: of a warpgroup's step that waits for the one before; of a block of rows;
+        of a tile.
+      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the other.
+    """
+
+    launch_seconds: float
+    hbm_bytes_per_second: float
+    clock: float
+    tensor_clocks: float
+    shared_clocks: float
+    copy_clocks: float
+    step_clocks: float
+    block_clocks: float
+    tile_clocks: float
+    shadow: float
+
+
 class Gather(CudaFamily[ConvProblem, Config]):
-    """No GPU has run it yet."""
+    """Few input channels to all output channels."""
 
     name = "fprop_gather"
     ABI = 1
     file = "conv/gather.cu"
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
@@ -219,7 +244,8 @@ class Gather(CudaFamily[ConvProblem, Config]):
         return found
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The larger of memory's time and of the busiest multiprocessor's. Not fitted to measurements."""
+        """The larger of memory's time and of the busiest multiprocessor's."""
+        costs: Costs = self.costs(target)
         v = _volume(problem)
         x, together = _layout(v, config), _blocks_per_sm(problem, config)
         steps, tiles = _steps(x), math.prod(_block_counts(v, config)) * -(-v.out_channels // config.tile_n)
@@ -227,13 +253,13 @@ class Gather(CudaFamily[ConvProblem, Config]):
         loads = 16 * steps * (1 if x.paired else 2)  # of a 64-row block's warps
         tensor = steps * max(16, config.tile_n / 2)
         shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
-        latency = 60 * steps + 4 * config.tile_n + 400  # of a warpgroup's block
-        copies = x.stage_bytes(v, config.images) / x.granule * 25 / 128
-        busy = row_blocks * max(tensor, shared, latency / (config.consumers * together)) + copies + 100
+        latency = costs.step_clocks * steps + 4 * config.tile_n + costs.block_clocks  # of a warpgroup's block
+        copies = x.stage_bytes(v, config.images) / x.granule * costs.copy_clocks
+        work = max(costs.tensor_clocks * tensor, costs.shared_clocks * shared, latency / (config.consumers * together))
         turns = -(-tiles // (target.cores * together)) * together
-        seconds = turns * busy / 1.7e9
-        memory = problem.bytes_moved / 4e12
-        return 3e-6 + max(memory, seconds) + 0.2 * min(memory, seconds)
+        seconds = turns * (row_blocks * work + copies + costs.tile_clocks) / costs.clock
+        memory = problem.bytes_moved / costs.hbm_bytes_per_second
+        return costs.launch_seconds + max(memory, seconds) + costs.shadow * min(memory, seconds)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
         return 0
@@ -300,4 +326,4 @@ def _ranked(family: Gather, p: ConvProblem, target: Target) -> tuple[Config, ...
     return tuple(sorted(seconds, key=lambda c: seconds[c])[:_MAX_CANDIDATES])
 
 
-FAMILY = Gather(Config)
+FAMILY = Gather(Config, Costs)

@@ -45,8 +45,6 @@ _MAX_THREAD_REGISTERS = 240
 _INT32_MAX = 2**31 - 1
 _MAX_GRID_Y = 65535
 _MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
-# Share of the memory's rate that boxes of so many channels reach, by guess.
-_RATES = {16: 0.7, 32: 0.9, 64: 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +184,37 @@ def _smallest(p: ConvProblem) -> Config:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
-    """Clocks of an SM that a thread block's block of rows takes, by what takes them. Not fitted to measurements."""
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
+      hbm_bytes_per_second: of device memory, by the channels of a box.
+      clock: a second.
+      mma_clocks: of an m16n8k16.
+      shared_clocks: of a warp's ldmatrix.
+      issued: instructions of a clock.
+      l2_bytes_per_clock: loaded and stored.
+      step_clocks, chain_clocks: of a warp alone, for its barrier and first load, and for a product after another.
+      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
+    """
+
+    launch_seconds: float
+    ramp_seconds: float
+    hbm_bytes_per_second: dict[int, float]
+    clock: float
+    mma_clocks: float
+    shared_clocks: float
+    issued: float
+    l2_bytes_per_clock: float
+    step_clocks: float
+    chain_clocks: float
+    shadow: float
+
+
+def _clocks(p: ConvProblem, config: Config, costs: Costs) -> dict[str, float]:
+    """Clocks of an SM that a thread block's block of rows takes, by what takes them."""
     g, t = geometry(forward(p), 3), tiling(p, config)
     planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
@@ -198,12 +225,12 @@ def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
     out_bytes = t.warps * stores * 32 * 4 * jnp.dtype(p.out_dtype).itemsize
     conflicts = math.gcd(g.stride[2], 8)
     return {
-        "mma": 1.7 * t.warps * products,
-        "shared": t.warps * 4 * (loads * conflicts + weights) + planes * t.stage_bytes / 128,
-        "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / 2.4,
-        "l2": (planes * t.stage_bytes + out_bytes) / 40,
+        "mma": costs.mma_clocks * t.warps * products,
+        "shared": t.warps * costs.shared_clocks * (loads * conflicts + weights) + planes * t.stage_bytes / 128,
+        "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / costs.issued,
+        "l2": (planes * t.stage_bytes + out_bytes) / costs.l2_bytes_per_clock,
         # Of a warp: for its barrier, its first load, and products that wait for each other.
-        "alone": (220 * planes + 8 * products) / _blocks_per_sm(p, config),
+        "alone": (costs.step_clocks * planes + costs.chain_clocks * products) / _blocks_per_sm(p, config),
     }
 
 
@@ -215,16 +242,11 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
 
 
 class GroupedConv(CudaFamily[ConvProblem, Config]):
-    """Few channels to a group.
-
-    No GPU has run it yet.
-    """
+    """Few channels to a group."""
 
     ABI = 1
     file = "conv/grouped.cu"
     structs = (Args,)
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
@@ -299,7 +321,7 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return _blocks_per_sm(problem, config)
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """The best by the model, few of each kind: it is not fitted to measurements."""
+        """The best by the model, few of each kind."""
         found = list(self._variants(problem, target)) or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
@@ -344,17 +366,18 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return found + varied(config, **{field: (value // 2, value * 2) for field, value in halves.items()})
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The larger of device memory and the busiest SM's steps. Not fitted to measurements."""
+        """The larger of device memory and the busiest SM's steps."""
+        costs: Costs = self.costs(target)
         t = tiling(problem, config)
         blocks = (config.rows + t.slots - 1) * -(-math.prod(t.tiles) // config.workers)
         sharing = -(-t.blocks * config.workers // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, _blocks_per_sm(problem, config))
-        clocks = sorted(_clocks(problem, config).values())
-        busy = sharing * blocks * (clocks[-1] + 0.2 * sum(clocks[:-1])) / 1.7e9
+        clocks = sorted(_clocks(problem, config, costs).values())
+        busy = sharing * blocks * (clocks[-1] + costs.shadow * sum(clocks[:-1])) / costs.clock
         filled = min(1.0, t.blocks * config.workers * together / (2 * target.cores))
-        memory = problem.bytes_moved / (3.8e12 * _RATES[config.in_block] * filled)
-        ramp = 2e-6 * -(-sharing // together)
-        return 2e-6 + ramp + max(busy, memory) + 0.15 * min(busy, memory)
+        memory = problem.bytes_moved / (costs.hbm_bytes_per_second[config.in_block] * filled)
+        ramp = costs.ramp_seconds * -(-sharing // together)
+        return costs.launch_seconds + ramp + max(busy, memory) + costs.shadow * min(busy, memory)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
         return 0
@@ -404,5 +427,5 @@ class DgradGrouped(GroupedConv):
     name = "dgrad_grouped"
 
 
-FPROP = FpropGrouped(Config)
-DGRAD = DgradGrouped(Config)
+FPROP = FpropGrouped(Config, Costs)
+DGRAD = DgradGrouped(Config, Costs)

@@ -198,16 +198,11 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
 
 
 class Im2colConv(SplitTileFamily[ConvProblem, Config]):
-    """All channels with all.
-
-    No GPU has run it yet.
-    """
+    """All channels with all."""
 
     ABI = 1
     file = "conv/im2col.cu"
     kernel = "conv"
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
     dtypes = refusals.HALVES
 
     # ---- refusals --------------------------------------------------------------------------------------------------

@@ -91,16 +91,12 @@ def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
 class Patch(CudaFamily[ConvProblem, Config]):
     """One of the passes.
 
-    No GPU has run it yet.
-
     Attributes:
       PATCH: the macro.
     """
 
     ABI = 1
     file = tma.FAMILY.file
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
     PATCH: ClassVar[int]
 
     def dot(self, problem: ConvProblem) -> DotProblem:

@@ -15,7 +15,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import depthwise, refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, nearby
+from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, nearby
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Pointer
@@ -33,8 +33,6 @@ _REGISTERS = 65536  # of a multiprocessor
 _MAX_REGISTERS = 224  # of a thread, as `_registers` counts them
 _MAX_SIZE, _MAX_ITEMS = 2**24 - 1, 2**30 - 1
 _MAX_CHAIN = 2**14  # products that a thread adds up for a float32 result
-# Of the estimate: bytes a second; seconds; bytes and instructions' lanes of a multiprocessor a second.
-_HBM, _L2, _LATENCY, _L1, _ISSUED = 3.8e12, 5.5e12, 0.9e-6, 128 * 1.4e9, 128 * 1.4e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +126,30 @@ def _registers(p: ConvWgradProblem, config: Config) -> int:
     return values + (28 if _window(g) == 1 else 40 + _window(g))
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants.
+
+    Attributes:
+      l2_bytes_per_second, l1_bytes_per_sm: loaded from the L2, and by a multiprocessor's threads.
+      instructions_per_sm: of a multiprocessor's lanes, a second.
+      step_seconds: of a thread's step that waits for its loads.
+      wave_seconds: of thread blocks that begin and end.
+    """
+
+    l2_bytes_per_second: float
+    l1_bytes_per_sm: float
+    instructions_per_sm: float
+    step_seconds: float
+    wave_seconds: float
+
+
 class DepthwiseAny(RankedFamily[Config]):
-    """No GPU has run it yet."""
+    """One input channel to each output channel, in fp32 on the CUDA cores: what `wgrad_depthwise` refuses."""
 
     name = "wgrad_depthwise_any"
     ABI = 1
     file = "wgrad/depthwise_any.cu"
-    measured_only = True
     MAX_CANDIDATES = 48
     MAX_VARIANTS = 16
 
@@ -220,7 +235,8 @@ class DepthwiseAny(RankedFamily[Config]):
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
         """The slowest of memory, the loads of a thread's steps one after the other, L2, L1 and instructions, as full as
-        the machine is, and the reduction. Not fitted to measurements."""
+        the machine is, and the reduction."""
+        costs: Costs = self.costs(target)
         g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
         loaded = _loaded(g, config)
@@ -239,14 +255,15 @@ class DepthwiseAny(RankedFamily[Config]):
         slots, waves = target.cores * self.blocks_per_sm(problem, config), self.waves(problem, config, target)
         busy = target.cores * blocks / (waves * slots)
         seconds = max(
-            bytes_touched(problem) / _HBM,
-            steps / (min(blocks, slots) * config.warps * 32) * _LATENCY,
-            l2 / _L2,
-            steps * (loaded + config.columns) * word / (busy * _L1),
-            issued / (busy * _ISSUED),
+            bytes_touched(problem) / costs.hbm_bytes_per_second,
+            steps / (min(blocks, slots) * config.warps * 32) * costs.step_seconds,
+            l2 / costs.l2_bytes_per_second,
+            steps * (loaded + config.columns) * word / (busy * costs.l1_bytes_per_sm),
+            issued / (busy * costs.instructions_per_sm),
         )
-        reduce = 0.0 if config.splits == 1 else 1e-6 + 2 * self.workspace_bytes(problem, config) / 4e12
-        return 4e-6 + seconds * -(-rounds // config.splits) * config.splits / rounds + 1.5e-6 * waves + reduce
+        reduce = self.reduce_seconds(problem, config, costs)
+        balance = -(-rounds // config.splits) * config.splits / rounds
+        return costs.launch_seconds + seconds * balance + costs.wave_seconds * waves + reduce
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -276,4 +293,4 @@ def _near(values: tuple[int, ...], value: int) -> list[int]:
     return [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
 
 
-FAMILY = DepthwiseAny(Config)
+FAMILY = DepthwiseAny(Config, Costs)
