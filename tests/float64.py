@@ -3,12 +3,12 @@ code."""
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_passes import other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 
 # Of one operand's images in float64, at a time: processes that share a GPU keep what they once had of its memory.
@@ -75,39 +75,77 @@ def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray
 
 
 def conv_fprop_on_host(p: ConvProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """The forward pass likewise."""
-    groups = p.feature_group_count
-    weight = rhs.astype(np.float64).reshape(p.taps, p.group_channels[0], groups, p.group_channels[1])
-    return np.einsum("xtgc,tcgk->xgk", _rows(p, lhs), weight).reshape(p.g_shape)
+    """The forward pass, tap by tap."""
+    groups, (c, k) = p.feature_group_count, p.group_channels
+    weight = rhs.astype(np.float64).reshape(*p.kernel_spatial, c, groups, k)
+    covered = _covered(p, lhs).reshape(p.batch, *_extents(p), groups, c)
+    out = np.zeros((p.batch, *p.output_spatial, groups, k))
+    for tap, pixels in _taps(p):
+        out += _product(covered[pixels], weight[tap])
+    return out.reshape(p.g_shape)
 
 
 def conv_dgrad_on_host(p: ConvProblem, g: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """The input gradient likewise, as a forward pass."""
-    (c, k), groups = p.group_channels, p.feature_group_count
-    taps = rhs.astype(np.float64).reshape(p.taps, c, groups, k)[::-1].transpose(0, 3, 2, 1)
-    return conv_fprop_on_host(other_way(p), g, taps)
+    """The input gradient likewise: what each tap gives to the pixels that it meets."""
+    groups, (c, k) = p.feature_group_count, p.group_channels
+    weight = rhs.astype(np.float64).reshape(*p.kernel_spatial, c, groups, k)
+    covered = np.zeros((p.batch, *_extents(p), groups, c))
+    given = g.astype(np.float64).reshape(p.batch, *p.output_spatial, groups, k)
+    for tap, pixels in _taps(p):
+        covered[pixels] += _product(given, weight[tap].transpose(2, 1, 0))
+    out = np.zeros(p.lhs_shape)
+    inside, places = _places(p)
+    out[inside] = covered.reshape(p.batch, *_extents(p), p.in_channels)[places]
+    return out
+
+
+def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """[..., groups, a] by [a, groups, b]."""
+    if w.shape[1] == 1:
+        return x @ w[:, 0]
+    return np.einsum("...ga,agb->...gb", x, w)
+
+
+def _taps(p: ConvProblem) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Each tap, and the pixels of the dilated and padded input that it meets."""
+    for tap in np.ndindex(*p.kernel_spatial):
+        steps = zip(tap, p.rhs_dilation, p.output_spatial, p.window_strides, strict=True)
+        starts = [(at * dilation, (out - 1) * stride, stride) for at, dilation, out, stride in steps]
+        yield tap, (slice(None), *(slice(start, start + reach + 1, step) for start, reach, step in starts))
+
+
+def _extents(p: ConvProblem) -> list[int]:
+    """Of what the windows cover of the dilated and padded (or cropped) input."""
+    sizes = zip(p.output_spatial, p.window_strides, p.kernel_spatial, p.rhs_dilation, strict=True)
+    return [(out - 1) * stride + (k - 1) * dilation + 1 for out, stride, k, dilation in sizes]
+
+
+def _places(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Which of the input's pixels are covered, and where they are there."""
+    inside, places = [np.arange(p.batch)], [np.arange(p.batch)]
+    steps = zip(p.input_spatial, p.lhs_dilation, p.padding, _extents(p), strict=True)
+    for size, dilation, (low, _), extent in steps:
+        place = np.arange(size) * dilation + low
+        inside.append(np.flatnonzero((place >= 0) & (place < extent)))
+        places.append(place[inside[-1]])
+    return np.ix_(*inside), np.ix_(*places)
+
+
+def _covered(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
+    """What the windows cover: [batch, pixels of each axis, C]."""
+    covered = np.zeros((p.batch, *_extents(p), p.in_channels))
+    inside, places = _places(p)
+    covered[places] = lhs[inside]
+    return covered
 
 
 def _rows(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
     """What the windows hold: [output pixels, taps, groups, C/groups]."""
     groups = p.feature_group_count
-    # What the windows cover of the dilated and padded (or cropped) input.
-    covered = [
-        (out - 1) * stride + (k - 1) * dilation + 1
-        for out, stride, k, dilation in zip(
-            p.output_spatial, p.window_strides, p.kernel_spatial, p.rhs_dilation, strict=True
-        )
-    ]
-    padded = np.zeros((p.batch, *covered, p.in_channels))
-    inside, places = [np.arange(p.batch)], [np.arange(p.batch)]
-    for size, dilation, (low, _), extent in zip(p.input_spatial, p.lhs_dilation, p.padding, covered, strict=True):
-        place = np.arange(size) * dilation + low
-        inside.append(np.flatnonzero((place >= 0) & (place < extent)))
-        places.append(place[inside[-1]])
-    padded[np.ix_(*places)] = lhs[np.ix_(*inside)]
-    image, *spatial, channel = padded.strides
+    covered = _covered(p, lhs)
+    image, *spatial, channel = covered.strides
     windows = np.lib.stride_tricks.as_strided(
-        padded,
+        covered,
         (p.batch, *p.output_spatial, *p.kernel_spatial, groups, p.in_channels // groups),
         (
             image,

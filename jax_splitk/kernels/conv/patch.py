@@ -110,6 +110,8 @@ class Patch(CudaFamily[ConvProblem, Config]):
         reason = refusals.dtypes(p, refusals.HALVES) or refusals.groups(p) or refusals.lhs_dilation(p)
         if (reason := reason or refusals.empty_dimensions(p)) is not None:
             return reason
+        if p.taps == 1:
+            return "a filter of one pixel; accepted: larger ones"
         if p.window_strides != p.kernel_spatial:
             return f"a filter of {p.kernel_spatial} with strides {p.window_strides}; accepted: strides of its size"
         if any(d != 1 and k != 1 for d, k in zip(p.rhs_dilation, p.kernel_spatial, strict=True)):
