@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable
 from jax_splitk.tuning import profile
 
 FORWARD, INPUT, WEIGHT, PRODUCT, OTHER = "forward", "input gradient", "weight gradient", "product", "other"
-PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)
+EITHER = "forward or input gradient"  # one of our kernels that computes both
+PASSES = (FORWARD, INPUT, EITHER, WEIGHT, PRODUCT, OTHER)
 
 # Of XLA's custom calls, by parts of their targets.
 _TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": INPUT, "convBackwardFilter": WEIGHT}
 _TARGETS |= {"cublas": PRODUCT}
 # Of kernels, by parts of their names. cuDNN's name the pass, as ours do but for these.
 _OURS = {"dot": PRODUCT, "reduce_dot": PRODUCT, "reduce_splits": WEIGHT, "reduce_tail": WEIGHT, "reduce_tiles": WEIGHT}
+_OURS |= dict.fromkeys(("conv", "reduce_conv", "depthwise", "gather", "grouped", "toeplitz"), EITHER)
 _KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
 _CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
 

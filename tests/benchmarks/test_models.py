@@ -14,7 +14,7 @@ from benchmarks import models
 from benchmarks.models import convnext, efficientnet, passes, resnet3d
 from benchmarks.models.__main__ import main
 from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params
-from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
+from benchmarks.models.passes import EITHER, FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
 from jax_splitk.tuning.session import session
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
@@ -116,9 +116,10 @@ def test_passes_of_kernels() -> None:
         "reduce_splits": WEIGHT,
         "nvjet_sm90_tst_64x64": PRODUCT,
         "reduce_dot": PRODUCT,
+        "conv": EITHER,
         "loop_add_fusion": OTHER,
     }
     assert {name: passes.of_launch(Launch(name, "", 0, 1), instructions) for name in kernels} == kernels
     launches = [Launch("nchwToNhwcKernel", "cudnn-conv-bw-filter.3", 0.0, 4e6), Launch("loop_add_fusion", "", 2e6, 6e6)]
     found = passes.milliseconds(launches, PROGRAM, steps=2)
-    assert found == {"busy": 3.0, FORWARD: 0.0, INPUT: 0.0, WEIGHT: 2.0, PRODUCT: 0.0, OTHER: 2.0}
+    assert found == {"busy": 3.0, FORWARD: 0.0, INPUT: 0.0, EITHER: 0.0, WEIGHT: 2.0, PRODUCT: 0.0, OTHER: 2.0}
