@@ -1,4 +1,4 @@
-"""Convolution weight gradients and products with quantized weights for JAX on NVIDIA Hopper."""
+"""Convolutions, their gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
 import sys as _sys
 

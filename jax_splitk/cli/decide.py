@@ -16,11 +16,11 @@ from typing import Any
 from jax_splitk.cli import output, stored
 from jax_splitk.cli.defaults import with_defaults
 from jax_splitk.cli.schema import FIELDS
-from jax_splitk.ops.explain import expected
-from jax_splitk.ops.explanation import Explanation, decision
+from jax_splitk.ops.explain import about_silent, expected
+from jax_splitk.ops.explanation import Decision, Explanation, decision
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings
-from jax_splitk.runtime.target import local_platform, target_for
+from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import decide, store, tuner
 from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import current, options
@@ -93,14 +93,20 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
                 served = [each for each in asked if ranked(*each)]
                 missing = decide.missing(served, arguments.again)
                 stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
-            decisions = [decision(select(problem, target, current(), measure=measure)) for problem in what]
+            decisions, notes = [decision(select(problem, target, current(), measure=measure)) for problem in what], ()
         else:
             failures = _run(what, arguments.script_arguments)
-            if target.is_local:
-                decisions = [decision(choice, count) for choice, count in watched.choices.items()]
-            else:
-                decisions = [expected(*asked, target, count) for asked, count in watched.asked.items()]
-    return Explanation(platform, tuple(decisions)), watched, failures
+            decisions, notes = _of_script(watched, target)
+    return Explanation(platform, tuple(decisions), notes=notes), watched, failures
+
+
+def _of_script(watched: Watched, target: Target) -> tuple[list[Decision], tuple[str, ...]]:
+    """The decisions for what a script lowered here, or would lower elsewhere, and what else there is to say."""
+    if target.is_local:
+        decisions = [decision(choice, count) for choice, count in watched.choices.items()]
+        return decisions, about_silent(watched.silent)
+    found = [expected(*asked, target, count) for asked, count in watched.asked.items()]
+    return [d for d in found if d is not None], ()
 
 
 def _script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:

@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     explain.epilog = _SCRIPT + (
         "A script runs as it always does, on the default backend, so that on a GPU what no cache has is tuned unless "
         "JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX lowers equal "
-        "operations of one function once. What a function leaves to lax is shown by jax_splitk.explain."
+        "operations of one function once. Forward passes and input gradients of conv_general_dilated that are lax's "
+        "are not listed. What a function leaves to lax is shown by jax_splitk.explain."
     )
     for each in (tune, explain):
         what = "a .py file, a .json file, or JSON text of a problem or a list"

@@ -121,8 +121,8 @@ def conv_fprop(
       window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
         precision: as in `jax.lax.conv_general_dilated`.
       preferred_element_type: dtype of the result, one of those above; None for lhs's.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or nobody measured, is
-        XLA's.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or XLA computes faster,
+        is XLA's.
 
     Returns:
       The convolution, e.g. [N, P, Q, K].
@@ -177,8 +177,8 @@ def conv_dgrad(
         `jax.lax.conv_general_dilated`.
       dimension_numbers, feature_group_count, batch_group_count, precision: likewise.
       preferred_element_type: dtype of the result, one of those above; None for g's.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or nobody measured, is
-        XLA's.
+      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or XLA computes faster,
+        is XLA's.
 
     Returns:
       The input gradient, of shape `lhs_shape`.
@@ -223,10 +223,10 @@ def conv_general_dilated(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` whose weight gradient is computed by `conv_wgrad`.
+    """`jax.lax.conv_general_dilated` whose passes are `conv_fprop`, `conv_dgrad` and `conv_wgrad`.
 
-    The first twelve parameters are lax's, in lax's order. The forward convolution and the input gradient are
-    `conv_fprop` and `conv_dgrad`, which are lax's where no kernel is faster, and so is forward mode. Works under every
+    The first twelve parameters are lax's, in lax's order. Where no kernel is faster, the forward pass and the input
+    gradient are lax's operations to the letter, and so is forward mode. Works under every
     transformation of lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map.
     Under vmap a mapped input widens the batch of one convolution and of one weight gradient, and a mapped weight makes
     groups (with a mapped input) or more output channels (without).

@@ -8,28 +8,33 @@ from typing import Any
 from jax_splitk.kernels import xla
 from jax_splitk.ops import trace
 from jax_splitk.ops.explanation import Decision, Explanation, decision
-from jax_splitk.ops.lax_convolutions import weight_gradients
+from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.ops.lax_products import dequantized_products
-from jax_splitk.ops.lowering import choose, only_xla
+from jax_splitk.ops.lowering import choose, competes, only_xla
 from jax_splitk.ops.propagation import Operation
+from jax_splitk.problems.conv_passes import PASSES
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options, current
-from jax_splitk.tuning.select import select
+from jax_splitk.tuning.select import is_silent, select
 
 # As JAX names what it lowers for.
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 _NO_GRADIENT = (
-    "This function has {} and no gradient of a weight: gradients are where jax_splitk acts. Explain jax.grad of a "
-    "loss, or the train step."
+    "This function has {} that no kernel of jax_splitk would compute faster, and no gradient of a weight, where "
+    "kernels gain most. Explain jax.grad of a loss, or the train step."
 )
 
 
 def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
-    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why. For each weight
-    gradient and each product with a quantized weight that is plain lax: what jax_splitk would do, and the gain.
+    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why. For each pass of a
+    convolution and each product with a quantized weight that is plain lax: what jax_splitk would do, and the gain.
+
+    Forward passes and input gradients that are lax's are left out, unless they were asked for by name: those for which
+    no kernel competes, and those that are counted in `notes`, because XLA is faster.
 
     Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map
     a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
@@ -64,52 +69,67 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     if platform is None:
         platform = local_platform()
     target = target_for(platform)
-    found: dict[Operation, Decision] = {}
     jaxpr = trace.traced(fn, args, kwargs)
-    for operation in trace.operations(jaxpr, fn, args, kwargs, platform):
-        if operation in found:
-            found[operation] = dataclasses.replace(found[operation], count=found[operation].count + 1)
-            continue
-        problem, options = operation.problem, operation.options
-        try:
-            choice = choose(problem, target, options, undivided=operation.undivided)
-        except (NotImplementedError, ValueError) as error:
-            found[operation] = Decision(problem, "none", None, options.config, None, 0, str(error))
-            continue
-        shown = decision(choice)
-        why = f"{shown.why}; {operation.note}" if operation.note else shown.why
-        found[operation] = dataclasses.replace(shown, why=why)
-    decisions, equations = tuple(found.values()), list(trace.equations(jaxpr))
-    unrouted = _unrouted([*weight_gradients(equations), *dequantized_products(jaxpr)], target)
-    notes = ()
+    operations = collections.Counter(trace.operations(jaxpr, fn, args, kwargs, platform))
+    found = {operation: _decision(operation, target, count) for operation, count in operations.items()}
+    decisions, equations = tuple(d for d in found.values() if d is not None), list(trace.equations(jaxpr))
+    unrouted = _unrouted([*passes(equations), *dequantized_products(jaxpr)], target)
+    silent = sum(count for operation, count in operations.items() if found[operation] is None)
+    notes = about_silent(silent)
     names = ("conv_general_dilated", "conv_fprop")
     convolutions = sum(eqn.primitive.name in names for eqn in equations)
-    if convolutions and not any(d.problem.op == "conv_wgrad" for d in (*decisions, *unrouted)):
-        notes = (_NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"),)
+    if convolutions and not any(isinstance(d.problem, ConvProblem) for d in (*decisions, *unrouted)):
+        notes = (*notes, _NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"))
     return Explanation(platform, decisions, unrouted, tuple(_gain(d, target) for d in unrouted), notes)
 
 
+def _decision(operation: Operation, target: Target, count: int) -> Decision | None:
+    """What computes an operation; None for a silent one."""
+    problem, options = operation.problem, operation.options
+    try:
+        choice = choose(problem, target, options, undivided=operation.undivided)
+    except (NotImplementedError, ValueError) as error:
+        return Decision(problem, "none", None, options.config, None, 0, str(error), count)
+    if is_silent(choice, options):
+        return None
+    shown = decision(choice, count)
+    return dataclasses.replace(shown, why=f"{shown.why}; {operation.note}") if operation.note else shown
+
+
+def about_silent(count: int) -> tuple[str, ...]:
+    """A note on so many silent passes, if there are any."""
+    passes = "passes" if count > 1 else "pass"
+    said = (
+        f"{count} more {passes} of convolutions (forward or input gradient): lax's, as XLA is faster than our kernels."
+    )
+    return (said,) * (count > 0)
+
+
 def _unrouted(problems: Iterable[Problem], target: Target) -> tuple[Decision, ...]:
-    """What routing would lead to, each problem once."""
-    found = []
+    """What routing would lead to, each problem once; of quiet passes those that would be ours."""
+    found: list[Decision | None] = []
     for problem, count in collections.Counter(problems).items():
+        quiet = isinstance(problem, PASSES)
         try:
             problem.validate()
         except ValueError as error:
-            found.append(Decision(problem, "none", None, None, None, 0, str(error), count))
+            found.append(None if quiet else Decision(problem, "none", None, None, None, 0, str(error), count))
         else:
-            found.append(expected(problem, current(), target, count))
-    return tuple(found)
+            options = current().of_another_pass() if quiet else current()
+            found.append(expected(problem, options, target, count))
+    return tuple(d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, PASSES)))
 
 
-def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision:
-    """What a problem would lead to on another machine, on one device."""
+def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision | None:
+    """What a problem would lead to on another machine, on one device; None for a quiet pass that would be lax's."""
     reason = only_xla(problem)
+    if options.quiet and (reason is not None or not competes(problem, target)):
+        return None
     try:
         choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)
     except (NotImplementedError, ValueError) as error:
         return Decision(problem, "none", None, options.config, None, 0, str(error), count)
-    return decision(choice, count)
+    return None if is_silent(choice, options) else decision(choice, count)
 
 
 def _gain(d: Decision, target: Target) -> str:

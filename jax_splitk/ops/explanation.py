@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.choice import Choice, gain
 
@@ -44,9 +45,10 @@ class Explanation:
 
     Attributes:
       decisions: of the function's jax_splitk operations.
-      unrouted: of what it leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions, and
-        products with arguments of a quantized dtype that are dequantized before. The decision is the one that routing
-        the operation to jax_splitk would lead to, if no partitioner of XLA's is in the way.
+      unrouted: of what it leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions, those of
+        their forward passes and input gradients that a kernel would compute, and products with arguments of a quantized
+        dtype that are dequantized before. The decision is the one that routing the operation to jax_splitk would lead
+        to, if no partitioner of XLA's is in the way.
       gains: for each of `unrouted`, what routing would save, in words.
       notes: what else there is to say, a sentence each.
     """
@@ -63,16 +65,20 @@ class Explanation:
             lines = [f"platform {self.platform}", *_table(self.decisions), _sum(self.decisions)]
         if self.unrouted:
             lines += ["", "left to lax; routed to jax_splitk they would be:", *_table(self.unrouted, self.gains)]
-            lines += [_HOW[op] for op in dict.fromkeys(d.problem.op for d in self.unrouted)]
+            lines += dict.fromkeys(_HOW[_routed_with(d.problem)] for d in self.unrouted)
         return "\n".join([*lines, *self.notes])
 
 
 _HOW = {
-    "conv_wgrad": "To route convolutions: jax_splitk.conv_general_dilated in place of lax.conv_general_dilated, or the "
-    "function traced inside `with jax_splitk.intercept():`.",
+    "convolution": "To route convolutions: jax_splitk.conv_general_dilated in place of lax.conv_general_dilated, or "
+    "the function traced inside `with jax_splitk.intercept():`.",
     "quantized_matmul": "To route products: jax_splitk.quantized_matmul(x, w) for w = jax_splitk.prepack("
     "jax_splitk.quantize(...)), which is made once. For x @ w.T in a gradient: its argument transposed=.",
 }
+
+
+def _routed_with(problem: Problem) -> str:
+    return "convolution" if isinstance(problem, ConvProblem) else problem.op
 
 
 def _table(decisions: Sequence[Decision], gains: Sequence[str] | None = None) -> list[str]:

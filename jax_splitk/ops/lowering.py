@@ -26,6 +26,7 @@ from jax_splitk.tuning import ahead
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select, would_serve
+from jax_splitk.tuning.session import session
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -84,6 +85,7 @@ def define(
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
             problem = routed(primitive, ctx.avals_in, params, platform)
             if problem is None:
+                _left_to_lax(primitive, ctx.avals_in, params)
                 return in_lax(primitive, ctx, operands, params)
             problem = served(problem, platform)
             undivided = None
@@ -94,6 +96,8 @@ def define(
                 undivided = division
             custom_call = _chosen(ctx, problem, platform, params["options"], undivided)
             (out,) = ctx.avals_out
+            if custom_call is None and params["options"].quiet:
+                return in_lax(primitive, ctx, operands, params)  # to the letter, so that XLA fuses it as it does lax's
             if custom_call is None:
                 function = _compat.over_auto_axes(with_xla(problem, params, out), _compat.explicit_sharding(out))
             elif (function := with_kernel(problem, params, out, custom_call)) is None:
@@ -108,12 +112,28 @@ def routed(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any], p
     options: Options = params["options"]
     if not options.quiet:
         return primitive.problem_of(avals, params)
-    sizes = [size for aval in avals for size in aval.shape]
-    if options.implementation == "xla" or not _compat.is_known(*sizes) or 0 in sizes:
+    if options.implementation == "xla" or not _has_elements(avals):
         return None
-    problem, target = primitive.problem_of(avals, params), target_for(platform)
-    competing = (family for family in kernels.families(problem.op, platform) if family.competes)
-    return problem if any(family.refusal(problem, None, target) is None for family in competing) else None
+    problem = primitive.problem_of(avals, params)
+    return problem if competes(problem, target_for(platform)) else None
+
+
+def competes(problem: Problem, target: Target) -> bool:
+    """Whether a pass that the caller did not name may be a kernel's."""
+    competing = (family for family in kernels.families(problem.op, target.platform) if family.competes)
+    return any(family.refusal(problem, None, target) is None for family in competing)
+
+
+def _has_elements(avals: Sequence[Any]) -> bool:
+    """Whether the sizes are known, and none is 0."""
+    sizes = [size for aval in avals for size in aval.shape]
+    return _compat.is_known(*sizes) and 0 not in sizes
+
+
+def _left_to_lax(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Tells those who watch of a pass for which no kernel of this platform competes: one of another may."""
+    if session().is_watched and _has_elements(avals):
+        session().asked(primitive.problem_of(avals, params), params["options"])
 
 
 def in_lax(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -173,6 +193,8 @@ def choose(
     if reason is not None:
         return Choice(problem, XLA, reason, costs=problem.refusal is None and target.is_hopper)
     if undivided is not None and options.implementation != "xla":
+        if options.quiet and (whole := select(problem, target, options)).candidate == XLA:
+            return whole  # divided or not
         if options.explicit:
             raise NotImplementedError(
                 f"{problem}: implementation={options.implementation!r} under automatic partitioning over several "

@@ -188,10 +188,18 @@ def _predicted(
     return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 
 
+def is_silent(choice: Choice, options: Options) -> bool:
+    """Whether it is a quiet pass that is lax's because XLA is faster: nothing that anybody has to know."""
+    return options.quiet and choice.candidate == XLA and not choice.costs
+
+
 def announce(choice: Choice, options: Options) -> None:
-    """One log line for each problem and outcome: falling back is never silent, and a warning for each reason where that
-    costs time."""
-    session().lowered(choice, options)
+    """One log line for each problem and outcome: falling back is silent only where nobody asked for more, and a warning
+    for each reason where it costs time."""
+    silent = is_silent(choice, options)
+    session().lowered(choice, options, silent=silent)
+    if silent:
+        return
     if choice.costs and session().is_first("costs", choice.because):
         _logger.warning("%s: XLA where a kernel would serve: %s (said once for a reason)", choice.problem, choice.why)
     elif _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):

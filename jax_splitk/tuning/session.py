@@ -24,8 +24,9 @@ class Watched:
     Attributes:
       again: whether what a cache already has is measured too, each key once.
       exact: whether a problem is measured itself, where another one's decision would do.
-      choices: of every operation that was lowered, with how often.
-      asked: the same, by problem and the caller's options.
+      choices: of every operation that was lowered, with how often, without silent ones.
+      silent: how many passes were left to lax because XLA is faster (`tuning.select.is_silent`).
+      asked: all that was lowered, by problem and the caller's options; also what no kernel of this platform is for.
       entries: by key, where a cache or a measurement was asked; None where neither had an answer.
       measured: the keys that were measured.
     """
@@ -33,6 +34,7 @@ class Watched:
     again: bool = False
     exact: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
+    silent: int = 0
     asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
     entries: dict[Key, Entry | None] = dataclasses.field(default_factory=dict)
     measured: set[Key] = dataclasses.field(default_factory=set)
@@ -96,10 +98,20 @@ class Session:
         finally:
             self._watchers.remove(watched)
 
-    def lowered(self, choice: Choice, options: Options) -> None:
-        asked = (choice.problem, options)
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._watchers)
+
+    def lowered(self, choice: Choice, options: Options, *, silent: bool) -> None:
+        self.asked(choice.problem, options)
         for watched in self._watchers:
-            watched.choices[choice] = watched.choices.get(choice, 0) + 1
+            watched.silent += silent
+            if not silent:
+                watched.choices[choice] = watched.choices.get(choice, 0) + 1
+
+    def asked(self, problem: Problem, options: Options) -> None:
+        asked = (problem, options)
+        for watched in self._watchers:
             watched.asked[asked] = watched.asked.get(asked, 0) + 1
 
     def decided(self, key: Key, entry: Entry | None) -> None:

@@ -39,7 +39,7 @@ def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
     illegal["choice"]["config"]["splits"] = 10**6
     (folder / key_of(PROBLEMS[3]).file).write_text(json.dumps(illegal))
     files = {
-        "1" * 40: (whole[: len(whole) // 2].encode(), "Expecting"),
+        "1" * 40: (whole[: whole.rindex("}")].encode(), "Expecting ',' delimiter"),
         "2" * 40: (b"\xff\x00\xfe", "can't decode"),
         "3" * 40: (b"[" * 100_000, "recursion"),
         "4" * 40: (b"[]", "key None"),

@@ -18,6 +18,7 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.__main__ import main
 from jax_splitk.cli.schema import FIELDS
+from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.operations import OPERATIONS
@@ -274,6 +275,36 @@ def test_explain_script_shows_what_was_lowered(cache: pathlib.Path, script: path
     assert {other["why"] for other in others} <= {"implementation='xla' was asked for"}
     script.write_text("")
     assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
+
+
+FORWARD = """
+    import jax
+    from jax import numpy as jnp
+    import jax_splitk
+
+    NUMBERS = ("NHWC", "HWIO", "NHWC")
+    layer = lambda x, w: jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS)
+    w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+    for batch, pixels in ((8, 14), (256, 56)):
+        jax.jit(layer).lower(jax.ShapeDtypeStruct((batch, pixels, pixels, 64), jnp.bfloat16), w)
+"""
+
+
+def test_explain_script_shows_forward_passes_where_kernels_are_faster(script: pathlib.Path, capsys: Any) -> None:
+    script.write_text(textwrap.dedent(FORWARD))
+    assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
+    (decision,) = run(capsys, "explain", script, "--platform", "cuda")["decisions"]
+    assert (decision["problem"]["op"], decision["problem"]["batch"]) == ("conv_fprop", 8)
+    assert (decision["implementation"], decision["count"]) == ("cutlass", 1)
+
+
+def test_explain_script_counts_passes_that_xla_computes_faster(
+    script: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.write_text(textwrap.dedent(FORWARD))
+    monkeypatch.setattr(conv_host.ConvHost, "competes", True)
+    shown = text(capsys, "explain", script)
+    assert shown.startswith("no jax_splitk operations (platform cpu)\n2 more passes of convolutions (forward or input")
 
 
 def test_explain_in_a_process_of_its_own(script: pathlib.Path, cache: pathlib.Path) -> None:

@@ -4,21 +4,28 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk.kernels.conv import host
 from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.ops import trace
+from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.explanation import Decision
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST
+from jax_splitk.runtime.target import target_for
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.key import key_for
 from tests.convolutions import GEOMETRIES, PLAIN, Conv
 from tests.exhaustive import thinned
 from tests.problems import generator
@@ -267,6 +274,46 @@ def test_a_step_whose_three_passes_are_kernels(compute_dtype: str | None) -> Non
                         jax.tree.leaves(jax.value_and_grad(functools.partial(loss, conv.lax), (0, 1))(lhs, rhs)),
                         strict=True):  # fmt: skip
             np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def decided_for_xla(passes: Sequence[Decision]) -> jax_splitk.TuningResult:
+    """What tuning would say of these passes if XLA were faster."""
+    keys = [key_for(d.problem, target_for("cpu")) for d in passes]
+    return jax_splitk.TuningResult(tuple((key, Entry.of(key, XLA, [Measurement(XLA, 5.0)])) for key in keys))
+
+
+def placed(devices: str, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """On one device, or with the batch over several."""
+    if devices == "one":
+        return lhs, rhs
+    axis_type = AxisType.Auto if devices == "automatic axes" else AxisType.Explicit
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    return jax.device_put(lhs, NamedSharding(mesh, P("data"))), jax.device_put(rhs, NamedSharding(mesh, P()))
+
+
+@pytest.mark.usefixtures("competing")
+@pytest.mark.parametrize("devices", ["one", "automatic axes", "explicit axes"])
+def test_passes_that_xla_computes_faster_are_laxs_text_and_silent(
+    devices: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conv = dataclasses.replace(PLAIN, channels=(4, 4), strides=(2, 1))
+    lhs, rhs, _ = conv.integers(generator(13))
+    monkeypatch.setattr(lowering, "would_serve", lambda problem, target: True)  # as on an H200
+
+    def step(layer: Function, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.square(layer(x, w)).sum())(x)
+
+    ours, theirs = (functools.partial(step, layer) for layer in (conv.ours, conv.lax))
+    decisions = jax_splitk.explain(ours, lhs, rhs).decisions
+    assert [(d.problem.op, d.implementation) for d in decisions] == [("conv_fprop", "host"), ("conv_dgrad", "host")]
+    lhs, rhs = placed(devices, lhs, rhs)
+    with decided_for_xla(decisions), caplog.at_level(logging.DEBUG, "jax_splitk"):
+        found = jax_splitk.explain(ours, lhs, rhs)
+        text = jax.jit(ours).lower(lhs, rhs).as_text()
+    assert text == jax.jit(theirs).lower(lhs, rhs).as_text()
+    assert caplog.text == ""
+    assert found.decisions == ()
+    assert found.notes[0].startswith("2 more passes of convolutions (forward or input gradient): lax's, as XLA is")
 
 
 @pytest.mark.parametrize("kind", [ConvFpropProblem, ConvDgradProblem])

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ import jax_splitk
 from jax_splitk import explain
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning.options import Options
@@ -22,6 +26,7 @@ from jax_splitk.tuning.select import select
 NHWC = ("NHWC", "HWIO", "NHWC")
 LHS = jax.ShapeDtypeStruct((8, 14, 14, 64), jnp.bfloat16)
 RHS = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+LARGE = jax.ShapeDtypeStruct((256, 56, 56, 64), jnp.bfloat16)  # whose dense passes are XLA's
 FIRST = jax.ShapeDtypeStruct((8, 14, 14, 3), jnp.bfloat16)
 FIRST_RHS = jax.ShapeDtypeStruct((3, 3, 3, 64), jnp.bfloat16)
 
@@ -36,26 +41,68 @@ def loss(w: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
     return layer(x, w, **options).astype(jnp.float32).sum()
 
 
-def counts(fn: Any, *args: Any, platform: str = "cuda") -> list[tuple[str, int]]:
-    return [(str(d.problem), d.count) for d in explain(fn, *args, platform=platform).decisions]
+def squared(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.square(layer(x, w).astype(jnp.float32)).sum()
+
+
+def counts(fn: Any, *args: Any, platform: str = "cuda", op: str = "conv_wgrad") -> list[tuple[str, int]]:
+    found = explain(fn, *args, platform=platform).decisions
+    return [(str(d.problem), d.count) for d in found if d.problem.op == op]
+
+
+def wgrad(lhs: jax.Array, g: jax.Array) -> jax.Array:
+    return jax_splitk.conv_wgrad(lhs, g, RHS.shape, (1, 1), "SAME", dimension_numbers=NHWC)
+
+
+def wgrads(found: Sequence[Decision]) -> list[Decision]:
+    return [d for d in found if d.problem.op == "conv_wgrad"]
 
 
 PROBLEM_TEXT = "conv_wgrad bfloat16->bfloat16 lhs 8x14x14x64 g 8x14x14x64 kernel 3x3 stride 1x1"
+PART_TEXT = PROBLEM_TEXT.replace("8x14", "2x14")  # of a device of 4
 ONE = [(PROBLEM_TEXT, 1)]
 
 
-def test_the_forward_pass_has_none() -> None:
-    found = explain(loss, RHS, LHS, platform="cuda")
+def of_pass(op: str, text: str = PROBLEM_TEXT) -> str:
+    return text.replace("conv_wgrad", op)
+
+
+def test_each_pass_has_a_decision_where_kernels_compete() -> None:
+    for fn, ops in (
+        (loss, ["conv_fprop"]),
+        (jax.grad(loss), ["conv_fprop", "conv_wgrad"]),
+        (jax.grad(loss, 1), ["conv_fprop", "conv_dgrad"]),
+        (jax.grad(loss, (0, 1)), ["conv_fprop", "conv_wgrad", "conv_dgrad"]),
+    ):
+        found = explain(fn, RHS, LHS, platform="cuda")
+        assert sorted(str(d.problem) for d in found.decisions) == sorted(map(of_pass, ops))
+        assert {d.implementation for d in found.decisions} == {"cutlass"}
+        assert (found.unrouted, found.notes) == ((), ())
+
+
+def test_where_no_kernel_competes_a_note_says_what_to_explain() -> None:
+    found = explain(loss, RHS, LHS, platform="rocm")
     assert found.decisions == ()
     title, note = str(found).splitlines()
-    assert title == "no jax_splitk operations (platform cuda)"
-    assert note.startswith(
-        "This function has 1 convolution and no gradient of a weight: gradients are where jax_splitk"
-    )
-    of_input = explain(jax.grad(loss, 1), RHS, LHS, platform="cuda")
+    assert title == "no jax_splitk operations (platform rocm)"
+    assert note.startswith("This function has 1 convolution that no kernel of jax_splitk would compute faster, and no")
+    of_input = explain(jax.grad(loss, 1), RHS, LHS, platform="rocm")
     assert (of_input.decisions, of_input.unrouted, len(of_input.notes)) == ((), (), 1)
-    assert explain(jax.grad(loss), RHS, LHS, platform="cuda").notes == ()
+    assert explain(jax.grad(loss), RHS, LHS, platform="rocm").notes == ()
     assert str(explain(jnp.sin, LHS, platform="cpu")) == "no jax_splitk operations (platform cpu)"
+
+
+@on_cpu
+def test_passes_that_xla_computes_faster_are_only_counted() -> None:
+    step = jax.grad(lambda w, x: loss(w, layer(layer(x, w), w)))
+    found = explain(step, RHS, LARGE, platform="cuda")
+    assert [(d.problem.op, d.count) for d in found.decisions] == [("conv_wgrad", 3)]
+    (note,) = found.notes
+    assert note.startswith("5 more passes of convolutions (forward or input gradient): lax's, as XLA is faster")
+    assert explain(functools.partial(loss, implementation="xla"), RHS, LARGE, platform="cuda").decisions == ()
+    (named,) = explain(lambda w, x: jax_splitk.conv_fprop(x, w, (1, 1), "SAME", dimension_numbers=NHWC), RHS, LARGE,
+                       platform="cuda").decisions  # fmt: skip
+    assert (named.implementation, named.why[:27]) == ("xla", "the cost model predicts tha")
 
 
 def test_found_in_all_that_holds_a_jaxpr() -> None:
@@ -77,8 +124,9 @@ def test_found_in_all_that_holds_a_jaxpr() -> None:
 
 def test_found_in_shard_map_with_a_devices_part() -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    fn = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    assert counts(fn, RHS, LHS) == [(PROBLEM_TEXT.replace("8x14", "2x14"), 1)]
+    fn = jax.shard_map(jax.grad(squared, (0, 1)), mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")))
+    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        assert counts(fn, RHS, LHS, op=op) == [(of_pass(op, PART_TEXT), 1)]
 
 
 def test_a_partitioned_program_shows_each_devices_part() -> None:
@@ -90,7 +138,9 @@ def test_a_partitioned_program_shows_each_devices_part() -> None:
     grad = jax.grad(loss)
     constrained = jax.jit(lambda w, x: grad(w, lax.with_sharding_constraint(x, split)))
     held = jax.device_put(jnp.ones(lhs.shape, lhs.dtype), split)
-    part = [(PROBLEM_TEXT.replace("8x14", "2x14"), 1)]
+    part = [(PART_TEXT, 1)]
+    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        assert counts(jax.grad(squared, (0, 1)), rhs, sharded, op=op) == [(of_pass(op, PART_TEXT), 1)]
     for fn, args in (
         (grad, (rhs, sharded)),
         (jax.jit(grad), (rhs, held)),
@@ -119,8 +169,9 @@ def test_calls_of_one_function_are_counted_in_a_partitioned_program() -> None:
         x = one(one(x, w), w)
         return lax.scan(lambda x, _: (one(x, w), None), x, None, 5)[0].astype(jnp.float32).sum()
 
-    text = PROBLEM_TEXT.replace("8x14", "2x14")
-    assert counts(jax.grad(net), RHS, sharded) == [(text, 3)]
+    assert counts(jax.grad(net), RHS, sharded) == [(PART_TEXT, 3)]
+    for op, count in (("conv_fprop", 3), ("conv_dgrad", 2)):
+        assert counts(jax.grad(net), RHS, sharded, op=op) == [(of_pass(op, PART_TEXT), count)]
 
 
 @pytest.mark.parametrize("platform", ["tpu9", "", 3, pytest.param("gpu", id="a backend")])
@@ -131,9 +182,6 @@ def test_an_unknown_platform_is_refused(platform: Any) -> None:
 
 def test_vmap_shows_the_batched_problem() -> None:
     many = jax.ShapeDtypeStruct((5, *LHS.shape), LHS.dtype)
-    wgrad = functools.partial(
-        jax_splitk.conv_wgrad, rhs_shape=RHS.shape, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
-    )
     assert counts(jax.vmap(wgrad, (None, 0)), LHS, many) == [(PROBLEM_TEXT.replace("g 8x14x14x64", "g 8x14x14x320"), 1)]
     of_each = PROBLEM_TEXT.replace("lhs 8x14x14x64 g 8x14x14x64", "lhs 8x14x14x320 g 8x14x14x320") + " groups 5"
     assert counts(jax.vmap(wgrad), many, many) == [(of_each, 1)]
@@ -147,18 +195,17 @@ def test_equal_operations_are_counted_and_others_listed_in_order() -> None:
         return layer(x, ws[4], workspace_limit_bytes=0).astype(jnp.float32).sum()
 
     found = explain(jax.grad(net), [FIRST_RHS, RHS, RHS, RHS, RHS], FIRST, platform="cuda").decisions
-    # Backwards: the last layer has options of its own, the first has another shape.
-    assert [(d.count, d.implementation, d.problem.in_channels) for d in found] == [
-        (1, "cutlass", 64),
-        (3, "cutlass", 64),
-        (1, "cutlass", 3),
-    ]
-    assert found[0].workspace_bytes == 0
+    # The first layer has another shape, the last one options of its own. Gradients come backwards.
+    there, back = [(1, "cutlass", 3), (3, "cutlass", 64), (1, "cutlass", 64)], [(1, "cutlass", 64), (3, "cutlass", 64)]
+    for op, expected in (("conv_fprop", there), ("conv_dgrad", back), ("conv_wgrad", [*back, (1, "cutlass", 3)])):
+        of_op = [d for d in found if d.problem.op == op]
+        assert [(d.count, d.implementation, d.problem.in_channels) for d in of_op] == expected
+    assert wgrads(found)[0].workspace_bytes == 0
 
 
 @on_cpu
 def test_platforms_on_a_machine_without_a_gpu() -> None:
-    (decision,) = explain(jax.grad(loss), RHS, LHS, platform="cuda").decisions
+    decision = explain(jax.grad(loss), RHS, LHS, platform="cuda").decisions[-1]
     choice = select(decision.problem, DEFAULT_CUDA, Options())
     assert (decision.implementation, decision.family) == ("cutlass", choice.family.name)
     assert (decision.config, decision.splits, decision.why) == (choice.config, choice.config.splits, choice.why)
@@ -183,7 +230,7 @@ def test_what_is_explained_is_what_is_lowered() -> None:
 
 def test_an_impossible_choice_is_shown_not_raised() -> None:
     grad = jax.grad(functools.partial(loss, implementation="host"))
-    (decision,) = explain(grad, RHS, LHS, platform="cuda").decisions
+    (decision,) = wgrads(explain(grad, RHS, LHS, platform="cuda").decisions)
     assert (decision.implementation, decision.family, decision.workspace_bytes) == ("none", None, 0)
     assert "wgrad_host: runs on cpu, not cuda" in decision.why
     config = wgrad_host.Config(10**6, 64)
@@ -193,7 +240,7 @@ def test_an_impossible_choice_is_shown_not_raised() -> None:
 
 
 def test_the_table_shows_every_field() -> None:
-    found = explain(lambda *xs: (jax.grad(loss)(*xs), jax.grad(loss)(*xs)), RHS, LHS, platform="cuda")
+    found = explain(lambda *xs: (wgrad(*xs), wgrad(*xs)), LHS, LHS, platform="cuda")
     (d,) = found.decisions
     title, header, row, total = str(found).splitlines()
     assert title == "platform cuda"
@@ -212,7 +259,7 @@ def test_nothing_runs_and_keyword_arguments_pass() -> None:
         jax.debug.callback(lambda: ran.append(1))
         return jax.grad(loss)(w, x)
 
-    assert len(explain(fn, RHS, x=LHS, platform="cuda").decisions) == 1
+    assert len(wgrads(explain(fn, RHS, x=LHS, platform="cuda").decisions)) == 1
     assert ran == []
 
 
@@ -229,21 +276,23 @@ def test_a_plain_convolution_is_listed_with_its_gain() -> None:
     x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)  # which the shipped table has
     routed = jax_splitk.intercept()(plain)
     found = explain(jax.grad(plain), RHS, x, platform="cuda")
-    (expected,) = explain(jax.grad(routed), RHS, x, platform="cuda").decisions
-    assert (found.decisions, found.unrouted) == ((), (expected,))
+    (expected,) = wgrads(explain(jax.grad(routed), RHS, x, platform="cuda").decisions)
+    assert (found.decisions, wgrads(found.unrouted)) == ((), [expected])
     us, xla_us = expected.us, expected.xla_us
     assert us is not None
     assert xla_us is not None
     assert us < xla_us
-    assert found.gains == (f"{xla_us - us:.1f} of {xla_us:.1f} us",)
-    assert found.gains[0] in str(found)
-    assert "jax_splitk.intercept()" in str(found)
+    gain = found.gains[found.unrouted.index(expected)]
+    assert gain == f"{xla_us - us:.1f} of {xla_us:.1f} us"
+    assert gain in str(found)
+    assert str(found).count("jax_splitk.intercept()") == 1
     # Both ways in one function; what was not measured is predicted.
-    both = explain(jax.grad(lambda w, x: plain(w, x) + loss(w, x)), RHS, LHS, platform="cuda")
-    (decision,) = both.decisions
-    assert both.unrouted == (decision,)
-    assert decision.xla_us is None
-    assert re.fullmatch(r"about [\d.]+ of [\d.]+ us, both predicted", both.gains[0])
+    both = explain(jax.grad(lambda w, x: plain(w, x) + loss(w, x), (0, 1)), RHS, LHS, platform="cuda")
+    assert {d.problem.op for d in both.decisions} == {"conv_fprop", "conv_dgrad", "conv_wgrad"}
+    assert set(both.unrouted) == set(both.decisions)
+    for decision, gain in zip(both.unrouted, both.gains, strict=True):
+        assert decision.xla_us is None
+        assert re.fullmatch(r"about [\d.]+ of [\d.]+ us, both predicted", gain)
     assert explain(jax.grad(plain), RHS, x, platform="cpu").gains[0] in ("none", "not known: XLA was not measured")
 
 
@@ -260,24 +309,43 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint, None])
-def test_the_problem_of_a_plain_convolution_is_the_routed_ones(name: str, inside: Any) -> None:
+def test_the_problems_of_a_plain_convolution_are_the_routed_ones(name: str, inside: Any) -> None:
     geometry = GEOMETRIES[name]
     x, w = jnp.ones((4, 12, 13, 8)), jnp.ones((3, 2, 8 // geometry.get("feature_group_count", 1), 8))
     if name == "channels first":
         x, w = x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)
     fn = functools.partial(plain, **geometry)
     fn = fn if inside is None else inside(fn)
-    (decision,) = explain(jax.grad(fn, (0, 1)), w, x, platform="cpu").unrouted
+    found = set(passes(list(trace.equations(trace.traced(jax.grad(fn, (0, 1)), (w, x), {})))))
     with jax_splitk.intercept():
-        (expected,) = explain(jax.grad(fn, (0, 1)), w, x, platform="cpu").decisions
-    assert decision.problem == expected.problem
+        routed = trace.equations(trace.traced(jax.grad(fn, (0, 1)), (w, x), {}))
+        expected = {
+            eqn.primitive.problem_of([var.aval for var in eqn.invars], eqn.params)
+            for eqn in routed
+            if isinstance(eqn.primitive, lowering.Primitive)
+        }
+    assert found == expected
+    assert len(found) == 3
 
 
 def test_other_convolutions_are_not_listed() -> None:
     integers, weights = jnp.ones((1, 4, 4, 2), jnp.int8), jnp.ones((3, 3, 2, 2), jnp.int8)
-    for fn, args in ((plain, (weights, integers)), (plain, (RHS, LHS)), (jax.grad(plain, 1), (RHS, LHS))):
-        found = explain(fn, *args, platform="cuda")
-        assert (found.decisions, found.unrouted) == ((), ())
+    empty = jax.ShapeDtypeStruct((0, *LHS.shape[1:]), LHS.dtype)
+    for fn, args in ((plain, (weights, integers)), (plain, (RHS, empty))):
+        assert explain(fn, *args, platform="cuda").unrouted == ()
+    for platform in ("rocm", "cpu"):  # where none competes
+        for fn in (plain, jax.grad(plain, 1)):
+            found = explain(fn, RHS, LHS, platform=platform)
+            assert (found.decisions, found.unrouted, len(found.notes)) == ((), (), 1)
+
+
+@on_cpu
+def test_what_routing_would_leave_to_xla_is_not_listed() -> None:
+    found = explain(jax.grad(plain, (0, 1)), RHS, LARGE, platform="cuda")
+    assert [d.problem.op for d in found.unrouted] == ["conv_wgrad"]
+    with jax_splitk.options(implementation="xla"):
+        of_forward = explain(plain, RHS, LHS, platform="cuda")
+    assert (of_forward.unrouted, len(of_forward.notes)) == ((), 1)
 
 
 def dequantized(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
@@ -333,24 +401,28 @@ def test_other_products_are_not_listed() -> None:
 @on_cpu
 def test_the_sum_of_a_step() -> None:
     x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
-    measured, predicted = jax.grad(loss), lambda w: jax.grad(loss)(w, jnp.zeros(LHS.shape, LHS.dtype))
-    double = lambda w: jax.grad(loss)(w.astype(jnp.float64), jnp.zeros(LHS.shape, jnp.float64))  # noqa: E731
+    double = jax.ShapeDtypeStruct(LHS.shape, jnp.float64)
 
     def total(fn: Any, *args: Any) -> tuple[str, ...]:
         title, *_, line = str(explain(fn, *args, platform="cuda")).splitlines()
         assert title == "platform cuda"
         return tuple(line.split("; ")[:-1])
 
-    (one,) = explain(measured, RHS, x, platform="cuda").decisions
-    (two,) = explain(predicted, RHS, platform="cuda").decisions
+    (one,) = explain(wgrad, x, x, platform="cuda").decisions
+    (two,) = explain(wgrad, LHS, LHS, platform="cuda").decisions
     assert one.us is not None
     assert two.us is not None
     us, both = f"{one.us:.1f} us", f"{one.us + two.us:.1f} us"
     xla = f"{one.xla_us:.1f} us, gain {one.xla_us - one.us:.1f} us ({one.xla_us / one.us:.2f} times as fast)"
-    assert total(measured, RHS, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
-    together = lambda w, x: (measured(w, x), predicted(w))  # noqa: E731
+    assert total(wgrad, x, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
+    together = lambda x, other: (wgrad(x, x), wgrad(other, other))  # noqa: E731
     said = ("sum: 2 operations", f"{both} measured or predicted", f"{us} measured for 1 of them, XLA {xla}")
-    assert total(together, RHS, x) == said
+    assert total(together, x, LHS) == said
     with jax.enable_x64(True):
-        found = total(lambda w, x: (measured(w, x), double(w)), RHS, x)
+        found = total(together, x, double)
     assert found == ("sum: 2 operations", f"{us} measured for 1 of them, XLA {xla}")
+    step = explain(jax.grad(loss, (0, 1)), RHS, LHS, platform="cuda").decisions
+    assert total(jax.grad(loss, (0, 1)), RHS, LHS) == (
+        "sum: 3 operations",
+        f"{sum(d.us or 0 for d in step):.1f} us predicted",
+    )
