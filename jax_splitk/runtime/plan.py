@@ -33,7 +33,8 @@ TARGETS = (LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TA
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2
 
-TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # 0: bytes
+TF32 = "tfloat32"  # float32 that a load rounds to tf32, to nearest
+TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9, TF32: 11}  # 0: bytes
 SWIZZLE_128B = 3
 L2_PROMOTION_256B = 3
 

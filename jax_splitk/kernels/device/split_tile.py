@@ -66,10 +66,15 @@ def is_whole(size: int) -> bool:
     return size % BOX == 0
 
 
+def map_dtype(dtype: str) -> str:
+    """Of an operand's tensor map: its loads round float32, of which the tensor cores would cut off the low bits."""
+    return plan.TF32 if dtype == "float32" else dtype
+
+
 def operand_map(buffer: int, dtype: str, shape: tuple[int, ...], order: str, tile: int) -> plan.TiledMap:
     """The dimensions as (contiguous, other, batch), wherever the batch lies in memory; `order` names them by b, k and
     another letter. A box has `tile` of the last."""
-    item = jnp.dtype(dtype).itemsize
+    item, dtype = jnp.dtype(dtype).itemsize, map_dtype(dtype)
     strides = {order[axis]: math.prod(shape[axis + 1 :]) * item for axis in range(3)}
     sizes = dict(zip(order, shape, strict=True))
     inner = order[-1]

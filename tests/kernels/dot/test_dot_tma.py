@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.dot import as_wgrad, refusals, tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots
+from tests import dots, emulator, tf32
 from tests.problems import seeded
 
 LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
+
+FLOAT32 = {"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk"}
 
 
 @pytest.mark.parametrize(
@@ -33,11 +35,13 @@ LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
         ),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"dtype": "float32"}, "float32 with m and n contiguous; accepted: k in both"),
-        ({"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk", "precision": "highest"}, "precision 'highest'"),
+        ({**FLOAT32, "precision": "highest"}, "precision 'highest'"),
         ({"m": 100}, "m=100, which is contiguous; accepted: multiples of 8"),
         ({"rhs_order": "bnk", "n": 6}, "n=6; accepted: multiples of 4"),
         ({"rhs_order": "bnk", "k": 65532}, "k=65532, which is contiguous; accepted: multiples of 8"),
         ({"bias": "n", "bias_dtype": "float64"}, "bias_dtype float64; accepted: float32, bfloat16, float16"),
+        ({**FLOAT32, "m": 1}, "float32 with m=1, which XLA computes without tf32; accepted: at least 2"),
+        ({**FLOAT32, "m": 4, "n": 20, "k": 4}, "float32 with (m + n) * k = 96: XLA computes it without tf32"),
         ({"residual_dtype": "float64"}, "residual_dtype float64; accepted: float32, bfloat16, float16"),
         ({"batch": 70000, "k": 8, "m": 8, "n": 8}, "batch 70000; accepted: at most 65535"),
     ],
@@ -62,6 +66,31 @@ def test_refuses_what_it_cannot_compute(changes: dict[str, object], reason: str)
 def test_refuses_configs(config: Config, reason: str) -> None:
     refusal = FAMILY.config_refusal(LONG, config)
     assert refusal is not None and refusal.startswith(reason)
+
+
+def test_tf32_is_for_what_xla_computes_in_it() -> None:
+    """In other words it takes no product whose float32 XLA keeps: an outer product, a vector, a small loop."""
+    for m, n, k, served in ((12, 44, 1, False), (12, 8, 4, False), (12, 8, 5, True), (12, 44, 2, True)):
+        problem = DotProblem(1, m, n, k, "bkm", "bkn", "float32", "float32")
+        assert (as_wgrad.TF32.problem_refusal(problem) is None) == served
+        assert as_wgrad.HOST.problem_refusal(problem) is None
+        halves = dataclasses.replace(problem, m=8, n=48, dtype="bfloat16")
+        assert FAMILY.problem_refusal(halves) is None
+
+
+def test_float32_is_rounded_to_nearest() -> None:
+    """As the loads do; the tensor cores would cut the low bits off, an error 2.6 times as large."""
+    problem = DotProblem(1, 72, 64, 1032, "bmk", "bnk", "float32", "float32")
+    with seeded(73) as rng:
+        operands = [rng.normal(size=shape).astype(np.float32) for shape in (problem.lhs_shape, problem.rhs_shape)]
+        operands[0][0, 0, :4] = np.uint32([0x3F801000, 0x3F803000, 0x3FFFFFFF, 0x00000FFF]).view(np.float32)
+        out = np.zeros(problem.out_shape, np.float32)
+        emulator.run(FAMILY.plan(problem, Config(64, 64, 4, 2, "cluster")), operands, [out])
+    nearest = dots.exactly(problem, *(tf32.nearest(x) for x in operands))
+    assert np.linalg.norm(out - nearest) <= 1e-6 * np.linalg.norm(nearest)
+    exact = dots.exactly(problem, *(x.astype(np.float64) for x in operands))
+    # Each operand's error is uniform in half a unit of 2**-10 to both sides, relative to values of 1 to 2.
+    assert 1e-4 < np.linalg.norm(out - exact) / np.linalg.norm(exact) < 2**-11
 
 
 def test_sums_of_e4m3_are_held_twice() -> None:
@@ -98,7 +127,7 @@ def random_problem(rng: np.random.Generator) -> DotProblem:
     while True:
         batch = int(rng.integers(1, 4))
         problem = DotProblem(batch, size("m", 2048), size("n", 2048), size("k", 65536), lhs, rhs, dtype, out)
-        if problem.flops <= MAX_FLOPS:
+        if problem.flops <= MAX_FLOPS and refusals.tf32(problem) is None:
             return problem
 
 
