@@ -210,6 +210,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     competes = False  # not before a GPU has shown that whole steps gain
     measured_only = True
     dtypes = refusals.HALVES
+    reductions = ("none", "workspace", "cluster")
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.gpu
 
 RANDOM = 300
 SOURCES = 64  # kernels of the random problems
-REDUCTIONS = (("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("workspace", 2), ("workspace", 11))
+REDUCTIONS = (
+    *(("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("workspace", 2), ("workspace", 11)),
+    *(("last_block", 12), ("last_block", 16)),
+)
 
 
 def exact_runs() -> list[tuple[DotProblem, Config]]:
