@@ -265,8 +265,8 @@ __device__ inline void sync_threads() {
 // Plain accesses to memory stay on their side.
 __device__ inline void fence_compiler() { asm volatile("" ::: "memory"); }
 
-// Counts to `last` and starts over; what the count was. What the block stored before (and met at a barrier for)
-// is seen by whoever counts later.
+// Counts to `last` and starts over; returns what the count was. Whoever counts later sees what this thread
+// has stored or seen.
 __device__ inline uint32_t count_arrival(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
