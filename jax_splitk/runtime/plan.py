@@ -33,7 +33,8 @@ TARGETS = (LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TA
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2
 
-TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # 0: bytes
+TF32 = "tfloat32"  # float32 that a load rounds to tf32, to nearest
+TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9, TF32: 11}  # 0: bytes
 SWIZZLE_128B = 3
 L2_PROMOTION_256B = 3
 
@@ -165,13 +166,20 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
+    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace.
+
+    Attributes:
+      counts: the kernels count in variables of their module, which are 0 before and after each launch. So no two
+        executions may share them that may overlap: the launcher loads the code for each call site. Executions of one
+        call site on a device follow each other, on XLA's stream or as replays of one command buffer.
+    """
 
     source: Source
     buffers: tuple[Buffer, ...]
     maps: tuple[TiledMap | Im2colMap, ...]
     launches: tuple[Launch, ...]
     label: str
+    counts: bool = False
 
     @property
     def workspace_bytes(self) -> int:
@@ -208,6 +216,8 @@ class DevicePlan:
             "kernels": ",".join(self.kernels()),
             "config": self.label,
         }
+        if self.counts:
+            attributes["counts"] = np.bool_(True)
         return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes)
 
 

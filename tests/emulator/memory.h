@@ -69,6 +69,7 @@ inline uint32_t swizzle(uint32_t address, int mode) {  // CUtensorMapSwizzle
 // A map as the plan's words say it (runtime/plan.py), and the address of its buffer.
 struct Map {
   bool im2col;
+  bool tf32;
   int rank, item, channels, pixels, swizzle;
   int64_t dims[5], strides[5], steps[5], box[5], lower[3], upper[3];
   const uint8_t* from;
@@ -78,6 +79,7 @@ struct Map {
     im2col = *w++;
     ++w;  // the buffer
     constexpr int ITEMS[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4};
+    tf32 = *w == 11;
     item = ITEMS[*w++];
     rank = *w++;
     for (int i = 0; i < rank; ++i) dims[i] = *w++;
@@ -108,6 +110,15 @@ struct Map {
     uint8_t* target = window + (int64_t(emulator::swizzle(to, swizzle)) - WINDOW_AT);
     if (inside) std::memcpy(target, source, item);
     else std::memset(target, 0, item);
+    if (tf32) round_to_tf32(target);
+  }
+
+  // To nearest, ties to even; infinity and NaN stay.
+  static void round_to_tf32(uint8_t* at) {
+    uint32_t bits;
+    std::memcpy(&bits, at, 4);
+    if ((bits >> 23 & 255) != 255) bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+    std::memcpy(at, &bits, 4);
   }
 
   int bytes() const {

@@ -26,6 +26,7 @@ from jax_splitk.kernels.device.split_tile import (
     SplitTile,
     SplitTileFamily,
     is_whole,
+    map_dtype,
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
@@ -204,6 +205,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     file = "conv/im2col.cu"
     kernel = "conv"
     dtypes = refusals.HALVES
+    reductions = ("none", "workspace", "cluster")
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
     dims = p.lhs_shape[::-1]
     return plan.Im2colMap(
         buffer=0,
-        dtype=p.dtype,
+        dtype=map_dtype(p.dtype),
         dims=dims,
         strides=plan.tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize),
         element_strides=(1, *(axis.down for axis in of), 1),

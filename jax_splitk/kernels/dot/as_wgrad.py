@@ -5,6 +5,7 @@ pixels, with m input and n output channels. So the families of weight gradients 
 import dataclasses
 from typing import Any, ClassVar
 
+from jax_splitk.kernels.dot import refusals
 from jax_splitk.kernels.family import Family
 from jax_splitk.kernels.wgrad import host, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -79,6 +80,9 @@ class Tf32(AsWgrad):
     implementation = "cutlass"
     ABI = tf32.FAMILY.ABI
     inner = tf32.FAMILY
+
+    def problem_refusal(self, problem: DotProblem) -> str | None:
+        return super().problem_refusal(problem) or refusals.tf32(problem)
 
 
 class Host(AsWgrad):

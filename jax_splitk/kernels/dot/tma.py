@@ -21,6 +21,7 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES
+from jax_splitk.kernels.dot import refusals
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 
@@ -97,6 +98,8 @@ class Tma(SplitTileFamily[DotProblem, Config]):
                 return f"{major}={sizes[major]}, which is contiguous; accepted: multiples of {multiple}"
         if p.n % 4:
             return f"n={p.n}; accepted: multiples of 4"
+        if (reason := refusals.tf32(p)) is not None:
+            return reason
         if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
             return f"operands or a result of more than {MAX_ELEMENTS} elements"
         if p.batch > MAX_GRID_YZ:

@@ -16,6 +16,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, 
 from jax_splitk.problems.conv_wgrad import ConvProblem, conv_output_spatial
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import emulator, float64, tf32
 from tests.kernels.conv import emulated
 from tests.problems import conv, seeded
 
@@ -55,6 +56,19 @@ def test_refusals(kind: type[Any], change: dict[str, Any], reason: str) -> None:
     out = conv_output_spatial(p.input_spatial, p.kernel_spatial, *given)
     with pytest.raises(ValueError, match=reason):
         raise ValueError(FAMILIES[p.op].refusal(dataclasses.replace(p, output_spatial=out)))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_float32_is_rounded_to_nearest(kernel: tuple[int, int]) -> None:
+    """As the loads of either operand do, in im2col mode and as a plain matrix."""
+    p = problem(ConvDgradProblem, (9, 10), kernel, 36, 40, dtype="float32", out_dtype="float32")
+    with seeded(85) as rng:
+        g, weight = (rng.normal(size=shape).astype(np.float32) for shape in p.operand_shapes)
+        out = np.zeros(p.out_shape, np.float32)
+        plan = im2col.DGRAD.plan(p, im2col.Config(64, 64, 4))
+        emulator.run(plan, [g, weight], [out])
+    want = float64.conv_dgrad_on_host(p, tf32.nearest(g), tf32.nearest(weight))
+    assert np.linalg.norm(out - want) <= 1e-6 * np.linalg.norm(want)
 
 
 def test_float32_is_an_input_gradients() -> None:

@@ -8,17 +8,20 @@ import jax
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.device import split_k, split_tile
+from jax_splitk.kernels.dot import as_wgrad, refusals, tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots
+from tests import dots, emulator, tf32
 from tests.problems import seeded
 
 LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
+
+FLOAT32 = {"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk"}
 
 
 @pytest.mark.parametrize(
@@ -33,11 +36,13 @@ LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
         ),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"dtype": "float32"}, "float32 with m and n contiguous; accepted: k in both"),
-        ({"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk", "precision": "highest"}, "precision 'highest'"),
+        ({**FLOAT32, "precision": "highest"}, "precision 'highest'"),
         ({"m": 100}, "m=100, which is contiguous; accepted: multiples of 8"),
         ({"rhs_order": "bnk", "n": 6}, "n=6; accepted: multiples of 4"),
         ({"rhs_order": "bnk", "k": 65532}, "k=65532, which is contiguous; accepted: multiples of 8"),
         ({"bias": "n", "bias_dtype": "float64"}, "bias_dtype float64; accepted: float32, bfloat16, float16"),
+        ({**FLOAT32, "m": 1}, "float32 with m=1, which XLA computes without tf32; accepted: at least 2"),
+        ({**FLOAT32, "m": 4, "n": 20, "k": 4}, "float32 with (m + n) * k = 96: XLA computes it without tf32"),
         ({"residual_dtype": "float64"}, "residual_dtype float64; accepted: float32, bfloat16, float16"),
         ({"batch": 70000, "k": 8, "m": 8, "n": 8}, "batch 70000; accepted: at most 65535"),
     ],
@@ -56,12 +61,84 @@ def test_refuses_what_it_cannot_compute(changes: dict[str, object], reason: str)
         (Config(64, 64, 8, 1, "cluster"), "reduction 'cluster' of 1 splits"),
         (Config(64, 64, 8, 9, "cluster"), "splits 9 in a cluster; accepted: at most 8"),
         (Config(64, 64, 8, 2000, "workspace"), "splits 2000; accepted for 1024 blocks of k"),
-        (Config(64, 64, 8, 2, "turns"), "reduction turns; accepted: none, workspace, cluster"),
+        (Config(64, 64, 8, 2, "turns"), "reduction turns; accepted: none, workspace, cluster, last_block"),
+        (Config(64, 64, 8, 9, "last_block"), "splits 9 in several clusters; accepted: even numbers that are"),
+        (Config(64, 64, 8, 8, "last_block"), "splits 8 in several clusters"),
     ],
 )
 def test_refuses_configs(config: Config, reason: str) -> None:
     refusal = FAMILY.config_refusal(LONG, config)
     assert refusal is not None and refusal.startswith(reason)
+
+
+def test_tf32_is_for_what_xla_computes_in_it() -> None:
+    """In other words it takes no product whose float32 XLA keeps: an outer product, a vector, a small loop."""
+    for m, n, k, served in ((12, 44, 1, False), (12, 8, 4, False), (12, 8, 5, True), (12, 44, 2, True)):
+        problem = DotProblem(1, m, n, k, "bkm", "bkn", "float32", "float32")
+        assert (as_wgrad.TF32.problem_refusal(problem) is None) == served
+        assert as_wgrad.HOST.problem_refusal(problem) is None
+        halves = dataclasses.replace(problem, m=8, n=48, dtype="bfloat16")
+        assert FAMILY.problem_refusal(halves) is None
+
+
+def test_float32_is_rounded_to_nearest() -> None:
+    """As the loads do; the tensor cores would cut the low bits off, an error 2.6 times as large."""
+    problem = DotProblem(1, 72, 64, 1032, "bmk", "bnk", "float32", "float32")
+    with seeded(73) as rng:
+        operands = [rng.normal(size=shape).astype(np.float32) for shape in (problem.lhs_shape, problem.rhs_shape)]
+        operands[0][0, 0, :4] = np.uint32([0x3F801000, 0x3F803000, 0x3FFFFFFF, 0x00000FFF]).view(np.float32)
+        out = np.zeros(problem.out_shape, np.float32)
+        emulator.run(FAMILY.plan(problem, Config(64, 64, 4, 2, "cluster")), operands, [out])
+    nearest = dots.exactly(problem, *(tf32.nearest(x) for x in operands))
+    assert np.linalg.norm(out - nearest) <= 1e-6 * np.linalg.norm(nearest)
+    exact = dots.exactly(problem, *(x.astype(np.float64) for x in operands))
+    # Each operand's error is uniform in half a unit of 2**-10 to both sides, relative to values of 1 to 2.
+    assert 1e-4 < np.linalg.norm(out - exact) / np.linalg.norm(exact) < 2**-11
+
+
+def test_many_tiles_have_no_last_blocks() -> None:
+    problem = dataclasses.replace(LONG, m=2048, n=1024)
+    assert FAMILY.config_refusal(problem, Config(64, 128, 4, 12, "last_block")) is None
+    refusal = FAMILY.config_refusal(problem, Config(64, 128, 4, 16, "last_block"))
+    assert refusal == "2048 parts of tiles with a last block; accepted: at most 1024"
+
+
+@pytest.mark.parametrize(("m", "n", "config"), [
+    (64, 64, Config(64, 64, 8, 32, "last_block")),
+    (72, 136, Config(64, 64, 6, 12, "last_block")),
+    (131, 72, Config(128, 128, 6, 10, "last_block")),
+], ids=str)  # fmt: skip
+def test_last_blocks_leave_their_counters_as_they_were(m: int, n: int, config: Config) -> None:
+    """Run after run of the same module, to the same bits; on integers exactly."""
+    problem = DotProblem(2, m, n, 2048, "bmk", "bnk", "bfloat16", "float32")
+    plan = FAMILY.plan(problem, config)
+    assert plan.counts and len(plan.launches) == 1
+    with seeded(74) as rng:
+        given = dots.as_given(problem, dots.integers(problem, rng))
+        normal = [rng.normal(size=x.shape).astype(x.dtype) for x in given]
+        found = []
+        for operands in (given, normal, normal, given):
+            out = np.zeros(problem.out_shape, np.float32)
+            emulator.run(plan, operands, [out], int(rng.integers(2**31)))
+            counters = emulator.variable(plan, "arrivals", np.uint32, split_tile.MAX_PARTS)
+            np.testing.assert_array_equal(counters, 0)
+            found.append(out)
+    np.testing.assert_array_equal(found[1], found[2])
+    want = dots.exactly(problem, *(np.asarray(x, np.float64) for x in given))
+    for out in (found[0], found[3]):
+        np.testing.assert_array_equal(out, want)
+
+
+def test_those_who_count_say_so() -> None:
+    problem = dataclasses.replace(LONG, m=64, n=64)
+    for config in FAMILY.candidates(problem, DEFAULT_CUDA):
+        assert FAMILY.plan(problem, config).counts == (config.reduction == "last_block")
+    for config, counts in ((Config(64, 64, 8, 8, "cluster"), 0), (Config(64, 64, 8, 16, "last_block"), 1)):
+        call = FAMILY.plan(problem, config).custom_call()
+        given = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in (problem.lhs_shape, problem.rhs_shape)]
+        run = jax.jit(lambda x, y, call=call: execute.call(call, problem, x, y))
+        assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("counts = true") == counts
+    assert any(config.reduction == "last_block" for config in FAMILY.candidates(problem, DEFAULT_CUDA))
 
 
 def test_sums_of_e4m3_are_held_twice() -> None:
@@ -98,7 +175,7 @@ def random_problem(rng: np.random.Generator) -> DotProblem:
     while True:
         batch = int(rng.integers(1, 4))
         problem = DotProblem(batch, size("m", 2048), size("n", 2048), size("k", 65536), lhs, rhs, dtype, out)
-        if problem.flops <= MAX_FLOPS:
+        if problem.flops <= MAX_FLOPS and refusals.tf32(problem) is None:
             return problem
 
 
@@ -112,9 +189,10 @@ def test_candidates_are_legal_and_stay_within_the_workspace() -> None:
             for config in candidates:
                 assert FAMILY.config_refusal(problem, config) is None
                 assert FAMILY.estimate(problem, config, DEFAULT_CUDA) > 0
-                splits = config.splits if config.reduction == "workspace" else 0
+                sets = {"workspace": config.splits, "last_block": config.splits // config.cluster}
                 tiles = math.prod(tma.tile_counts(problem, config)) * problem.batch
-                assert FAMILY.workspace_bytes(problem, config) == splits * tiles * config.tile_m * config.tile_n * 4
+                each = tiles * config.tile_m * config.tile_n * 4
+                assert FAMILY.workspace_bytes(problem, config) == sets.get(config.reduction, 0) * each
 
 
 def test_a_plan_covers_the_product() -> None:
@@ -140,7 +218,8 @@ def test_a_plan_covers_the_product() -> None:
 def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, Any]) -> None:
     problem = DotProblem(2, 128, 256, 4096, "bkm", "bkn", "bfloat16", "float32", **after)
     assert problem.epilogue
-    for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
+    splits = ((1, "none"), (4, "cluster"), (4, "workspace"), (12, "last_block"))
+    for config in (Config(64, 64, 6, *each) for each in splits):
         plan = FAMILY.plan(problem, config)
         operands = dot_reference.random_operands(problem, jax.random.key(0))
         *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
