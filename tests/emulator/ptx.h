@@ -60,6 +60,11 @@ inline float4 load_cluster(uint32_t address, int block) {
 }
 
 inline void load_matrices(uint32_t address, uint32_t (&v)[4]) { emulator::load_matrices<false>(address, v); }
+inline void load_matrices(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  uint32_t v[2];
+  emulator::load_matrices<false>(address, v);
+  v0 = v[0], v1 = v[1];
+}
 inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
   uint32_t v[4];
   emulator::load_matrices<true>(address, v);
