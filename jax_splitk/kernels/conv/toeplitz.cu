@@ -204,11 +204,6 @@ __device__ inline void read_bands(uint32_t weights, Bands& bands) {
   }
 }
 
-// Where a channel's data lie in a buffer, in bytes.
-__device__ inline int channel_offset(int channel, int part_pitch, int pitch) {
-  return (channel / 8 * part_pitch + channel % 8 * pitch) * 16;
-}
-
 // Adds the products of channel c with a step's row k.
 __device__ inline void multiply(uint32_t windows, int c, int k, const Bands& bands, Sums& sums) {
 #pragma unroll
@@ -247,20 +242,16 @@ __device__ inline void pack(float first, float second, uint32_t (&words)[HALVES]
 
 // A warp's products.
 struct Multiplier {
-  uint32_t from[EACH], to[EACH];  // this lane's rows of matrices
+  uint32_t from, to;  // this lane's rows of matrices, of the first channel
   Bands bands;
   Sums sums = {};
 
   __device__ Multiplier(uint32_t in, uint32_t out, uint32_t weights) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * EACH;
     const int window = min(lane % 16, TILES * LINES - 1);
     const int position = window + lane / 16 * (DOWN_W == 1 ? 1 : CHUNKS / DOWN_W) * LINES;
-#pragma unroll
-    for (int c = 0; c < EACH; ++c) {
-      const int channel = threadIdx.x / 32 * EACH + c;
-      from[c] = in + channel_offset(channel, IN_PART, IN_CHANNEL) + position * 16;
-      to[c] = out + channel_offset(channel, OUT_PART, OUT_CHANNEL) + lane * 16;
-    }
+    from = in + (channel / 8 * IN_PART + channel % 8 * IN_CHANNEL + position) * 16;
+    to = out + (channel / 8 * OUT_PART + channel % 8 * OUT_CHANNEL + lane) * 16;
     read_bands(weights, bands);
   }
 
@@ -273,7 +264,8 @@ struct Multiplier {
 #pragma unroll
         for (int k = 0; k < DOWN_H; ++k) {
           const int row = (a * DOWN_H + k) * IN_PLANES;
-          multiply(from[c] + stage % 2 * IN_BYTES + row * (UNITS * SHARE * 16), c, k, bands, sums);
+          multiply(from + stage % 2 * IN_BYTES + (c * IN_CHANNEL + row * (UNITS * SHARE)) * 16, c, k, bands,
+                   sums);
         }
 #pragma unroll
         for (int e = 0; e < PLANES; ++e) {
@@ -281,8 +273,8 @@ struct Multiplier {
           if (a % 2 == 0) continue;
 #pragma unroll
           for (int half = 0; half < HALVES; ++half) {
-            const int offset = half * OUT_BYTES + (e * STEP + a - 1) * 256;
-            store_matrices(to[c] + stage % 2 * (HALVES * OUT_BYTES) + offset, complete[c][e][half]);
+            const int offset = half * OUT_BYTES + (c * OUT_CHANNEL + (e * STEP + a - 1) * 16) * 16;
+            store_matrices(to + stage % 2 * (HALVES * OUT_BYTES) + offset, complete[c][e][half]);
           }
         }
       }
@@ -357,7 +349,7 @@ struct Writer {
         load_matrices_trans(from + (stage % 2 * HALVES + half) * OUT_BYTES + first * 256, v[0], v[1], v[2],
                             v[3]);
       }
-      if (unsigned(row) >= unsigned(rows) || e >= planes) continue;
+      if (unsigned(row) >= unsigned(rows) || (PLANES > 1 && e >= planes)) continue;
       Output* const pixel = to + (long long)(e * OUTPUT_H + row) * (OUTPUT_W * EIGHTS * 8);
       uint4* const stored = reinterpret_cast<uint4*>(pixel);
       if constexpr (HALVES == 1) {

@@ -143,7 +143,8 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     in_pitches = _pitches(in_rows * units * 4 // parts, parts)
     out_pitches = _pitches(out_rows * _WINDOWS, parts)
     window, loads = (kernel_h - 1) // down_h + 1, -(-in_rows * units // warps)
-    bands = kernel_d * kernel_h * k_chunks
+    sums, bands = 4 * config.planes * (window + halves), kernel_d * kernel_h * k_chunks
+    rest = 18 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
     return Tiling(
         lines,
         warps,
@@ -162,7 +163,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         loads,
         -(-(config.rows + window - 1) // config.step),
         config.step * config.each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
-        config.each * (4 * config.planes * (window + halves) + bands) + 6 * loads + 18,
+        max(56, config.each * (sums + bands) + 6 * loads + rest),
         32 * (in_pitches[2] + halves * out_pitches[2]) + math.prod(g.kernel) * config.channels * 2,
     )
 
