@@ -403,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   Loader loader(place, x, args.images, in_buffers);
   loader.load(0);
 #pragma unroll 1
-  for (int stage = 1; stage <= AHEAD; ++stage) loader.prefetch(stage);
+  for (int stage = 1; stage <= min(AHEAD, STAGES - 1); ++stage) loader.prefetch(stage);
   stage_weights(w, place, weights);
   const Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
@@ -413,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   for (int stage = 0; stage < STAGES; ++stage) {
     const bool more = stage + 1 < STAGES;
     if (more) loader.load(stage + 1);
-    loader.prefetch(stage + 1 + AHEAD);
+    if (stage + 1 + AHEAD < STAGES) loader.prefetch(stage + 1 + AHEAD);
     if (stage > 0) writer.store(stage - 1, x, w);
     multiplier.run(stage);
     if (more) loader.store(stage + 1);

@@ -188,15 +188,14 @@ def _smallest(p: ConvProblem) -> Config:
 
 def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
     """Clocks of an SM that a stage takes, by what takes them. Not fitted to measurements."""
-    g, t = _forward(p), tiling(p, config)
+    t = tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
     windows = config.each * t.in_rows * t.k_chunks / 2  # of a warp
-    moves = config.each * config.planes * (g.kernel[1] // g.stride[1]) * 4
     return {
         "mma": 1.7 * t.warps * t.products,
         "shared": 4 * (t.warps * windows + loaded + 2 * halves * stored),
-        "issue": (t.warps * (t.products + windows + moves + 40) + 14 * loaded + 24 * halves * stored) / 2.4,
+        "issue": (t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored) / 3,
         "l2": 512 * (loaded + halves * stored) / 40,
     }
 
