@@ -27,8 +27,8 @@
 // where device memory takes 20. Pitches IN_* and OUT_* are such that no two of 8 rows of a matrix meet in a
 // bank.
 //
-// Infinities and NaNs reach other sums of their window through the zeros of B. So what is stored and not
-// finite is computed anew, without the MMA.
+// Infinities and NaNs reach other sums of their window through the zeros of B. So a lane that has stored what
+// is not finite computes that anew at the end, without the MMA.
 //
 // Macros: ELEMENT, OUT, EIGHTS (of channels), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, PAD; the
 // Config's; LINES, STRIPS, PLANE_BLOCKS (of an image), COLUMN_BLOCKS, CHANNEL_BLOCKS; CHUNKS, K_CHUNKS (of a
@@ -58,8 +58,7 @@ constexpr int NOWHERE = -(1 << 30);
 // First channel, column of the output and line of a block.
 struct Place {
   int channel, column, line;
-  __device__ Place() {
-    int index = blockIdx.x;
+  __device__ explicit Place(int index) {
     channel = index % CHANNEL_BLOCKS * CHANNELS;
     index /= CHANNEL_BLOCKS;
     column = index % COLUMN_BLOCKS * (TILES * 8);
@@ -83,8 +82,8 @@ struct Line {
 struct Unit {
   int part, chunk, column;               // of a pixel, whose 8 channels the lane has
   int row_part, row_chunk, row_channel;  // of a row
-  __device__ Unit() {
-    const int lane = threadIdx.x % 32, other = lane % 8 / 2;
+  __device__ explicit Unit(int thread) {
+    const int lane = thread % 32, other = lane % 8 / 2;
     part = lane % 4 % PARTS;
     chunk = lane % 4 / PARTS;
     column = lane / 4;
@@ -104,7 +103,7 @@ struct Loader {
   uint32_t words[LOADS][4];
 
   __device__ Loader(const Place& place, const Element* x_, int images, uint32_t buffers) {
-    const Unit own;
+    const Unit own(threadIdx.x);
     const int warp = threadIdx.x / 32, eight = place.channel / 8 + own.part;
     x = reinterpret_cast<const uint4*>(x_);
     to =
@@ -222,7 +221,8 @@ __device__ inline void multiply(uint32_t windows, int c, int k, const Bands& ban
         const int t = u - e * DOWN_D;
         if (t < 0 || t >= KERNEL_D) continue;
 #pragma unroll
-        for (int r = k; r < KERNEL_H; r += DOWN_H)
+        for (int r = k + (KERNEL_H - 1 - k) / DOWN_H * DOWN_H; r >= k;
+             r -= DOWN_H)  // so a row takes the last's place
           mma_m16n8k16<Element>(sums[c][e][LEAD - r / DOWN_H], a, bands[c][t * KERNEL_H + r][i]);
       }
     }
@@ -251,12 +251,11 @@ struct Multiplier {
     const int window = min(lane % 16, TILES * LINES - 1);
     const int position = window + lane / 16 * (DOWN_W == 1 ? 1 : CHUNKS / DOWN_W) * LINES;
     from = in + (channel / 8 * IN_PART + channel % 8 * IN_CHANNEL + position) * 16;
-    to = out + (channel / 8 * OUT_PART + channel % 8 * OUT_CHANNEL + lane) * 16;
+    to = out + (channel / 8 * OUT_PART + channel % 8 * OUT_CHANNEL + lane % 16) * 16 + lane / 16 * OUT_BYTES;
     read_bands(weights, bands);
   }
 
   __device__ void run(int stage) {
-    uint32_t complete[EACH][PLANES][HALVES][4];
 #pragma unroll
     for (int a = 0; a < STEP; ++a) {
 #pragma unroll
@@ -268,28 +267,23 @@ struct Multiplier {
                    sums);
         }
 #pragma unroll
-        for (int e = 0; e < PLANES; ++e) {
-          finish(c, e, a, complete[c][e]);
-          if (a % 2 == 0) continue;
-#pragma unroll
-          for (int half = 0; half < HALVES; ++half) {
-            const int offset = half * OUT_BYTES + (c * OUT_CHANNEL + (e * STEP + a - 1) * 16) * 16;
-            store_matrices(to + stage % 2 * (HALVES * OUT_BYTES) + offset, complete[c][e][half]);
-          }
-        }
+        for (int e = 0; e < PLANES; ++e)
+          finish(to + stage % 2 * (HALVES * OUT_BYTES) + (c * OUT_CHANNEL + (e * STEP + a) * 16) * 16,
+                 sums[c][e]);
       }
     }
   }
 
-  // Moves the rows of sums on. The completed ones are stored by twos.
-  __device__ void finish(int c, int e, int a, uint32_t (&complete)[HALVES][4]) {
-    auto& rows = sums[c][e];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t words[HALVES];
-      pack(rows[0][2 * i], rows[0][2 * i + 1], words);
-#pragma unroll
-      for (int half = 0; half < HALVES; ++half) complete[half][a % 2 * 2 + i] = words[half];
+  // Puts the completed row where the block finds it, and moves the others on.
+  __device__ static void finish(uint32_t at, float (&rows)[WINDOW][4]) {
+    uint32_t words[2][HALVES];  // of a lane's two windows
+    pack(rows[0][0], rows[0][1], words[0]);
+    pack(rows[0][2], rows[0][3], words[1]);
+    if constexpr (HALVES == 1) {
+      store_matrices(at, words[0][0], words[1][0]);
+    } else {
+      const uint32_t v[] = {words[0][0], words[1][0], words[0][1], words[1][1]};
+      store_matrices(at, v);
     }
 #pragma unroll
     for (int row = 0; row < WINDOW; ++row)
@@ -300,28 +294,43 @@ struct Multiplier {
 
 // ---- output -----------------------------------------------------------------------------------------------
 
-// Not 0 where one of the values is not finite.
-__device__ inline bool is_not_finite(const uint32_t (&words)[HALVES][4]) {
+// NaN, as a word of either half, where one of the values is not finite, else zeros.
+__device__ inline uint32_t not_finite(const uint32_t (&words)[HALVES][4]) {
   uint32_t sum = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (OUT == FLOAT) {
-      // The upper halves have the exponents, in the places of bfloat16's.
-      sum = fma_bf16x2(words[1][i], 0, sum);
-    } else {
-      sum = OUT == BF16 ? fma_bf16x2(words[0][i], 0, sum) : fma_f16x2(words[0][i], 0, sum);
-    }
+    // The upper halves of floats have their exponents, in the places of bfloat16's.
+    sum = OUT == HALF_FLOAT ? fma_f16x2(words[HALVES - 1][i], 0, sum)
+                            : fma_bf16x2(words[HALVES - 1][i], 0, sum);
   }
-  return (sum & 0x7fff7fffu) != 0;
+  return sum & 0x7fff7fffu;
+}
+
+// The sum of a channel of a pixel, from memory.
+__device__ inline float sum_of(const Element* __restrict__ x, const Element* __restrict__ w, int image,
+                               int plane, int row, int column, int channel) {
+  float sum = 0;
+#pragma unroll 1
+  for (int tap = 0; tap < TAPS; ++tap) {
+    const int d = plane * DOWN_D - PAD_D + tap / (KERNEL_H * KERNEL_W);
+    const int h = row * DOWN_H - PAD_H + tap / KERNEL_W % KERNEL_H,
+              v = column * DOWN_W - PAD_W + tap % KERNEL_W;
+    if (unsigned(d) >= INPUT_D || unsigned(h) >= INPUT_H || unsigned(v) >= INPUT_W) continue;
+    const long long pixel = (((long long)image * INPUT_D + d) * INPUT_H + h) * INPUT_W + v;
+    const int weight = (MIRRORED ? TAPS - 1 - tap : tap) * (EIGHTS * 8) + channel;
+    sum = fmaf(float(x[pixel * (EIGHTS * 8) + channel]), float(w[weight]), sum);
+  }
+  return sum;
 }
 
 struct Writer {
   uint32_t from;
-  int rows, planes;  // of the output, from the line's first on
-  Output* to;        // its first row
+  int rows, planes;    // of the output, from the line's first on
+  Output* to;          // its first row
+  uint32_t wrong = 0;  // not 0: some of what was stored is not finite
 
   __device__ Writer(const Place& place, int images, uint32_t buffers, Output* out) {
-    const Unit own;
+    const Unit own(threadIdx.x);
     const int warp = threadIdx.x / 32, first = warp % (4 * PARTS) * SHARE, row = warp / (4 * PARTS);
     from = buffers +
            (own.row_part * OUT_PART + own.row_channel * OUT_CHANNEL + first + own.row_chunk + row * 16) * 16;
@@ -336,7 +345,7 @@ struct Writer {
   }
 
   // Stores what stage `stage` has completed.
-  __device__ void store(int stage, const Element* x, const Element* w) const {
+  __device__ void store(int stage) {
 #pragma unroll
     for (int i = 0; i < STORES; ++i) {
       const int first = i * WARPS / (4 * PARTS);  // with one channel to a warp, of two rows
@@ -363,33 +372,33 @@ struct Writer {
                                  __byte_perm(low[1], high[1], 0x5410), __byte_perm(low[1], high[1], 0x7632));
         }
       }
-      if (is_not_finite(words)) repair(x, w, e, row, pixel);
+      wrong |= not_finite(words);
     }
   }
 
-  // Computes the 8 channels of a pixel from memory.
-  __device__ static void repair(const Element* __restrict__ x, const Element* __restrict__ w, int e, int row,
-                                Output* pixel) {
-    const Place place;
-    const Unit own;
-    const int window = int(threadIdx.x / 32) % (4 * PARTS) * SHARE + own.chunk;
+  // Computes anew what the lane has stored and is not finite.
+  __device__ void repair(const Element* x, const Element* w) const {
+    constexpr int EVERY = WARPS / (4 * PARTS);  // rows from one that the lane has stored to the next
+    if (wrong == 0) return;
+    int thread, block;
+    read_indices(thread, block);  // anew: nothing of this was in registers before
+    const Place place(block);
+    const Unit own(thread);
+    const int warp = thread / 32, window = warp % (4 * PARTS) * SHARE + own.chunk;
     const Line line(place.line + window % LINES);
-    const int first_column = (place.column + window / LINES * 8 + own.column) * DOWN_W - PAD_W;
-    const int first_row = (line.row + row) * DOWN_H - PAD_H, first_plane = (line.plane + e) * DOWN_D - PAD_D;
-    const int channel = place.channel + own.part * 8;
+    const int column = place.column + window / LINES * 8 + own.column, channel = place.channel + own.part * 8;
 #pragma unroll 1
-    for (int c = 0; c < 8; ++c) {
-      float sum = 0;
+    for (int e = 0; e < (PLANES > 1 ? min(PLANES, planes) : 1); ++e) {
 #pragma unroll 1
-      for (int tap = 0; tap < TAPS; ++tap) {
-        const int d = first_plane + tap / (KERNEL_H * KERNEL_W), h = first_row + tap / KERNEL_W % KERNEL_H;
-        const int v = first_column + tap % KERNEL_W;
-        if (unsigned(d) >= INPUT_D || unsigned(h) >= INPUT_H || unsigned(v) >= INPUT_W) continue;
-        const long long from = (((long long)line.image * INPUT_D + d) * INPUT_H + h) * INPUT_W + v;
-        const int weight = (MIRRORED ? TAPS - 1 - tap : tap) * (EIGHTS * 8);
-        sum = fmaf(float(x[from * (EIGHTS * 8) + channel + c]), float(w[weight + channel + c]), sum);
+      for (int row = (warp / (4 * PARTS) + LEAD) % EVERY; row < rows; row += EVERY) {
+        Output* const pixel = to + (long long)(e * OUTPUT_H + row) * (OUTPUT_W * EIGHTS * 8);
+#pragma unroll 1
+        for (int c = 0; c < 8; ++c) {
+          const float value = float(pixel[c]);
+          if (value - value == 0.f) continue;
+          convert(sum_of(x, w, line.image, line.plane + e, line.row + row, column, channel + c), pixel[c]);
+        }
       }
-      convert(sum, pixel[c]);
     }
   }
 };
@@ -399,13 +408,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   extern __shared__ uint4 raw[];
   const uint32_t in_buffers = shared_address(raw), out_buffers = in_buffers + 2 * IN_BYTES;
   const uint32_t weights = out_buffers + 2 * HALVES * OUT_BYTES;
-  const Place place;
+  const Place place(blockIdx.x);
   Loader loader(place, x, args.images, in_buffers);
   loader.load(0);
 #pragma unroll 1
   for (int stage = 1; stage <= min(AHEAD, STAGES - 1); ++stage) loader.prefetch(stage);
   stage_weights(w, place, weights);
-  const Writer writer(place, args.images, out_buffers, out);
+  Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
   sync_threads<THREADS, 1>();
   Multiplier multiplier(in_buffers, out_buffers, weights);
@@ -414,10 +423,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const bool more = stage + 1 < STAGES;
     if (more) loader.load(stage + 1);
     if (stage + 1 + AHEAD < STAGES) loader.prefetch(stage + 1 + AHEAD);
-    if (stage > 0) writer.store(stage - 1, x, w);
+    if (stage > 0) writer.store(stage - 1);
     multiplier.run(stage);
     if (more) loader.store(stage + 1);
     sync_threads<THREADS, 1>();
   }
-  writer.store(STAGES - 1, x, w);
+  writer.store(STAGES - 1);
+  writer.repair(x, w);
 }

@@ -143,8 +143,8 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     in_pitches = _pitches(in_rows * units * 4 // parts, parts)
     out_pitches = _pitches(out_rows * _WINDOWS, parts)
     window, loads = (kernel_h - 1) // down_h + 1, -(-in_rows * units // warps)
-    sums, bands = 4 * config.planes * (window + halves), kernel_d * kernel_h * k_chunks
-    rest = 18 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
+    sums, bands = 4 * config.planes * window, kernel_d * kernel_h * k_chunks
+    rest = 24 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
     rest += 8 * (max(g.stride) > 1)
     return Tiling(
         lines,
