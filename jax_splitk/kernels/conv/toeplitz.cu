@@ -414,10 +414,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #pragma unroll 1
   for (int stage = 1; stage <= min(AHEAD, STAGES - 1); ++stage) loader.prefetch(stage);
   stage_weights(w, place, weights);
+  sync_threads<THREADS, 1>();
+  Multiplier multiplier(in_buffers, out_buffers, weights);  // while the first loads are under way
   Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
   sync_threads<THREADS, 1>();
-  Multiplier multiplier(in_buffers, out_buffers, weights);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     const bool more = stage + 1 < STAGES;
