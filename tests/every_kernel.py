@@ -16,7 +16,7 @@ from jax_splitk.kernels.conv import depthwise as conv_depthwise
 from jax_splitk.kernels.conv import gather as conv_gather
 from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import im2col as conv_im2col
-from jax_splitk.kernels.conv import patch
+from jax_splitk.kernels.conv import patch, toeplitz
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -230,6 +230,22 @@ def _depthwise_passes() -> Iterator[Run]:
         yield Run(family, p, conv_depthwise.Config(*config))
 
 
+def _toeplitz_passes() -> Iterator[Run]:
+    for (family, kind), (size, kernel, changes, config) in itertools.product(
+        _passes(toeplitz),
+        (
+            ((9, 18), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (16, 2, 3, 9, 1, 2)),
+            ((12, 30), (7, 7), {"padding": 3, "batch": 3, "dtype": HALF, "out_dtype": HALF}, (8, 1, 4, 6, 1, 4)),
+            ((5, 6, 17), (3, 3, 3), {"padding": 1}, (16, 1, 2, 6, 2, 2)),
+            ((40,), (4,), {"padding": ((3, 0),), "batch": 5, "dtype": HALF}, (32, 2, 5, 3, 1, 2)),
+        ),
+    ):
+        p = kind(**vars(conv(size, kernel, (24, 24), groups=24, **changes)))
+        yield Run(family, p, toeplitz.Config(*config))
+    strided = conv((11, 20), (5, 7), (24, 24), groups=24, padding=3, stride=2, out_dtype=HALF)
+    yield Run(toeplitz.FPROP, ConvFpropProblem(**vars(strided)), toeplitz.Config(16, 1, 2, 4, 1, 2))
+
+
 def _grouped_passes() -> Iterator[Run]:
     for (family, kind), (size, kernel, channels, groups, changes, config) in itertools.product(
         _passes(conv_grouped),
@@ -405,7 +421,7 @@ def _tiled() -> Iterator[Run]:
 RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
-        *(_depthwise_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
+        *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
         *(_dot(), _stream(), _fp8(), _tiled()),
     )
 )

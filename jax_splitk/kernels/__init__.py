@@ -12,7 +12,7 @@ from jax_splitk.kernels.conv import gather as conv_gather
 from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.conv import im2col as conv_im2col
-from jax_splitk.kernels.conv import patch
+from jax_splitk.kernels.conv import patch, toeplitz
 from jax_splitk.kernels.dot import as_wgrad, tma
 from jax_splitk.kernels.family import CudaFamily as CudaFamily
 from jax_splitk.kernels.family import Family as Family
@@ -24,11 +24,11 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_fprop": (
-        *(module.FPROP for module in (conv_depthwise, conv_grouped, patch)),
+        *(module.FPROP for module in (conv_depthwise, toeplitz, conv_grouped, patch)),
         conv_gather.FAMILY,
         *(module.FPROP for module in (conv_im2col, conv_host)),
     ),
-    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, conv_grouped, patch, conv_im2col, conv_host)),
+    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, patch, conv_im2col, conv_host)),
     "conv_wgrad": (
         *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any)),
         patch.WGRAD,

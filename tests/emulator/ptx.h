@@ -17,13 +17,15 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT]) {
   }
 }
 
-inline void store_matrices(uint32_t address, const uint32_t (&v)[4], bool transposed) {
+// COUNT matrices.
+template <bool TRANSPOSED, int COUNT>
+void store_matrices(uint32_t address, const uint32_t (&v)[COUNT]) {
   const int lane = self->number % 32;
-  const auto given = exchange(~0u, {address, v[0], v[1], v[2], v[3]}, "stmatrix");
+  const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
   // A lane stores the row that it has the address of.
-  for (int column = 0; column < 8; ++column) {
+  for (int column = 0; column < 8 && lane < 8 * COUNT; ++column) {
     const int row = lane % 8, matrix = lane / 8;
-    const int r = transposed ? column : row, c = transposed ? row : column;
+    const int r = TRANSPOSED ? column : row, c = TRANSPOSED ? row : column;
     *pointer<uint16_t>(address + 2 * column) = given[r * 4 + c / 2][1 + matrix] >> 16 * (c % 2);
   }
   __syncwarp();
@@ -60,6 +62,11 @@ inline float4 load_cluster(uint32_t address, int block) {
 }
 
 inline void load_matrices(uint32_t address, uint32_t (&v)[4]) { emulator::load_matrices<false>(address, v); }
+inline void load_matrices(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  uint32_t v[2];
+  emulator::load_matrices<false>(address, v);
+  v0 = v[0], v1 = v[1];
+}
 inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
   uint32_t v[4];
   emulator::load_matrices<true>(address, v);
@@ -70,9 +77,13 @@ inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1) {
   emulator::load_matrices<true>(address, v);
   v0 = v[0], v1 = v[1];
 }
-inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) { emulator::store_matrices(address, v, false); }
+inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) { emulator::store_matrices<false>(address, v); }
+inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1) {
+  const uint32_t v[] = {v0, v1};
+  emulator::store_matrices<false>(address, v);
+}
 inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4]) {
-  emulator::store_matrices(address, v, true);
+  emulator::store_matrices<true>(address, v);
 }
 template <class Element>
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -35,7 +35,7 @@ from tests.problems import conv
 
 REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 260
+MOST_SOURCES = 270
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in kernels.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if isinstance(family, CudaFamily)]  # others have no code of their own
@@ -146,6 +146,14 @@ def _depthwise_pass(m: Main) -> None:
     assert m.registers >= m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
 
 
+def _toeplitz(m: Main) -> None:
+    assert m.count(cubin.HMMA) == m["STEP"] * m["EACH"] * m["PLANES"] * m["KERNEL_D"] * m["KERNEL_H"] * (
+        (m["K_CHUNKS"] + 1) // 2
+    )
+    assert m.count(cubin.STMATRIX) > 0
+    assert not m.shared_out
+
+
 def _gather_pass(m: Main) -> None:
     eights = m["SEGMENTS"] * -(-(m["PARITY"] + m["SEGMENT"]) // 8)
     assert m.count(cubin.HGMMA_REGISTERS) == -(-eights // 2)
@@ -198,6 +206,8 @@ CODE = {
     ),
     "fprop_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "DOWN_W DOWN_H KERNEL_W"),
     "dgrad_depthwise": Code(_depthwise_pass, "ELEMENT OUT", "UP_W UP_H KERNEL_W"),
+    "fprop_toeplitz": Code(_toeplitz, "ELEMENT OUT", "CHANNELS EACH STEP DOWN_W KERNEL_W"),
+    "dgrad_toeplitz": Code(_toeplitz, "ELEMENT OUT", "PLANES KERNEL_H"),
     "fprop_gather": Code(
         _gather_pass, "CTAS_PER_SM CONSUMERS PAIRED", "ELEMENT OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE"
     ),

@@ -92,6 +92,12 @@ __device__ inline void load_matrices(uint32_t address, uint32_t (&v)[4]) {
                : "r"(address));
 }
 
+__device__ inline void load_matrices(uint32_t address, uint32_t& v0, uint32_t& v1) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(v0), "=r"(v1)
+               : "r"(address));
+}
+
 __device__ inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2,
                                            uint32_t& v3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -108,6 +114,11 @@ __device__ inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint3
 __device__ inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]),
                "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+__device__ inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v0), "r"(v1)
                : "memory");
 }
 

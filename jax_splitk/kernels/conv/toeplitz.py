@@ -1,0 +1,351 @@
+"""Kernel family: depthwise forward passes and input gradients on Hopper's tensor cores, as products with the Toeplitz
+matrices of the filter's rows (device code: conv/toeplitz.cu, which defines tile, window, chunk, line, step and stage).
+
+An MMA of 2048 products does 128 times the taps of a row that are of use, a third of them for a row of 7. That is more
+than the CUDA cores do, and each element is read from shared memory twice, whatever the number of taps.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.conv import passes
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime.plan import Buffer, Launch, Pointer
+from jax_splitk.runtime.target import Target
+
+_WINDOWS = 16  # an MMA's m
+_DTYPES = ("bfloat16", "float16")
+_CHANNELS, _STEPS, _PLANES = (8, 16, 32), (2, 4, 8), (1, 2, 4)
+_MAX_STRIDE = 2
+_MAX_REGISTERS = 240  # of a thread, as `Tiling` counts them
+_MAX_PRODUCTS = 1024  # of a stage, in which all are unrolled
+_SHARED_BYTES = 227 * 1024  # of a thread block
+_SM_SHARED_BYTES = 228 * 1024
+_RESERVED_BYTES = 1024  # of an SM for each thread block, by Hopper
+_REGISTERS = 65536  # of an SM
+_INT32_MAX = 2**31 - 1
+_MAX_CANDIDATES, _MAX_OF_KIND = 32, 4
+# Pitches of channels and of eights of channels, modulo 8, by eights of a thread block.
+_PITCHES = {1: (4, 0), 2: (2, 4), 4: (1, 2)}
+# Share of the memory's rate that so many channels reach, by guess.
+_RATES = {8: 0.6, 16: 0.9, 32: 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a pass is computed.
+
+    Attributes:
+      channels: of a thread block.
+      each: channels of a warp.
+      tiles: of 8 columns, of a thread block; as many lines as leave at most 16 windows.
+      rows, planes: of the output, of a line.
+      step: rows of the output between two barriers.
+    """
+
+    channels: int
+    each: int
+    tiles: int
+    rows: int
+    planes: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(Struct):
+    """Of the kernel."""
+
+    images: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(problem: ConvProblem) -> Geometry:
+    """Where the images are single rows, they are the rows of one image."""
+    g = geometry(passes.forward(problem), 3)
+    if g.size[:2] == g.out[:2] == g.kernel[:2] == (1, 1) and g.pad[:2] == (0, 0):
+        rows = (1, g.batch)
+        return dataclasses.replace(g, batch=1, size=(*rows, g.size[2]), out=(*rows, g.out[2]))
+    return g
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A thread block's work.
+
+    Attributes:
+      lines, warps, strips, plane_blocks, columns, eights: lines and warps of a thread block, strips and blocks of
+        planes of an image, thread blocks along a row and along the channels.
+      line_blocks: thread blocks along the lines.
+      chunks, k_chunks: of a line and of a window.
+      units: of 512 bytes, in a row of the thread block.
+      in_rows, out_rows: of a stage, of all planes.
+      in_pitches, out_pitches: from a channel to the next, from eight channels to the next, and of a buffer, in 16
+        bytes.
+      products: MMAs of a warp in a stage.
+      registers: of a thread, about.
+    """
+
+    lines: int
+    warps: int
+    strips: int
+    plane_blocks: int
+    columns: int
+    channel_blocks: int
+    line_blocks: int
+    chunks: int
+    k_chunks: int
+    units: int
+    in_rows: int
+    out_rows: int
+    in_pitches: tuple[int, int, int]
+    out_pitches: tuple[int, int, int]
+    loads: int
+    stages: int
+    products: int
+    registers: int
+    shared_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+        return self.line_blocks * self.columns * self.channel_blocks
+
+
+def _pitches(size: int, parts: int) -> tuple[int, int, int]:
+    """Of channels of so many 16 bytes."""
+    of_channel, of_part = _PITCHES[parts]
+    pitch = size + (of_channel - size) % 8
+    return pitch, 8 * pitch + of_part, parts * (8 * pitch + of_part)
+
+
+@functools.lru_cache(maxsize=4096)
+def tiling(p: ConvProblem, config: Config) -> Tiling:
+    g, parts = _forward(p), config.channels // 8
+    (down_d, down_h, down_w), (kernel_d, kernel_h, kernel_w) = g.stride, g.kernel
+    lines, warps = _WINDOWS // config.tiles, config.channels // config.each
+    strips, plane_blocks = -(-g.out[1] // config.rows), -(-g.out[0] // config.planes)
+    k_chunks = -(-(7 * down_w + kernel_w) // 8)
+    chunks = -(-((config.tiles - 1) * down_w + k_chunks) // down_w) * down_w
+    units = -(-chunks * lines * parts // 4)
+    in_rows = config.step * down_h * ((config.planes - 1) * down_d + kernel_d)
+    out_rows, halves = config.step * config.planes, jnp.dtype(p.out_dtype).itemsize // 2
+    in_pitches = _pitches(in_rows * units * 4 // parts, parts)
+    out_pitches = _pitches(out_rows * _WINDOWS, parts)
+    window, loads = (kernel_h - 1) // down_h + 1, -(-in_rows * units // warps)
+    sums, bands = 4 * config.planes * window, kernel_d * kernel_h * k_chunks
+    rest = 24 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
+    rest += 8 * (max(g.stride) > 1)
+    return Tiling(
+        lines,
+        warps,
+        strips,
+        plane_blocks,
+        -(-g.out[2] // (8 * config.tiles)),
+        -(-p.in_channels // config.channels),
+        -(-g.batch * plane_blocks * strips // lines),
+        chunks,
+        k_chunks,
+        units,
+        in_rows,
+        out_rows,
+        in_pitches,
+        out_pitches,
+        loads,
+        -(-(config.rows + window - 1) // config.step),
+        config.step * config.each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
+        max(56, config.each * (sums + bands) + 6 * loads + rest),
+        32 * (in_pitches[2] + halves * out_pitches[2]) + math.prod(g.kernel) * config.channels * 2,
+    )
+
+
+def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
+    """By shared memory and registers."""
+    t = tiling(p, config)
+    by_memory = _SM_SHARED_BYTES // (t.shared_bytes + _RESERVED_BYTES)
+    by_registers = _REGISTERS // (32 * t.warps * -(-t.registers // 8) * 8)
+    return min(by_memory, by_registers, 2048 // (32 * t.warps), 8)
+
+
+def _smallest(p: ConvProblem) -> Config:
+    """The config with the fewest registers and the least shared memory."""
+    g = _forward(p)
+    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, _STEPS[0])
+
+
+# ---- cost model ----------------------------------------------------------------------------------------------------
+
+
+def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
+    """Clocks of an SM that a stage takes, by what takes them. Not fitted to measurements."""
+    t = tiling(p, config)
+    halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
+    loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
+    windows = config.each * t.in_rows * t.k_chunks / 2  # of a warp
+    return {
+        "mma": 1.7 * t.warps * t.products,
+        "shared": 4 * (t.warps * windows + loaded + 2 * halves * stored),
+        "issue": (t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored) / 3,
+        "l2": 512 * (loaded + halves * stored) / 40,
+    }
+
+
+class ToeplitzConv(CudaFamily[ConvProblem, Config]):
+    """One input channel to each output channel, unit dilations.
+
+    No GPU has run it yet.
+    """
+
+    ABI = 1
+    file = "conv/toeplitz.cu"
+    structs = (Args,)
+    competes = False  # not before a GPU has shown that whole steps gain
+    measured_only = True
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p, g = problem, _forward(problem)
+        if p.dtype not in _DTYPES:
+            return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
+        if p.out_dtype not in OUT_CODES:
+            return f"out_dtype {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+        if p.batch_group_count != 1 or not p.feature_group_count == p.in_channels == p.out_channels:
+            given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
+            return f"{given}; accepted: as many groups as input and as output channels"
+        if p.in_channels % 8:
+            return f"{p.in_channels} channels; accepted: multiples of 8"
+        if max(*g.lhs_dilation, *g.dilation) > 1:
+            return f"an input dilated by {g.lhs_dilation}, a filter by {g.dilation}; accepted: by 1"
+        if max(g.stride) > _MAX_STRIDE:
+            return f"strides {g.stride}; accepted: 1 to {_MAX_STRIDE}"
+        sizes = (*p.lhs_shape, *p.g_shape)
+        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24:
+            return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {2**24 - 1}"
+        if (most := max(math.prod(shape) for shape in (p.lhs_shape, p.g_shape))) > 8 * _INT32_MAX:
+            return f"{most} elements; accepted: up to {8 * _INT32_MAX}"
+        reason = self._tiling_refusal(p, _smallest(p))
+        return reason and f"a filter of {p.kernel_spatial}: {reason}"
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        g = _forward(problem)
+        reason = field_refusal(
+            config,
+            channels=_CHANNELS,
+            each=(1, 2),
+            tiles=range(1, min(_WINDOWS, -(-g.out[2] // 8)) + 1),
+            rows=range(1, g.out[1] + 1),
+            planes=[n for n in _PLANES if n < 2 * g.out[0]],
+            step=_STEPS,
+        )
+        return reason or self._tiling_refusal(problem, config)
+
+    def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        t = tiling(problem, config)
+        limits = (
+            (t.registers, "registers of a thread", _MAX_REGISTERS),
+            (t.registers * t.warps * 32, "registers of a thread block", _REGISTERS),
+            (t.products, "products of the device code", _MAX_PRODUCTS),
+            (t.shared_bytes, "bytes of shared memory", _SHARED_BYTES),
+            (t.blocks, "thread blocks", _INT32_MAX // _WINDOWS),
+        )
+        for value, what, most in limits:
+            if value > most:
+                return f"{config}: {value} {what}; accepted: up to {most}"
+        return None
+
+    def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
+        return max(1, _blocks_per_sm(problem, config))
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        """The best by the model, few of each kind: it is not fitted to measurements."""
+        found = [c for c in self._variants(problem) if self.config_refusal(problem, c) is None]
+        kept, count = [], collections.Counter[tuple[int, ...]]()
+        for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
+            kind = (config.channels, config.each, config.tiles)
+            count[kind] += 1
+            if count[kind] <= _MAX_OF_KIND:
+                kept.append(config)
+        return kept[:_MAX_CANDIDATES]
+
+    def _variants(self, problem: ConvProblem) -> Iterator[Config]:
+        (planes, rows, width), most = _forward(problem).out, max(8, problem.in_channels)
+        tiles = -(-width // 8)
+        # Those that share a row evenly, and those that fill an MMA.
+        even = {-(-tiles // parts) for parts in range(-(-tiles // _WINDOWS), tiles + 1)}
+        widths = sorted({n for n in even if n <= _WINDOWS} | {n for n in (1, 2, 4, 8) if n <= tiles})[-6:]
+        heights = sorted({-(-rows // parts) for parts in (1, 2, 3, 4, 6, 8) if rows >= 4 * parts or parts == 1})
+        channels = [n for n in _CHANNELS if n < 2 * most]
+        depths = [n for n in _PLANES if n < 2 * planes]
+        for fields in itertools.product(channels, (1, 2), widths, heights, depths, _STEPS):
+            yield Config(*fields)
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        fields = ("channels", "rows", "planes", "step")
+        halves = {field: (getattr(config, field) // 2, getattr(config, field) * 2) for field in fields}
+        tiles = (config.tiles - 1, config.tiles + 1)
+        return varied(config, each=(3 - config.each,), tiles=tiles, **halves)
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        """The largest of device memory, the busiest SM's stages and their latency. Not fitted to measurements."""
+        t = tiling(problem, config)
+        sharing = -(-t.blocks // target.cores)  # thread blocks of the busiest SM
+        together = min(sharing, self.blocks_per_sm(problem, config))
+        clocks = sorted(_clocks(problem, config).values())
+        each = clocks[-1] + 0.3 * sum(clocks[:-1])
+        # A stage takes as long as its loads from the L2; others of the SM run meanwhile.
+        busy = t.stages * max(sharing * each, -(-sharing // together) * (600 + 0.5 * each)) / 1.7e9
+        memory = problem.bytes_moved / (3.8e12 * _RATES[config.channels])
+        ramp = 1.5e-6 * -(-sharing // together)
+        return 2e-6 + ramp + max(busy, memory) + 0.15 * min(busy, memory)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return 0
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        g, t = _forward(problem), tiling(problem, config)
+        sizes = axis_macros(INPUT=g.size, OUTPUT=g.out, KERNEL=g.kernel, DOWN=g.stride, PAD=g.pad)
+        pitches = ("CHANNEL", "PART", "BYTES")
+        ins, outs = ((*pitches[:2], 16 * pitches[2]) for pitches in (t.in_pitches, t.out_pitches))
+        return {
+            "ELEMENT": OUT_CODES[problem.dtype],
+            "OUT": OUT_CODES[problem.out_dtype],
+            "EIGHTS": problem.in_channels // 8,
+            "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
+            **sizes,
+            **field_macros(config),
+            **{"LINES": t.lines, "STRIPS": t.strips, "PLANE_BLOCKS": t.plane_blocks},
+            **{"COLUMN_BLOCKS": t.columns, "CHANNEL_BLOCKS": t.channel_blocks},
+            **{"CHUNKS": t.chunks, "K_CHUNKS": t.k_chunks, "UNITS": t.units},
+            **{f"IN_{name}": value for name, value in zip(pitches, ins, strict=True)},
+            **{f"OUT_{name}": value for name, value in zip(pitches, outs, strict=True)},
+            **{"STAGES": t.stages, "CTAS_PER_SM": self.blocks_per_sm(problem, config)},
+        }
+
+    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
+        return conv_buffers(problem)
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
+        t = tiling(problem, config)
+        params = (Pointer(0), Pointer(1), Args(_forward(problem).batch).param(), Pointer(2))
+        return (Launch("toeplitz", (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
+
+
+class FpropToeplitz(ToeplitzConv):
+    name = "fprop_toeplitz"
+
+
+class DgradToeplitz(ToeplitzConv):
+    name = "dgrad_toeplitz"
+
+
+FPROP = FpropToeplitz(Config)
+DGRAD = DgradToeplitz(Config)
