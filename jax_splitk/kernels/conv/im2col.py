@@ -15,13 +15,16 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv.passes import forward
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
+    BOX,
     MAX_ELEMENTS,
+    SWIZZLES,
     Costs,
     SplitTile,
     SplitTileFamily,
@@ -29,7 +32,7 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
-from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, max_stages
+from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, TILES, max_stages
 from jax_splitk.kernels.family import conv_buffers
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
@@ -42,8 +45,10 @@ _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's 
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
-# The tile of two consumers whose sums fit into half of the registers.
-_TWO_CONSUMERS = (128, 64)
+# Tiles of two consumers whose sums fit into half of the registers.
+_TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
+_NARROW = (16, 32)  # columns of tiles, where a group has no more
+_MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Config(SplitTile):
         """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
         other begins and ends with."""
         fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) == _TWO_CONSUMERS and fits else super().blocks_per_sm
+        return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +149,27 @@ def axes(problem: ConvProblem) -> tuple[Axis, ...]:
     return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
 
 
+def row_bytes(problem: ConvProblem) -> int:
+    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
+    several taps instead of zeros. Those of a group end with a block, since others' follow."""
+    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    if problem.feature_group_count > 1:
+        return math.gcd(size, ROW_BYTES)
+    several = max(math.prod(taps) for taps in _taps(problem)) > 1
+    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
+
+
 def _block_k(problem: ConvProblem) -> int:
-    return ROW_BYTES // jnp.dtype(problem.dtype).itemsize
+    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-forward(problem).in_channels // _block_k(problem))
+    return -(-forward(problem).group_channels[0] // _block_k(problem))
+
+
+def _taps(problem: ConvProblem) -> list[tuple[int, ...]]:
+    """Of each phase, along each axis."""
+    return list(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem))))
 
 
 def pixels(problem: ConvProblem) -> int:
@@ -162,8 +182,8 @@ def phases(problem: ConvProblem) -> int:
 
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
-    """(tiles along pixels, tiles along channels) of a phase."""
-    return -(-pixels(problem) // config.tile_m), -(-forward(problem).out_channels // config.tile_n)
+    """(tiles along pixels, tiles along channels) of a phase and group."""
+    return -(-pixels(problem) // config.tile_m), -(-forward(problem).group_channels[1] // config.tile_n)
 
 
 def _residues(problem: ConvProblem) -> dict[str, Field]:
@@ -198,12 +218,9 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
 
 
 class Im2colConv(SplitTileFamily[ConvProblem, Config]):
-    """All channels with all.
+    """All channels of a group with all."""
 
-    No GPU has run it yet.
-    """
-
-    ABI = 1
+    ABI = 2
     file = "conv/im2col.cu"
     kernel = "conv"
     competes = False  # not before a GPU has shown that whole steps gain
@@ -216,7 +233,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         p = problem
         return (
             refusals.dtypes(p, self.dtypes)
-            or refusals.groups(p)
+            or refusals.batch_groups(p)
             or refusals.empty_dimensions(p)
             or self._precision_refusal(p)
             or self._channels_refusal(p)
@@ -233,10 +250,14 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         """Contiguous ones are loaded by 16 bytes, the result's are stored by fours."""
         loaded = 16 // jnp.dtype(p.dtype).itemsize
         of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
-        if p.in_channels % of_lhs == p.out_channels % of_g == 0:
-            return None
-        given = f"{p.in_channels} input and {p.out_channels} output channels"
-        return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+        if p.in_channels % of_lhs or p.out_channels % of_g:
+            given = f"{p.in_channels} input and {p.out_channels} output channels"
+            return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+        channels, columns = forward(p).group_channels
+        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % 4):
+            given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
+            return f"{given}; accepted: multiples of {_MIN_GROUP} and 4, or 1"
+        return None
 
     def _axes_refusal(self, p: ConvProblem) -> str | None:
         """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col), and of the phases' table."""
@@ -266,37 +287,43 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return None
 
     def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == _TWO_CONSUMERS else []
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in _TWO_CONSUMERS else []
         return sorted({*super().depths(tile_m, tile_n), *more})
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
+    def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
+        """Of few columns only the narrowest that have them."""
+        columns = forward(problem).group_channels[1]
+        narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
+        return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
+
     def _chains(self, problem: ConvProblem) -> list[int]:
-        """Blocks of the reduction of each phase."""
-        taps = itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem)))
+        """Stages of the reduction of each phase."""
         blocks = _channel_blocks(problem)
-        return [math.prod(of) * blocks for of in taps]
+        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in _taps(problem)]
 
     def chains(self, problem: ConvProblem) -> list[int]:
         return sorted(self._chains(problem), reverse=True)
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
-        return math.prod(tile_counts(problem, config)) * phases(problem)
+        return math.prod(tile_counts(problem, config)) * phases(problem) * problem.feature_group_count
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
 
     def args(self, problem: ConvProblem, config: Config) -> Values:
-        """Sizes of the product of a phase, what divides a thread block's number, and the geometry by axes; whether a
-        single tile reads any of the operand, so that it need not stay in the L2."""
-        of, (rows, columns) = axes(problem), tile_counts(problem, config)
+        """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
+        whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
+        channels that no group has."""
+        of, (rows, columns), p = axes(problem), tile_counts(problem, config), forward(problem)
         return Values(
             "Args",
             {
                 "m": pixels(problem),
-                "n": forward(problem).out_channels,
-                "columns": Divisor.of(columns),
+                "n": p.group_channels[1],
+                "columns": Divisor.of(columns * p.feature_group_count),
                 "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
@@ -311,6 +338,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
                 **_residues(problem),
+                "beyond": -(-p.in_channels // _block_k(problem)),
+                "k": p.group_channels[0],
+                "pitch": p.out_channels,
+                "group_columns": Divisor.of(columns),
             },
         )
 
@@ -321,9 +352,11 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
             "PHASED": int(any(axis.up > 1 for axis in of)),
+            "GROUPED": int(problem.feature_group_count > 1),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
+            "ROW_BYTES": row_bytes(problem),
             "B_MN": int(is_forward),
-            "B_WHOLE": int(is_forward and is_whole(problem.out_channels)),
+            "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:
@@ -331,15 +364,22 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return conv_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
-        p = problem
-        weight, order = (p.taps, p.in_channels, p.out_channels), "bkn" if isinstance(p, ConvFpropProblem) else "bnk"
-        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.tile_n)
+        p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
+        weight = (p.taps, p.group_channels[0], p.out_channels)
+        whole = _is_whole(p, config)
+        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.tile_n, row_bytes(p), whole)
+
+
+def _is_whole(problem: ConvProblem, config: Config) -> bool:
+    """Whether tiles begin and end with boxes of a forward pass's weight."""
+    return config.tile_n >= BOX and is_whole(problem.group_channels[1])
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
     p, of = folded(forward(problem), 1), axes(problem)[::-1]
     if is_matrix_product(p):
-        return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.tile_m)
+        matrix = (1, pixels(problem), p.in_channels)
+        return operand_map(0, p.dtype, matrix, "bmk", config.tile_m, row_bytes(problem))
     dims = p.lhs_shape[::-1]
     return plan.Im2colMap(
         buffer=0,
@@ -351,6 +391,7 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         upper=tuple(axis.upper for axis in of),
         channels=_block_k(problem),
         pixels=config.tile_m,
+        swizzle=SWIZZLES[row_bytes(problem)],
     )
 
 
