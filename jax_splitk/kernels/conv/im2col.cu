@@ -23,9 +23,10 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), GROUPED, EMPTY (some
-// split of some phase has no stage), ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see
-// `load_operand`), and those of device/split_tile.cuh and dot/epilogue.cuh.
+// split of some phase has no stage), ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE
+// (see `load_operand`), and those of device/split_tile.cuh and dot/epilogue.cuh.
 
+#include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
 #include "device/split_tile.cuh"
 #include "dot/epilogue.cuh"
@@ -38,8 +39,6 @@ using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA
 #endif
 
 constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
-constexpr int BLOCKS = 128 / ROW_BYTES;  // of a stage
-constexpr bool SPLIT = REDUCTION != 0;
 
 // Of a block, in a stage. Columns of an MN-major B lie in boxes of at most 64.
 constexpr int A_PART = TILE_M * ROW_BYTES, B_PART = TILE_N * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
@@ -47,11 +46,6 @@ constexpr int N_ROW = TILE_N < 64 ? TILE_N * 2 : 128, N_BOX = BLOCK_K * N_ROW;
 using A = Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, A_PART>;
 using B = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, B_PART>,
                               Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, B_PART>>;
-
-// One number for each axis; those that the convolution has not are 0.
-struct Axes {
-  int d, h, w;
-};
 
 // A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
@@ -141,89 +135,6 @@ __device__ inline int row_of(const Args& g, const Axes& residue, int m) {
 }
 
 // ---- producer --------------------------------------------------------------------------------------------
-
-// A block of the reduction: of channels, at one of the phase's taps.
-struct Block {
-  int c;
-  Axes tap;
-};
-
-__device__ inline Block block_at(const Args& g, const Axes& residue, int index) {
-#if AXES == 0
-  return {index, {0, 0, 0}};
-#else
-  const int tap = index / g.blocks;
-  Block b = {index - tap * g.blocks.value, {0, 0, tap}};
-#if AXES > 1
-  const auto& w = g.on_w[residue.w].taps;
-  b.tap.h = tap / w;
-  b.tap.w = tap - b.tap.h * w.value;
-#endif
-#if AXES > 2
-  const auto& h = g.on_h[residue.h].taps;
-  const int line = b.tap.h;
-  b.tap.d = line / h;
-  b.tap.h = line - b.tap.d * h.value;
-#endif
-  return b;
-#endif
-}
-
-__device__ inline void advance(const Args& g, const Axes& residue, const Block& by, Block& b) {
-  b.c += by.c;
-#if AXES > 0
-  b.tap.w += by.tap.w;
-  if (b.c >= g.blocks.value) {
-    b.c -= g.blocks.value;
-    ++b.tap.w;
-  }
-#endif
-#if AXES > 1
-  const int w = g.on_w[residue.w].taps.value;
-  b.tap.h += by.tap.h;
-  if (b.tap.w >= w) {
-    b.tap.w -= w;
-    ++b.tap.h;
-  }
-#endif
-#if AXES > 2
-  const int h = g.on_h[residue.h].taps.value;
-  b.tap.d += by.tap.d;
-  if (b.tap.h >= h) {
-    b.tap.h -= h;
-    ++b.tap.d;
-  }
-#endif
-}
-
-// Stages of all taps and channels, or those of the split.
-__device__ inline int stages_of(const Args& g, const Axes& residue, int split) {
-  int all = g.blocks.value;
-#if AXES > 0
-  all *= g.on_w[residue.w].taps.value;
-#endif
-#if AXES > 1
-  all *= g.on_h[residue.h].taps.value;
-#endif
-#if AXES > 2
-  all *= g.on_d[residue.d].taps.value;
-#endif
-  all = (all + BLOCKS - 1) / BLOCKS;
-  return SPLIT ? (all - split + g.splits.value - 1) / g.splits : all;
-}
-
-// Whether there is no such block, after the last one.
-__device__ inline bool is_beyond(const Args& g, const Axes& residue, const Block& b) {
-#if AXES == 0
-  return b.c >= g.blocks.value;
-#elif AXES == 1
-  return b.tap.w >= g.on_w[residue.w].taps.value;
-#elif AXES == 2
-  return b.tap.h >= g.on_h[residue.h].taps.value;
-#else
-  return b.tap.d >= g.on_d[residue.d].taps.value;
-#endif
-}
 
 // What the producer knows: the window of the tile's first pixel, the block that comes next, and the way from
 // a stage's last block to the next stage.

@@ -13,13 +13,13 @@ The constants of its cost model are those of matrix products, not fitted to meas
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv.passes import forward
+from jax_splitk.kernels.conv.phases import axes, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     BOX,
@@ -63,99 +63,14 @@ class Config(SplitTile):
         return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
 
 
-@dataclasses.dataclass(frozen=True)
-class Residue:
-    """Output pixels of an axis that meet the same taps: `place`, `place + up` and so on.
-
-    Attributes:
-      first, taps: the first tap, and how many there are.
-      origin: the input's pixel that the first tap of pixel `place` meets.
-    """
-
-    place: int
-    first: int
-    taps: int
-    origin: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """A spatial dimension of a forward pass whose input is dilated by `up`.
-
-    Attributes:
-      tap_step, step: from a tap of a residue to its next, in taps and in the input's pixels.
-      residues: those with many taps first.
-      pixels: of the largest residue.
-      lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
-    """
-
-    size: int
-    out: int
-    kernel: int
-    down: int
-    up: int
-    pad: int
-    dilation: int
-
-    @property
-    def tap_step(self) -> int:
-        return self.up // math.gcd(self.up, self.dilation)
-
-    @property
-    def step(self) -> int:
-        return self.dilation // math.gcd(self.up, self.dilation)
-
-    @functools.cached_property
-    def residues(self) -> list[Residue]:
-        found = []
-        for place in range(min(self.up, self.out)):
-            at = {tap: place - self.pad + tap * self.dilation for tap in range(min(self.tap_step, self.kernel))}
-            first = next((tap for tap in at if at[tap] % self.up == 0), None)
-            if first is None:
-                found.append(Residue(place, 0, 0, 0))
-            else:
-                taps = -(-(self.kernel - first) // self.tap_step)
-                found.append(Residue(place, first, taps, at[first] // self.up))
-        return sorted(found, key=lambda residue: -residue.taps)
-
-    @property
-    def pixels(self) -> int:
-        return -(-self.out // self.up)
-
-    @property
-    def lower(self) -> int:
-        return min((residue.origin for residue in self.residues if residue.taps), default=0)
-
-    @property
-    def upper(self) -> int:
-        return self.lower + (self.pixels - 1) * self.down + 1 - self.size
-
-    def offset(self, residue: Residue) -> int:
-        """Of its first tap."""
-        return residue.origin - self.lower if residue.taps else 0
-
-    @property
-    def farthest(self) -> int:
-        """The largest offset of a tap."""
-        return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
-
-
 @functools.lru_cache(maxsize=4096)
-def axes(problem: ConvProblem) -> tuple[Axis, ...]:
-    """Of the forward pass with as few spatial dimensions as it can have."""
-    p = folded(forward(problem), 1)
-    sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
-    lows = tuple(low for low, _ in p.padding)
-    return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
-
-
 def row_bytes(problem: ConvProblem) -> int:
     """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
     several taps instead of zeros. Those of a group end with a block, since others' follow."""
     size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
     if problem.feature_group_count > 1:
         return math.gcd(size, ROW_BYTES)
-    several = max(math.prod(taps) for taps in _taps(problem)) > 1
+    several = max(map(math.prod, tap_counts(problem))) > 1
     return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
 
 
@@ -165,20 +80,6 @@ def _block_k(problem: ConvProblem) -> int:
 
 def _channel_blocks(problem: ConvProblem) -> int:
     return -(-forward(problem).group_channels[0] // _block_k(problem))
-
-
-def _taps(problem: ConvProblem) -> list[tuple[int, ...]]:
-    """Of each phase, along each axis."""
-    return list(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem))))
-
-
-def pixels(problem: ConvProblem) -> int:
-    """Of a phase, in all images."""
-    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
-
-
-def phases(problem: ConvProblem) -> int:
-    return math.prod(len(axis.residues) for axis in axes(problem))
 
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
@@ -301,7 +202,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def _chains(self, problem: ConvProblem) -> list[int]:
         """Stages of the reduction of each phase."""
         blocks = _channel_blocks(problem)
-        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in _taps(problem)]
+        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in tap_counts(problem)]
 
     def chains(self, problem: ConvProblem) -> list[int]:
         return sorted(self._chains(problem), reverse=True)

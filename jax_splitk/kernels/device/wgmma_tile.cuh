@@ -29,14 +29,14 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 // Bytes from one instruction's k to the next's.
 [[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
 
-// How an operand lies in a stage: rows of WIDTH bytes under the swizzle of as many, MN-major ones with LEADING
-// bytes from one row's worth of MN to the next. STEP bytes lead to the next instruction's k, and PART, after
-// STEPS of them, to the next part of a stage that has several.
+// How an operand lies in a stage: rows of WIDTH bytes under the swizzle of as many, MN-major ones with
+// LEADING bytes from one row's worth of MN to the next. STEP bytes lead to the next instruction's k, and
+// PART, after STEPS of them, to the next part of a stage that has several.
 template <int STEP, int WIDTH = 128, int LEADING = BLOCK_BYTES, int STEPS = 4, int PART = 0>
 struct Operand {
   static constexpr auto SWIZZLE = WIDTH == 128  ? GMMA::LayoutType::B128
                                   : WIDTH == 64 ? GMMA::LayoutType::B64
-                                              : GMMA::LayoutType::B32;
+                                                : GMMA::LayoutType::B32;
 
   __device__ static uint64_t at(uint32_t address) { return operand(address, LEADING, 8 * WIDTH, SWIZZLE); }
   static constexpr int offset(int k) { return k / STEPS * PART + k % STEPS * STEP; }

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.conv import im2col
+from jax_splitk.kernels.conv import im2col, phases
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
@@ -103,7 +103,7 @@ def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
         for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
-            of = im2col.axes(p)
+            of = phases.axes(p)
             if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
                 continue
             for axis, wanted in zip(of, meeting(p), strict=True):
@@ -135,7 +135,7 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             if isinstance(windows, Im2colMap):
                 assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.tile_m)
             rows, columns = im2col.tile_counts(p, config)
-            assert plan.launches[0].grid == (rows * columns * im2col.phases(p), 1, config.splits)
+            assert plan.launches[0].grid == (rows * columns * phases.phases(p), 1, config.splits)
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
