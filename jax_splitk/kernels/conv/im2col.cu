@@ -136,8 +136,8 @@ __device__ inline int row_of(const Args& g, const Axes& residue, int m) {
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// What the producer knows: the window of the tile's first pixel, the block that comes next, and the way from
-// a stage's last block to the next stage.
+// What the producer knows: the window of the tile's first pixel, the stage's first block, and from there to
+// the next stage's.
 struct Loads {
   int n;
   Axes window;
@@ -158,17 +158,15 @@ __device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   l.window.d = g.lower.d + first.at.d * g.down.d;
 #endif
   l.step.c = 1;
-  if constexpr (SPLIT) {
-    l.block = block_at(g, tile.residue, split * BLOCKS);
-    l.step = block_at(g, tile.residue, (g.splits.value - 1) * BLOCKS + 1);
-  }
+  if constexpr (SPLIT) l.block = block_at(g, tile.residue, split * BLOCKS);
+  if constexpr (SPLIT || BLOCKS > 1)
+    l.step = block_at(g, tile.residue, (SPLIT ? g.splits.value : 1) * BLOCKS);
   return l;
 }
 
 // A block, to its places of A and B.
 __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
-                            const Loads& l, uint64_t* full, uint32_t a, uint32_t b) {
-  Block block = l.block;
+                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b) {
   // TMA fills with zeros what lies beyond the channels.
   if (BLOCKS > 1 && is_beyond(g, tile.residue, block)) block = {g.beyond, {0, 0, 0}};
   int c = block.c * BLOCK_K, n = tile.n;
@@ -215,16 +213,18 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
-    const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    uint64_t* full = nullptr;
-    if (lead) full = pipeline.expect(at, STAGE_BYTES);
+    if (lead) {
+      uint64_t* full = pipeline.expect(at, STAGE_BYTES);
+      const uint32_t stage = stages + at.stage * STAGE_BYTES;
+      Block block = loads.block;
 #pragma unroll
-    for (int part = 0; part < BLOCKS; ++part) {
-      if (lead) {
-        load(a_map, b_map, g, tile, loads, full, stage + part * A_PART, stage + A_BYTES + part * B_PART);
+      for (int part = 0; part < BLOCKS; ++part) {
+        if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
+        load(a_map, b_map, g, tile, loads, block, full, stage + part * A_PART,
+             stage + A_BYTES + part * B_PART);
       }
-      advance(g, tile.residue, part + 1 < BLOCKS ? Block{1, {0, 0, 0}} : loads.step, loads.block);
     }
+    advance(g, tile.residue, loads.step, loads.block);
     at.advance(STAGES);
   }
 }
