@@ -15,6 +15,10 @@
 // after the other. A stage has one, or several where channels are few, so that it always has four products'
 // k; the last stage's may be missing, and are zeros. Splits take turns at the stages.
 //
+// Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
+// those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
+// between the lines of the images is not stored.
+//
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
@@ -22,9 +26,10 @@
 // `empty`.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), GROUPED, EMPTY (some
-// split of some phase has no stage), ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE
-// (see `load_operand`), and those of device/split_tile.cuh and dot/epilogue.cuh.
+// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
+// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
+// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
+// dot/epilogue.cuh.
 
 #include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
@@ -41,9 +46,15 @@ using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA
 constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 
 // Of a block, in a stage. Columns of an MN-major B lie in boxes of at most 64.
-constexpr int A_PART = TILE_M * ROW_BYTES, B_PART = TILE_N * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int A_PART = A_BYTES / BLOCKS, B_PART = TILE_N * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
 constexpr int N_ROW = TILE_N < 64 ? TILE_N * 2 : 128, N_BOX = BLOCK_K * N_ROW;
-using A = Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, A_PART>;
+constexpr int LOAD_BYTES = BLOCKS * ((TILE_M + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * B_PART);
+struct A : Operand<K_MAJOR_STEP, ROW_BYTES> {
+  static constexpr int offset(int k) {
+    const int tap = k / STEPS;
+    return tap / TAPS * A_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
+  }
+};
 using B = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, B_PART>,
                               Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, B_PART>>;
 
@@ -199,7 +210,11 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 #endif
 #endif
 #endif
-  load_operand<B_MN, B_WHOLE, N_BLOCKS, N_BOX>(b_map, full, b, n, B_MN ? k : c, tap, hint_for(g.b_once));
+#pragma unroll
+  for (int i = 0; i < TAPS; ++i) {
+    load_operand<B_MN, B_WHOLE, N_BLOCKS, N_BOX>(b_map, full, b + i * B_PART, n, B_MN ? k : c,
+                                                 tap + i * g.tap_step.w, hint_for(g.b_once));
+  }
 }
 
 // Loads `count` stages from where `loads` stands on. The first ones, into stages that are empty yet, are a
@@ -214,14 +229,14 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   for (int i = 0; i < count; ++i) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
-      uint64_t* full = pipeline.expect(at, STAGE_BYTES);
+      uint64_t* full = pipeline.expect(at, LOAD_BYTES);
       const uint32_t stage = stages + at.stage * STAGE_BYTES;
       Block block = loads.block;
 #pragma unroll
       for (int part = 0; part < BLOCKS; ++part) {
         if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
         load(a_map, b_map, g, tile, loads, block, full, stage + part * A_PART,
-             stage + A_BYTES + part * B_PART);
+             stage + A_BYTES + part * TAPS * B_PART);
       }
     }
     advance(g, tile.residue, loads.step, loads.block);

@@ -14,7 +14,7 @@ The constants of its cost model are those of matrix products, not fitted to meas
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
@@ -32,8 +32,16 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
-from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, TILES, max_stages
-from jax_splitk.kernels.family import conv_buffers
+from jax_splitk.kernels.device.wgmma_tile import (
+    MAX_STAGES,
+    MIN_STAGES,
+    RESERVED_BYTES,
+    ROW_BYTES,
+    SHARED_BYTES,
+    TILES,
+    max_stages,
+)
+from jax_splitk.kernels.family import conv_buffers, field_refusal
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
 from jax_splitk.problems.conv_passes import ConvFpropProblem
@@ -48,12 +56,30 @@ _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (
 # Tiles of two consumers whose sums fit into half of the registers.
 _TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
 _NARROW = (16, 32)  # columns of tiles, where a group has no more
+_MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
+_MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
 _MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(SplitTile):
-    """How a pass is computed: see `SplitTile`. A row of a tile is a pixel."""
+    """How a pass is computed: see `SplitTile`. A row of a tile is a pixel.
+
+    Attributes:
+      taps: of a filter row that a stage has: 1, or all. All read the same pixels, each from a row of its own on, so
+        that these are loaded once; tiles then have pixels between the images' lines, too, which are not stored.
+    """
+
+    taps: int = 1
+
+    @property
+    def depth(self) -> int:
+        return self.taps
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.tile_m + (_MAX_REACH if self.taps > 1 else 0)
+        return (rows + self.taps * self.tile_n) * ROW_BYTES
 
     @property
     def blocks_per_sm(self) -> int:
@@ -84,16 +110,26 @@ def _channel_blocks(problem: ConvProblem) -> int:
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
     """(tiles along pixels, tiles along channels) of a phase and group."""
-    return -(-pixels(problem) // config.tile_m), -(-forward(problem).group_channels[1] // config.tile_n)
+    return -(-pixels(problem, config.taps) // config.tile_m), -(-forward(problem).group_channels[1] // config.tile_n)
 
 
-def _residues(problem: ConvProblem) -> dict[str, Field]:
+@functools.lru_cache(maxsize=4096)
+def shared_taps(problem: ConvProblem) -> int:
+    """Taps of a filter row that a stage may have."""
+    if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
+        return 1
+    last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
+    fits = last.down == 1 and last.reach <= _MAX_REACH and last.upper <= _IM2COL_LIMITS[len(axes(problem))][1]
+    return last.shared if fits else 1
+
+
+def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
     """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
     many of each axis, so that device code is the same for many strides."""
     mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
-    most = max(len(axis.residues) for axis in axes(problem))
-    size = 1 << (most - 1).bit_length()
-    for name, axis in zip("whd", reversed(axes(problem)), strict=False):
+    of = axes(problem, config.taps)
+    size = 1 << (max(len(axis.residues) for axis in of) - 1).bit_length()
+    for name, axis in zip("whd", reversed(of), strict=False):
         rows = [
             Values(
                 "Residue",
@@ -191,6 +227,9 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in _TWO_CONSUMERS else []
         return sorted({*super().depths(tile_m, tile_n), *more})
 
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        return field_refusal(config, taps=sorted({1, shared_taps(problem)})) or super().config_refusal(problem, config)
+
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
@@ -199,13 +238,28 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
 
-    def _chains(self, problem: ConvProblem) -> list[int]:
-        """Stages of the reduction of each phase."""
-        blocks = _channel_blocks(problem)
-        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in tap_counts(problem)]
+    def whole(self, problem: ConvProblem) -> Iterator[Config]:
+        yield from super().whole(problem)
+        taps = shared_taps(problem)
+        if taps == 1 or pixels(problem, taps) > _MAX_BEYOND * pixels(problem):
+            return
+        for tile_m, tile_n in self.tiles(problem):
+            config = Config(tile_m, tile_n, 0, taps=taps)
+            depths = {self.stage_counts(config)[-1:], self.stage_counts(config, blocks_per_sm=2)[-1:]}
+            yield from (dataclasses.replace(config, stages=of[0]) for of in depths if of)
 
-    def chains(self, problem: ConvProblem) -> list[int]:
-        return sorted(self._chains(problem), reverse=True)
+    def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
+        room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // config.stage_bytes
+        least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
+        return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
+
+    def _chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        """Stages of the reduction of each phase."""
+        blocks = _channel_blocks(problem) * row_bytes(problem)
+        return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
+
+    def chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        return sorted(self._chains(problem, config), reverse=True)
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
@@ -218,11 +272,11 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
         whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
         channels that no group has."""
-        of, (rows, columns), p = axes(problem), tile_counts(problem, config), forward(problem)
+        of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
         return Values(
             "Args",
             {
-                "m": pixels(problem),
+                "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
                 "columns": Divisor.of(columns * p.feature_group_count),
                 "phases": Divisor.of(phases(problem)),
@@ -238,7 +292,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "lower": tuple(axis.lower for axis in of),
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
-                **_residues(problem),
+                **_residues(problem, config),
                 "beyond": -(-p.in_channels // _block_k(problem)),
                 "k": p.group_channels[0],
                 "pitch": p.out_channels,
@@ -247,14 +301,16 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
-        of, is_forward = axes(problem), isinstance(problem, ConvFpropProblem)
+        of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
-            "PHASED": int(any(axis.up > 1 for axis in of)),
+            "PHASED": int(config.taps > 1 or any(axis.up > 1 for axis in of)),
+            "TAPS": config.taps,
+            "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
             "GROUPED": int(problem.feature_group_count > 1),
-            "EMPTY": int(min(self._chains(problem)) < config.splits),
+            "EMPTY": int(min(self._chains(problem, config)) < config.splits),
             "ROW_BYTES": row_bytes(problem),
             "B_MN": int(is_forward),
             "B_WHOLE": int(is_forward and _is_whole(problem, config)),
@@ -277,7 +333,7 @@ def _is_whole(problem: ConvProblem, config: Config) -> bool:
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
-    p, of = folded(forward(problem), 1), axes(problem)[::-1]
+    p, of = folded(forward(problem), 1), axes(problem, config.taps)[::-1]
     if is_matrix_product(p):
         matrix = (1, pixels(problem), p.in_channels)
         return operand_map(0, p.dtype, matrix, "bmk", config.tile_m, row_bytes(problem))
@@ -291,7 +347,7 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         lower=tuple(axis.lower for axis in of),
         upper=tuple(axis.upper for axis in of),
         channels=_block_k(problem),
-        pixels=config.tile_m,
+        pixels=config.tile_m + of[0].reach,
         swizzle=SWIZZLES[row_bytes(problem)],
     )
 

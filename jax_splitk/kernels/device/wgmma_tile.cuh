@@ -5,14 +5,18 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers).
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers), TAPS
+// (undefined: 1): so many B a stage has for one A, which then has 8 rows more.
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
 
 constexpr int BLOCK_BYTES = 64 * 128;
 constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
-constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
+#ifndef TAPS
+#define TAPS 1
+#endif
+constexpr int A_BYTES = (TILE_M + (TAPS > 1 ? 8 : 0)) * 128, STAGE_BYTES = A_BYTES + TAPS * TILE_N * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
@@ -82,7 +86,7 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 4 * TAPS; ++k) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
         const uint64_t a = A::at(block_at(stage, m));
