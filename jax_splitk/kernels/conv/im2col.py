@@ -8,7 +8,10 @@ An input gradient is a forward pass of g with the mirrored weight. Where it has 
 modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
 multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
 
-The constants of its cost model are those of matrix products, not fitted to measurements.
+Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
+zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
+
+The constants of its cost model are fitted to the times of one tap in a stage.
 """
 
 import dataclasses
