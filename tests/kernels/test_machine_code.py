@@ -208,7 +208,7 @@ CODE = {
     "fprop_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
     "dgrad_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
     "fprop_im2col": Code(
-        _wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS"
+        _wgmma_tile, "REDUCTION PHASED", "AXES ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS"
     ),
     "dgrad_im2col": Code(
         _wgmma_tile,

@@ -231,7 +231,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return sorted({*super().depths(tile_m, tile_n), *more})
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        return field_refusal(config, taps=sorted({1, shared_taps(problem)})) or super().config_refusal(problem, config)
+        if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
+            return reason
+        if config.taps > 1 and not self.stage_counts(config):
+            tile = f"tile {config.tile_m}x{config.tile_n} of {config.taps} taps in a stage"
+            return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
+        return super().config_refusal(problem, config)
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,8 @@ def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dic
     config = Config(128, 64, 3, taps=7)
     accepted = f"1, {taps}" if taps > 1 else "1"
     assert im2col.FPROP.refusal(p, config) == f"taps 7; accepted: {accepted}"
+    wide = str(im2col.FPROP.refusal(p, Config(128, 256, 2, taps=taps)))
+    assert taps < 3 or wide.startswith(f"tile 128x256 of {taps} taps in a stage; accepted: 2 stages that fit")
 
 
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
