@@ -293,6 +293,27 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
         (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
         (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
+        # Taps that share pixels.
+        (fprop, (9, 10), (3, 3), (72, 136), conv_im2col.Config(128, 64, 2, taps=3), {"padding": ((2, 0), (-1, 3))}),
+        (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, cluster, 3), {"padding": 1, **half}),
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), conv_im2col.Config(256, 32, 2, 3, shared, 3), {"padding": 1}),
+        (dgrad, (9, 17), (2, 5), (12, 16), conv_im2col.Config(256, 16, 4, taps=5),
+         {"padding": 3, "rhs_dilation": (1, 2)}),
+        (fprop, (90,), (3,), (192, 144), conv_im2col.Config(192, 64, 3, taps=3),
+         {"padding": 1, "groups": 3, "out_dtype": "float32"}),
+        (dgrad, (9, 10), (3, 3), (32, 40), conv_im2col.Config(128, 32, 3, taps=3), {"padding": 1, **floats}),
+        # Few channels, and groups: stages of several taps, of which the last one's may be missing.
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
+        (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),
+        (fprop, (9, 10), (3, 3), (8, 24), tile(192, 32, 2, cluster), {"padding": 1, **half}),
+        (dgrad, (9, 10), (3, 2), (12, 16), conv_im2col.Config(128, 16, 5, 2, shared), {"padding": 1}),
+        (fprop, (60,), (5,), (16, 16), tile(64, 16, 2, shared), {"padding": 2, "out_dtype": "float32"}),
+        (dgrad, (9, 10), (3, 3), (32, 16), tile(128, 32), {"padding": 1, **floats}),
+        (fprop, (9, 10), (3, 3), (192, 192), tile(128, 64), {"padding": 1, "groups": 3}),
+        (dgrad, (9, 10), (3, 3), (144, 192), tile(64, 64, 2, cluster), {"padding": 1, "stride": 2, "groups": 2}),
+        (fprop, (9, 10), (3, 3), (96, 120), tile(64, 64, 3, shared), {"padding": 1, "groups": 3, **half}),
+        (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
+        (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
     ):  # fmt: skip
         p = kind(**vars(conv(size, kernel, channels, **{"out_dtype": "bfloat16", **changes})))
         yield Run(family, p, config)

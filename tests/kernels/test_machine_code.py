@@ -217,8 +217,14 @@ CODE = {
     },
     "fprop_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
     "dgrad_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
-    "fprop_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM"),
-    "dgrad_im2col": Code(_wgmma_tile, "REDUCTION PHASED", "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM"),
+    "fprop_im2col": Code(
+        _wgmma_tile, "REDUCTION PHASED", "AXES ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS"
+    ),
+    "dgrad_im2col": Code(
+        _wgmma_tile,
+        "REDUCTION PHASED",
+        "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM ROW_BYTES GROUPED TAPS",
+    ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "wgrad_depthwise_any": Code(
         _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"

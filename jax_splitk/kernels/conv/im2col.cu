@@ -12,17 +12,26 @@
 // As a matrix product: rows of A are pixels, a box of TMA's im2col mode of TILE_M pixels x BLOCK_K channels
 // at one tap; B is the weight of that tap, [k][n] (MN-major, a forward pass) or [n][k] (K-major, an input
 // gradient, whose taps the host has mirrored). Blocks of the reduction are those of the channels, for one tap
-// after the other; splits take turns at them.
+// after the other. A stage has one, or several where channels are few, so that it always has four products'
+// k; the last stage's may be missing, and are zeros. Splits take turns at the stages.
+//
+// Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
+// those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
+// between the lines of the images is not stored.
+//
+// A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
 // epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
 // `empty`.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), EMPTY (some split of
-// some phase has no block), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
+// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
+// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
+// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
 // dot/epilogue.cuh.
 
+#include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
 #include "device/split_tile.cuh"
 #include "dot/epilogue.cuh"
@@ -34,25 +43,46 @@ static_assert(!B_MN, "WGMMA takes tf32 K-major only");
 using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
 #endif
 
-constexpr int BLOCK_K = ELEMENT == FLOAT ? 32 : 64;
-constexpr bool SPLIT = REDUCTION != 0;
+constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 
-// One number for each axis; those that the convolution has not are 0.
-struct Axes {
-  int d, h, w;
+// Of a block, in a stage. Columns of an MN-major B lie in boxes of at most 64.
+constexpr int A_PART = A_BYTES / BLOCKS, B_PART = TILE_N * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int N_ROW = TILE_N < 64 ? TILE_N * 2 : 128, N_BOX = BLOCK_K * N_ROW;
+constexpr int LOAD_BYTES = BLOCKS * ((TILE_M + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * B_PART);
+struct A : Operand<K_MAJOR_STEP, ROW_BYTES> {
+  static constexpr int offset(int k) {
+    const int tap = k / STEPS;
+    return tap / TAPS * A_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
+  }
 };
+using B = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, B_PART>,
+                              Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, B_PART>>;
 
-// A tile: its first pixel and column, and the residues of its phase.
+// A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
   int m, n;
   Axes residue;
+  int group;
 };
+
+// Elements of a row of the output.
+__device__ inline int pitch_of(const Args& g) {
+#if GROUPED
+  return g.pitch;
+#else
+  return g.n;
+#endif
+}
 
 // Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
 // first.
 __device__ inline Tile tile_at(const Args& g, int index) {
   int row = index / g.columns;
-  const int column = index - row * g.columns.value;
+  int column = index - row * g.columns.value, group = 0;
+#if GROUPED
+  group = column / g.group_columns;
+  column -= group * g.group_columns.value;
+#endif
   Axes at = {0, 0, 0};
 #if PHASED
   int phase = row;
@@ -67,7 +97,7 @@ __device__ inline Tile tile_at(const Args& g, int index) {
   at.h = line - at.d * g.residues.h.value;
 #endif
 #endif
-  return {row * TILE_M, column * TILE_N, at};
+  return {row * TILE_M, column * TILE_N, at, group};
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -117,76 +147,8 @@ __device__ inline int row_of(const Args& g, const Axes& residue, int m) {
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// A block of the reduction: of channels, at one of the phase's taps.
-struct Block {
-  int c;
-  Axes tap;
-};
-
-__device__ inline Block block_at(const Args& g, const Axes& residue, int index) {
-#if AXES == 0
-  return {index, {0, 0, 0}};
-#else
-  const int tap = index / g.blocks;
-  Block b = {index - tap * g.blocks.value, {0, 0, tap}};
-#if AXES > 1
-  const auto& w = g.on_w[residue.w].taps;
-  b.tap.h = tap / w;
-  b.tap.w = tap - b.tap.h * w.value;
-#endif
-#if AXES > 2
-  const auto& h = g.on_h[residue.h].taps;
-  const int line = b.tap.h;
-  b.tap.d = line / h;
-  b.tap.h = line - b.tap.d * h.value;
-#endif
-  return b;
-#endif
-}
-
-__device__ inline void advance(const Args& g, const Axes& residue, const Block& by, Block& b) {
-  b.c += by.c;
-#if AXES > 0
-  b.tap.w += by.tap.w;
-  if (b.c >= g.blocks.value) {
-    b.c -= g.blocks.value;
-    ++b.tap.w;
-  }
-#endif
-#if AXES > 1
-  const int w = g.on_w[residue.w].taps.value;
-  b.tap.h += by.tap.h;
-  if (b.tap.w >= w) {
-    b.tap.w -= w;
-    ++b.tap.h;
-  }
-#endif
-#if AXES > 2
-  const int h = g.on_h[residue.h].taps.value;
-  b.tap.d += by.tap.d;
-  if (b.tap.h >= h) {
-    b.tap.h -= h;
-    ++b.tap.d;
-  }
-#endif
-}
-
-// Of all taps and channels, and those of the split.
-__device__ inline int blocks_of(const Args& g, const Axes& residue, int split) {
-  int all = g.blocks.value;
-#if AXES > 0
-  all *= g.on_w[residue.w].taps.value;
-#endif
-#if AXES > 1
-  all *= g.on_h[residue.h].taps.value;
-#endif
-#if AXES > 2
-  all *= g.on_d[residue.d].taps.value;
-#endif
-  return SPLIT ? (all - split + g.splits.value - 1) / g.splits : all;
-}
-
-// What the producer knows: the window of the tile's first pixel, and the block that comes next.
+// What the producer knows: the window of the tile's first pixel, the stage's first block, and from there to
+// the next stage's.
 struct Loads {
   int n;
   Axes window;
@@ -207,57 +169,75 @@ __device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   l.window.d = g.lower.d + first.at.d * g.down.d;
 #endif
   l.step.c = 1;
-  if constexpr (SPLIT) {
-    l.block = block_at(g, tile.residue, split);
-    l.step = block_at(g, tile.residue, g.splits.value);
-  }
+  if constexpr (SPLIT) l.block = block_at(g, tile.residue, split * BLOCKS);
+  if constexpr (SPLIT || BLOCKS > 1)
+    l.step = block_at(g, tile.residue, (SPLIT ? g.splits.value : 1) * BLOCKS);
   return l;
 }
 
+// A block, to its places of A and B.
 __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
-                            const Loads& l, uint64_t* full, uint32_t stage) {
-  const int c = l.block.c * BLOCK_K;
+                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b) {
+  // TMA fills with zeros what lies beyond the channels.
+  if (BLOCKS > 1 && is_beyond(g, tile.residue, block)) block = {g.beyond, {0, 0, 0}};
+  int c = block.c * BLOCK_K, n = tile.n;
+  const int k = c;
+#if GROUPED
+  c += tile.group * g.k;
+  if (B_MN) n += tile.group * g.n;
+#endif
 #if AXES == 0
-  load_operand<false, false, M_BLOCKS>(a_map, full, stage, tile.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, M_BLOCKS>(a_map, full, a, tile.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
-  const uint16_t w = on_w.offset + l.block.tap.w * g.step.w;
-  int tap = on_w.tap + l.block.tap.w * g.tap_step.w;
-  uint8_t* to = shared_pointer(stage);
+  const uint16_t w = on_w.offset + block.tap.w * g.step.w;
+  int tap = on_w.tap + block.tap.w * g.tap_step.w;
+  uint8_t* to = shared_pointer(a);
 #if AXES == 1
   cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
 #else
   const auto& on_h = g.on_h[tile.residue.h];
-  const uint16_t h = on_h.offset + l.block.tap.h * g.step.h;
-  tap += on_h.tap + l.block.tap.h * g.tap_step.h;
+  const uint16_t h = on_h.offset + block.tap.h * g.step.h;
+  tap += on_h.tap + block.tap.h * g.tap_step.h;
 #if AXES == 2
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
   const auto& on_d = g.on_d[tile.residue.d];
-  const uint16_t d = on_d.offset + l.block.tap.d * g.step.d;
-  tap += on_d.tap + l.block.tap.d * g.tap_step.d;
+  const uint16_t d = on_d.offset + block.tap.d * g.step.d;
+  tap += on_d.tap + block.tap.d * g.tap_step.d;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
 #endif
 #endif
 #endif
-  load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, tile.n, c, tap, hint_for(g.b_once));
+#pragma unroll
+  for (int i = 0; i < TAPS; ++i) {
+    load_operand<B_MN, B_WHOLE, N_BLOCKS, N_BOX>(b_map, full, b + i * B_PART, n, B_MN ? k : c,
+                                                 tap + i * g.tap_step.w, hint_for(g.b_once));
+  }
 }
 
-// Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are empty yet, are a
+// Loads `count` stages from where `loads` stands on. The first ones, into stages that are empty yet, are a
 // loop of their own right at the kernel's start: all that follows waits for them, and code that lies far off
 // is slow to come. There every lane walks, so that the compiler knows that the warp's numbers are uniform.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int blocks) {
+                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int count) {
   const bool lead = !FIRST || cute::elect_one_sync();
   Position at;
 #pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
+  for (int i = 0; i < count; ++i) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
-      uint64_t* full = pipeline.expect(at, STAGE_BYTES);
-      load(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
+      uint64_t* full = pipeline.expect(at, LOAD_BYTES);
+      const uint32_t stage = stages + at.stage * STAGE_BYTES;
+      Block block = loads.block;
+#pragma unroll
+      for (int part = 0; part < BLOCKS; ++part) {
+        if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
+        load(a_map, b_map, g, tile, loads, block, full, stage + part * A_PART,
+             stage + A_BYTES + part * TAPS * B_PART);
+      }
     }
     advance(g, tile.residue, loads.step, loads.block);
     at.advance(STAGES);
@@ -282,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   for (int half = 0; half < 2; ++half) {
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
-    Output* to = out + size_t(row) * g.n + col;
+    Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
     epilogue.store(out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
@@ -300,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const uint32_t stages = aligned_address(raw);
   // Grid: x over tiles, z over splits (a cluster, where they meet there).
   const Tile tile = tile_at(g, blockIdx.x);
-  const int split = SPLIT ? blockIdx.z : 0, blocks = blocks_of(g, tile.residue, split);
+  const int split = SPLIT ? blockIdx.z : 0, count = stages_of(g, tile.residue, split);
   const int warp = warp_index();
   Loads loads;
   // The producer does not wait for the others: what it needs, it starts itself.
@@ -310,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       pipeline.init(1, CONSUMERS);
       cutlass::arch::fence_barrier_init();
     }
-    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(blocks, STAGES));
+    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(count, STAGES));
   }
 #if PHASED && REDUCTION != 1
   // Where the tile's rows go. A consumer's thread reads what others have written once all have multiplied.
@@ -323,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp == 0 && cute::elect_one_sync()) {
-      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, blocks - STAGES);
+      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, count - STAGES);
     }
     join_cluster();
   } else {
@@ -331,12 +311,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
     const auto block_of = [=](uint32_t stage, int m) {
-      return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
+      return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
     };
-    consume<Wgmma, K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(stages, pipeline, blocks, block_of,
-                                                                      acc);
+    consume<Wgmma, A, B>(stages, pipeline, count, block_of, acc);
 #if EMPTY
-    if (blocks == 0) {
+    if (count == 0) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
@@ -357,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const auto inside = [&](int row, int column) { return tile.m + row < g.m && tile.n + column < g.n; };
 #endif
     const auto store = [&](int row, int column, const float4& v) {
-      Output* to = out + size_t(row_at(row)) * g.n + tile.n + column;
+      Output* to = out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
       epilogue.store(out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);

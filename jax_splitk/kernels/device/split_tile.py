@@ -42,6 +42,7 @@ MAX_PARTS = 1024  # of tiles, each added by a block of its own, the last one tha
 MAX_FLOAT32_CHAIN = 512
 MAX_ELEMENTS = 2**31 - 1 - 2**20  # of an array; 32-bit integers count them, and what tiles have beyond
 MAX_GRID_YZ = 65535
+SWIZZLES = {32: 1, 64: 2, 128: plan.SWIZZLE_128B}  # CUtensorMapSwizzle by a row's bytes
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2, "last_block": 3}  # macro REDUCTION
 
 
@@ -88,21 +89,30 @@ def map_dtype(dtype: str) -> str:
     return plan.TF32 if dtype == "float32" else dtype
 
 
-def operand_map(buffer: int, dtype: str, shape: tuple[int, ...], order: str, tile: int) -> plan.TiledMap:
+def operand_map(
+    buffer: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    order: str,
+    tile: int,
+    row_bytes: int = ROW_BYTES,
+    whole: bool = True,
+) -> plan.TiledMap:
     """The dimensions as (contiguous, other, batch), wherever the batch lies in memory; `order` names them by b, k and
-    another letter. A box has `tile` of the last."""
+    another letter. A box has `tile` of the last, and `row_bytes` of k. `whole`: tiles begin at multiples of `BOX`."""
     item, dtype = jnp.dtype(dtype).itemsize, map_dtype(dtype)
     strides = {order[axis]: math.prod(shape[axis + 1 :]) * item for axis in range(3)}
     sizes = dict(zip(order, shape, strict=True))
     inner = order[-1]
     outer = next(name for name in order if name not in ("b", inner))
-    block_k = ROW_BYTES // item
+    block_k = row_bytes // item
     if inner == "k":
         dims, box = (sizes["k"], sizes[outer], sizes["b"]), (block_k, tile, 1)
-        return plan.TiledMap(buffer, dtype, dims, (strides[outer], strides["b"]), box)
-    if not is_whole(sizes[inner]):
-        dims, box = (sizes[inner], sizes["k"], sizes["b"]), (BOX, block_k, 1)
-        return plan.TiledMap(buffer, dtype, dims, (strides["k"], strides["b"]), box)
+        return plan.TiledMap(buffer, dtype, dims, (strides[outer], strides["b"]), box, SWIZZLES[row_bytes])
+    if not (whole and is_whole(sizes[inner])):
+        columns = min(tile, BOX)
+        dims, box = (sizes[inner], sizes["k"], sizes["b"]), (columns, block_k, 1)
+        return plan.TiledMap(buffer, dtype, dims, (strides["k"], strides["b"]), box, SWIZZLES[columns * item])
     dims = (BOX, sizes["k"], sizes[inner] // BOX, sizes["b"])
     box = (BOX, block_k, tile // BOX, 1)
     return plan.TiledMap(buffer, dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
@@ -159,9 +169,18 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     kernel: ClassVar[str]
     reductions: ClassVar[tuple[str, ...]] = tuple(REDUCTIONS)
 
+    def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
+        """(tile_m, tile_n) that there are."""
+        del problem
+        return TILES
+
+    def stage_counts(self, config: _Config) -> range:
+        """That its tile may have."""
+        return range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
+
     @abc.abstractmethod
-    def chains(self, problem: _Problem) -> Sequence[int]:
-        """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles."""
+    def chains(self, problem: _Problem, config: _Config) -> Sequence[int]:
+        """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles. A stage has one."""
 
     @abc.abstractmethod
     def thread_blocks(self, problem: _Problem, config: _Config) -> int:
@@ -181,10 +200,9 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         return ()
 
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
-        if (reason := tile_refusal(config)) is not None:
+        if (reason := tile_refusal(config, self.tiles(problem))) is not None:
             return reason
-        stages = range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
-        reason = field_refusal(config, stages=stages, reduction=self.reductions)
+        reason = field_refusal(config, stages=self.stage_counts(config), reduction=self.reductions)
         if reason is not None:
             return reason
         if (config.splits == 1) != (config.reduction == "none"):
@@ -195,7 +213,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             return reason
         if config.partial_sets and (sums := self._partial_stride(problem, config)) > MAX_ELEMENTS:
             return f"{sums} partial sums of a split; accepted: at most {MAX_ELEMENTS}"
-        return split_k.splits_refusal(config.splits, self.chains(problem)[0], "blocks of k", uneven=True)
+        return split_k.splits_refusal(config.splits, self.chains(problem, config)[0], "blocks of k", uneven=True)
 
     def _last_block_refusal(self, problem: _Problem, config: _Config) -> str | None:
         if config.cluster == 1 or config.partial_sets == 1:
@@ -209,12 +227,13 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
         return config.blocks_per_sm
 
-    def _least_splits(self, problem: _Problem) -> int:
-        return -(-self.chains(problem)[0] // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
+    def _least_splits(self, problem: _Problem, config: _Config) -> int:
+        blocks = self.chains(problem, config)[0] * config.depth
+        return -(-blocks // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
 
     def _splits(self, problem: _Problem, config: _Config, target: Target) -> Iterator[_Config]:
         """The config with one split, in clusters, and with splits that fill 1 to 4 waves; as far as accurate enough."""
-        blocks, least = self.chains(problem)[0], self._least_splits(problem)
+        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
         slots, tiles = target.cores * config.blocks_per_sm, self.thread_blocks(problem, config)
         wanted = {least, *(max(least, slots * waves // tiles) for waves in range(1, 5))}
         if least == 1:
@@ -238,17 +257,21 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model, and the best with a last block."""
         found: list[_Config] = []
-        for tile_m, tile_n in TILES:
-            for stages in self.depths(tile_m, tile_n):
-                splits = self._splits(problem, self.Config(tile_m, tile_n, stages), target)
-                legal = [c for c in dict.fromkeys(splits) if self.config_refusal(problem, c) is None]
-                legal.sort(key=lambda c: self.estimate(problem, c, target))
-                found += legal[:4] + [c for c in legal[4:] if c.reduction == "last_block"][:1]
+        for whole in self.whole(problem):
+            splits = self._splits(problem, whole, target)
+            legal = [c for c in dict.fromkeys(splits) if self.config_refusal(problem, c) is None]
+            legal.sort(key=lambda c: self.estimate(problem, c, target))
+            found += legal[:4] + [c for c in legal[4:] if c.reduction == "last_block"][:1]
         return found
+
+    def whole(self, problem: _Problem) -> Iterator[_Config]:
+        """Candidates before they are split."""
+        for tile_m, tile_n in self.tiles(problem):
+            yield from (self.Config(tile_m, tile_n, stages) for stages in self.depths(tile_m, tile_n))
 
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> list[_Config]:
         """A stage less, other reductions, and split counts nearby."""
-        blocks, least = self.chains(problem)[0], self._least_splits(problem)
+        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
         found = [dataclasses.replace(config, stages=config.stages - 1)]
         if config.splits > 1:
             found += varied(config, reduction=[r for r in self.reductions if r not in ("none", config.reduction)])
@@ -264,7 +287,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def _longest(self, problem: _Problem, config: _Config, at_a_time: int) -> int:
         """Blocks of the reduction that one multiprocessor has to compute, where so many thread blocks begin together:
         the longest of each wave."""
-        lengths = [-(-blocks // config.splits) for blocks in self.chains(problem)]
+        lengths = [-(-blocks // config.splits) for blocks in self.chains(problem, config)]
         each = self.thread_blocks(problem, config) // len(lengths) * config.splits
         waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
         return sum(length * (end - begin) for length, begin, end in zip(lengths, waves, waves[1:], strict=False))
