@@ -86,7 +86,7 @@ class Main:
 
 def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
-    blocks = m["TILE_M"] // 64 // consumers
+    blocks = m["TILE_M"] // 64 // (consumers // m.macros.get("TEAMS", 1))
     # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
     m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
@@ -207,8 +207,16 @@ CODE = {
     },
     "fprop_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
     "dgrad_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
-    "fprop_im2col": Code(_wgmma_tile, "REDUCTION AXES PHASED", "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM"),
-    "dgrad_im2col": Code(_wgmma_tile, "REDUCTION PHASED", "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM"),
+    "fprop_im2col": Code(
+        _wgmma_tile,
+        "REDUCTION AXES PHASED PERSISTENT",
+        "ELEMENT OUT TILE_M TILE_N B_WHOLE SWAP TEAMS EMPTY CTAS_PER_SM",
+    ),
+    "dgrad_im2col": Code(
+        _wgmma_tile,
+        "REDUCTION PHASED PERSISTENT EMPTY",
+        "AXES ELEMENT OUT TILE_M TILE_N SPLITS SWAP TEAMS CTAS_PER_SM",
+    ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "wgrad_depthwise_any": Code(
         _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"

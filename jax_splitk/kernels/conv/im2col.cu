@@ -12,30 +12,45 @@
 // As a matrix product: rows of A are pixels, a box of TMA's im2col mode of TILE_M pixels x BLOCK_K channels
 // at one tap; B is the weight of that tap, [k][n] (MN-major, a forward pass) or [n][k] (K-major, an input
 // gradient, whose taps the host has mirrored). Blocks of the reduction are those of the channels, for one tap
-// after the other; splits take turns at them.
+// after the other; splits take turns at them. WGMMA's A and B are these, or with SWAP the other way round.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
 // epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
-// `empty`.
+// `empty`. A PERSISTENT kernel, without splits, is that of conv/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), EMPTY (some split of
-// some phase has no block), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
-// dot/epilogue.cuh.
+// some phase has no block; if PERSISTENT, some phase has no tap), B_MN, B_WHOLE (see `load_operand`), SWAP,
+// PERSISTENT, and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
 
 #include "device/pipeline.cuh"
-#include "device/split_tile.cuh"
+#include "device/split_k.cuh"
+#include "device/wgmma_tile.cuh"
 #include "dot/epilogue.cuh"
+#if PERSISTENT
+#include "device/packed_tile.cuh"
+#else
+#include "device/split_tile.cuh"
+#endif
 
 #if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!B_MN, "WGMMA takes tf32 K-major only");
 #else
-using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+constexpr GMMA::Major WEIGHT_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
+using Wgmma = WGMMA_16(TILE_N,
+                       SS)<SWAP ? WEIGHT_MAJOR : GMMA::Major::K, SWAP ? GMMA::Major::K : WEIGHT_MAJOR>;
 #endif
+static_assert(PERSISTENT || !SWAP, "partial sums have pixels as rows");
 
 constexpr int BLOCK_K = ELEMENT == FLOAT ? 32 : 64;
 constexpr bool SPLIT = REDUCTION != 0;
+// Of a tile, and where a stage has the operands.
+constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
+constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
+// Bytes from one instruction's k to the next's.
+constexpr int WEIGHT_STEP = B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP;
+constexpr int A_STEP = SWAP ? WEIGHT_STEP : K_MAJOR_STEP, B_STEP = SWAP ? K_MAJOR_STEP : WEIGHT_STEP;
 
 // One number for each axis; those that the convolution has not are 0.
 struct Axes {
@@ -48,16 +63,9 @@ struct Tile {
   Axes residue;
 };
 
-// Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
-// first.
-__device__ inline Tile tile_at(const Args& g, int index) {
-  int row = index / g.columns;
-  const int column = index - row * g.columns.value;
+__device__ inline Axes residue_at(const Args& g, int phase) {
   Axes at = {0, 0, 0};
 #if PHASED
-  int phase = row;
-  row = phase / g.phases;
-  phase -= row * g.phases.value;
   const int line = phase / g.residues.w;
   at.w = phase - line * g.residues.w.value;
 #if AXES == 2
@@ -67,7 +75,20 @@ __device__ inline Tile tile_at(const Args& g, int index) {
   at.h = line - at.d * g.residues.h.value;
 #endif
 #endif
-  return {row * TILE_M, column * TILE_N, at};
+  return at;
+}
+
+// Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
+// first.
+__device__ inline Tile tile_at(const Args& g, int index) {
+  int row = index / g.columns, phase = 0;
+  const int column = index - row * g.columns.value;
+#if PHASED
+  phase = row;
+  row = phase / g.phases;
+  phase -= row * g.phases.value;
+#endif
+  return {row * PIXELS, column * CHANNELS, residue_at(g, phase)};
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -218,13 +239,13 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
                             const Loads& l, uint64_t* full, uint32_t stage) {
   const int c = l.block.c * BLOCK_K;
 #if AXES == 0
-  load_operand<false, false, M_BLOCKS>(a_map, full, stage, tile.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, PIXELS / 64>(a_map, full, stage + PIXELS_AT, tile.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
   const uint16_t w = on_w.offset + l.block.tap.w * g.step.w;
   int tap = on_w.tap + l.block.tap.w * g.tap_step.w;
-  uint8_t* to = shared_pointer(stage);
+  uint8_t* to = shared_pointer(stage + PIXELS_AT);
 #if AXES == 1
   cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
 #else
@@ -241,7 +262,8 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 #endif
 #endif
 #endif
-  load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, tile.n, c, tap, hint_for(g.b_once));
+  load_operand<B_MN, B_WHOLE, CHANNELS / 64>(b_map, full, stage + WEIGHT_AT, tile.n, c, tap,
+                                             hint_for(g.b_once));
 }
 
 // Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are empty yet, are a
@@ -265,6 +287,10 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
 }
 
 // ---- the kernels -----------------------------------------------------------------------------------------
+
+#if PERSISTENT
+#include "conv/persistent.cuh"
+#else
 
 #if REDUCTION == 1
 // Adds the splits' partial sums.
@@ -333,8 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const auto block_of = [=](uint32_t stage, int m) {
       return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
     };
-    consume<Wgmma, K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(stages, pipeline, blocks, block_of,
-                                                                      acc);
+    consume<Wgmma, A_STEP, B_STEP>(stages, pipeline, blocks, block_of, acc);
 #if EMPTY
     if (blocks == 0) {
 #pragma unroll
@@ -364,3 +389,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
   }
 }
+#endif

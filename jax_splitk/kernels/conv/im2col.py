@@ -7,55 +7,38 @@ output channels], whose reduction may be split: see `SplitTileFamily`.
 An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
 modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
 multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
-
-The constants of its cost model are those of matrix products, not fitted to measurements.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.conv.im2col_config import TWO_CONSUMERS, Config, Costs
 from jax_splitk.kernels.conv.passes import forward
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
-    Costs,
-    SplitTile,
     SplitTileFamily,
     is_whole,
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
-from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, SHARED_BYTES, max_stages
-from jax_splitk.kernels.family import conv_buffers
+from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES, ROW_BYTES, TILES, max_stages, tile_refusal
+from jax_splitk.kernels.family import conv_buffers, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
-
-
-# The tile of two consumers whose sums fit into half of the registers.
-_TWO_CONSUMERS = (128, 64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(SplitTile):
-    """How a pass is computed: see `SplitTile`. A row of a tile is a pixel."""
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
-        other begins and ends with."""
-        fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) == _TWO_CONSUMERS and fits else super().blocks_per_sm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +144,19 @@ def phases(problem: ConvProblem) -> int:
     return math.prod(len(axis.residues) for axis in axes(problem))
 
 
+def live_phases(problem: ConvProblem) -> int:
+    """Those with taps."""
+    return math.prod(_live(axis) for axis in axes(problem))
+
+
+def _live(axis: Axis) -> int:
+    """Residues with taps, which are the first ones."""
+    return sum(residue.taps > 0 for residue in axis.residues)
+
+
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
     """(tiles along pixels, tiles along channels) of a phase."""
-    return -(-pixels(problem) // config.tile_m), -(-forward(problem).out_channels // config.tile_n)
+    return -(-pixels(problem) // config.pixels), -(-forward(problem).out_channels // config.channels)
 
 
 def _residues(problem: ConvProblem) -> dict[str, Field]:
@@ -198,12 +191,9 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
 
 
 class Im2colConv(SplitTileFamily[ConvProblem, Config]):
-    """All channels with all.
+    """All channels with all."""
 
-    No GPU has run it yet.
-    """
-
-    ABI = 1
+    ABI = 2
     file = "conv/im2col.cu"
     kernel = "conv"
     competes = False  # not before a GPU has shown that whole steps gain
@@ -266,8 +256,61 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return None
 
     def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == _TWO_CONSUMERS else []
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == TWO_CONSUMERS else []
         return sorted({*super().depths(tile_m, tile_n), *more})
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        if not config.workers:
+            return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
+        if (reason := tile_refusal(config)) is not None:
+            return reason
+        if not _can_persist(problem):
+            p = problem
+            given = f"{p.dtype} to {p.out_dtype} and {forward(p).out_channels} channels of the result"
+            return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
+        return field_refusal(
+            config,
+            stages=range(MIN_STAGES, config.most_stages + 1),
+            splits=(1,),
+            reduction=("none",),
+            swap=(False, True),
+            workers=range(1, math.prod(tile_counts(problem, config)) + 1),
+        )
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        return [*super().candidates(problem, target), *self._persistent(problem, target)]
+
+    def _persistent(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
+        """A persistent thread block on each multiprocessor, with every tile."""
+        if not _can_persist(problem):
+            return
+        for (tile_m, tile_n), swap in itertools.product(TILES, (False, True)):
+            if swap and tile_m == tile_n:
+                continue  # as fast
+            config = Config(tile_m, tile_n, MIN_STAGES, swap=swap, workers=1)
+            workers = min(target.cores, math.prod(tile_counts(problem, config)))
+            yield dataclasses.replace(config, stages=config.most_stages, workers=workers)
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        if not config.workers:
+            return super().neighbours(problem, config, target)
+        return varied(config, stages=[config.stages - 1], swap=[not config.swap])
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        if not config.workers:
+            return super().estimate(problem, config, target)
+        costs: Costs = self.costs(target)
+        each = -(-math.prod(tile_counts(problem, config)) // config.workers)  # with all its phases
+        tile = sum(self.chains(problem)) * config.step_seconds(costs)
+        tile += live_phases(problem) * config.handover_seconds(costs)
+        share = min(1.0, config.workers / target.cores)
+        memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
+        # The first stage is waited for, and the last results.
+        ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
+        slower, faster = max(each * tile, memory), min(each * tile, memory)
+        return slower + costs.shadow * faster + ends + costs.launch_seconds
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +325,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
-        return math.prod(tile_counts(problem, config)) * phases(problem)
+        return config.workers or math.prod(tile_counts(problem, config)) * phases(problem)
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
@@ -294,15 +337,16 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return Values(
             "Args",
             {
+                **(self._persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem),
                 "n": forward(problem).out_channels,
                 "columns": Divisor.of(columns),
-                "phases": Divisor.of(phases(problem)),
+                "phases": Divisor.of(live_phases(problem) if config.workers else phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
                 "a_once": int(columns == 1),
                 "b_once": int(rows == 1),
-                "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
+                "residues": tuple(Divisor.of(_live(axis) if config.workers else len(axis.residues)) for axis in of),
                 "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
                 "out": tuple(axis.out for axis in of),
                 "up": tuple(axis.up for axis in of),
@@ -314,6 +358,15 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             },
         )
 
+    def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
+        """Tiles of a phase; residues of the axes (1 of one that is not there), and those with taps."""
+        of, more = axes(problem), (1,) * (3 - len(axes(problem)))
+        return {
+            "tiles": math.prod(tile_counts(problem, config)),
+            "every": (*more, *(len(axis.residues) for axis in of)),
+            "live": (*more, *map(_live, of)),
+        }
+
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         of, is_forward = axes(problem), isinstance(problem, ConvFpropProblem)
         return {
@@ -322,6 +375,9 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
             "PHASED": int(any(axis.up > 1 for axis in of)),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
+            **field_macros(config, "swap"),
+            "PERSISTENT": int(config.workers > 0),
+            "TEAMS": config.teams,
             "B_MN": int(is_forward),
             "B_WHOLE": int(is_forward and is_whole(problem.out_channels)),
         }
@@ -333,13 +389,13 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
         p = problem
         weight, order = (p.taps, p.in_channels, p.out_channels), "bkn" if isinstance(p, ConvFpropProblem) else "bnk"
-        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.tile_n)
+        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels)
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
     p, of = folded(forward(problem), 1), axes(problem)[::-1]
     if is_matrix_product(p):
-        return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.tile_m)
+        return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.pixels)
     dims = p.lhs_shape[::-1]
     return plan.Im2colMap(
         buffer=0,
@@ -350,8 +406,14 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         lower=tuple(axis.lower for axis in of),
         upper=tuple(axis.upper for axis in of),
         channels=_block_k(problem),
-        pixels=config.tile_m,
+        pixels=config.pixels,
     )
+
+
+def _can_persist(problem: ConvProblem) -> bool:
+    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes."""
+    halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
+    return halves and forward(problem).out_channels % 8 == 0
 
 
 class FpropIm2col(Im2colConv):

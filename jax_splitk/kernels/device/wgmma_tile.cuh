@@ -5,10 +5,19 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers).
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers),
+// TEAMS (1 by default; of consumer warpgroups that have a tile together), PERSISTENT (0 by default; warpgroup
+// 0 has more to do).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
+
+#ifndef TEAMS
+#define TEAMS 1
+#endif
+#ifndef PERSISTENT
+#define PERSISTENT 0
+#endif
 
 constexpr int BLOCK_BYTES = 64 * 128;
 constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
@@ -18,11 +27,11 @@ constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int THREADS = 128 + CONSUMER_THREADS;
+constexpr int THREADS = 128 + TEAMS * CONSUMER_THREADS;
 // One consumer has enough registers without.
-constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
+constexpr bool SHARE_REGISTERS = TEAMS * CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? (PERSISTENT ? 56 : 32) : 40;
+constexpr int CONSUMER_REGS = consumer_registers(TEAMS * CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
@@ -52,12 +61,12 @@ __device__ inline uint64_t hint_for(int once) {
   return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
 }
 
-// acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
-// `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.
+// acc = the sum over so many stages, from `at` on, of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ...
+// of A's rows. `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine
+// code. Returns the last stage: its products are still under way.
 template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                               const BlockAt& block_at, Accumulator& acc) {
-  Position at;
+__device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                               const BlockAt& block_at, Accumulator& acc, Position& at) {
   int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
 #pragma unroll 1
@@ -84,6 +93,15 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
     previous = at.stage;
     at.advance(STAGES);
   }
+  return previous;
+}
+
+// That sum.
+template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>
+__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                               const BlockAt& block_at, Accumulator& acc) {
+  Position at;
+  multiply<Wgmma, A_STEP, B_STEP>(stages, pipeline, blocks, block_at, acc, at);
   cute::warpgroup_wait<0>();
   fence(acc);
 }

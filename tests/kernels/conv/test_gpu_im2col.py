@@ -41,10 +41,10 @@ NETWORKS = [
 
 
 def configs(p: ConvProblem) -> list[Config]:
-    """The best of each reduction by the model."""
+    """The best of each reduction by the model, and of the persistent ones of each orientation."""
     family, found = FAMILIES[p.op], {}
     for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
-        found.setdefault(config.reduction, config)
+        found.setdefault((config.reduction, config.swap, config.workers > 0), config)
     return list(found.values())
 
 

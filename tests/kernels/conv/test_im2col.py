@@ -69,12 +69,29 @@ def test_float32_is_an_input_gradients() -> None:
     (Config(96, 64, 4), "tile 96x64; accepted"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
     (Config(64, 64, 8, 4, "cluster"), None),
+    (Config(64, 64, 8, swap=True), "swap True; accepted: False"),
+    (Config(64, 64, 8, swap=True, workers=1), None),
+    (Config(64, 256, 5, swap=True, workers=1), "stages 5; accepted: 2 to 4"),
+    (Config(64, 64, 8, workers=2), "workers 2; accepted: 1 to 1"),
+    (Config(64, 64, 8, 2, "cluster", workers=1), "splits 2; accepted: 1"),
 ])  # fmt: skip
 def test_refuses_configs(config: Config, reason: str | None) -> None:
     """The longest of the phases is what splits are of."""
     p = problem(DGRAD, (8, 8), (3, 3), 64, 64, stride=2, padding=1)
     refusal = im2col.DGRAD.config_refusal(p, config)
     assert refusal is None if reason is None else str(refusal).startswith(reason)
+
+
+@pytest.mark.parametrize(("kind", "channels", "change"), [
+    (FPROP, (64, 64), {"out_dtype": "float32"}),
+    (DGRAD, (64, 64), {"dtype": "float32"}),
+    (DGRAD, (68, 64), {}),
+])  # fmt: skip
+def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tuple[int, int], change: Any) -> None:
+    p = problem(kind, (8, 8), (3, 3), *channels, **change)
+    family, config = FAMILIES[p.op], Config(64, 64, 8, workers=1)
+    assert "accepted: 16 bits, multiples of 8 channels" in str(family.config_refusal(p, config))
+    assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
 
 
 def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
@@ -133,9 +150,10 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             assert math.prod(windows.dims) == math.prod(p.operand_shapes[0])
             assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
             if isinstance(windows, Im2colMap):
-                assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.tile_m)
+                assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.pixels)
             rows, columns = im2col.tile_counts(p, config)
-            assert plan.launches[0].grid == (rows * columns * im2col.phases(p), 1, config.splits)
+            blocks = config.workers or rows * columns * im2col.phases(p)
+            assert plan.launches[0].grid == (blocks, 1, config.splits)
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
