@@ -291,6 +291,21 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (4, 5, 6), (3, 1, 3), (200, 40), persistent(192, 192, True, 1),
          {"padding": ((1, 1), (0, 0), (1, 1)), "stride": 2, "batch": 7, **half}),
         (fprop, (13, 9), (1, 1), (136, 72), persistent(256, 64, True, 2), {"batch": 9}),
+        (fprop, (9, 10), (3, 3), (32, 48), persistent(64, 128, True, 2), {"padding": 1, "batch": 5}),
+        (dgrad, (9, 10), (3, 3), (144, 192), persistent(128, 64, True, 2),
+         {"padding": 1, "stride": 2, "groups": 2, "batch": 5}),
+        # Few channels, and groups: stages of several taps, of which the last one's may be missing.
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
+        (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),
+        (fprop, (9, 10), (3, 3), (8, 24), tile(192, 32, 2, cluster), {"padding": 1, **half}),
+        (dgrad, (9, 10), (3, 2), (12, 16), conv_im2col.Config(128, 16, 5, 2, shared), {"padding": 1}),
+        (fprop, (60,), (5,), (16, 16), tile(64, 16, 2, shared), {"padding": 2, "out_dtype": "float32"}),
+        (dgrad, (9, 10), (3, 3), (32, 16), tile(128, 32), {"padding": 1, **floats}),
+        (fprop, (9, 10), (3, 3), (192, 192), tile(128, 64), {"padding": 1, "groups": 3}),
+        (dgrad, (9, 10), (3, 3), (144, 192), tile(64, 64, 2, cluster), {"padding": 1, "stride": 2, "groups": 2}),
+        (fprop, (9, 10), (3, 3), (96, 120), tile(64, 64, 3, shared), {"padding": 1, "groups": 3, **half}),
+        (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
+        (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
     ):  # fmt: skip
         p = kind(**vars(conv(size, kernel, channels, **{"out_dtype": "bfloat16", **changes})))
         yield Run(family, p, config)

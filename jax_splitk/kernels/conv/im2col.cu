@@ -12,17 +12,23 @@
 // As a matrix product: rows of A are pixels, a box of TMA's im2col mode of TILE_M pixels x BLOCK_K channels
 // at one tap; B is the weight of that tap, [k][n] (MN-major, a forward pass) or [n][k] (K-major, an input
 // gradient, whose taps the host has mirrored). Blocks of the reduction are those of the channels, for one tap
-// after the other; splits take turns at them. WGMMA's A and B are these, or with SWAP the other way round.
+// after the other. A stage has one, or several where channels are few, so that it always has four products'
+// k; the last stage's may be missing, and are zeros. Splits take turns at the stages. WGMMA's A and B are
+// these, or with SWAP the other way round.
+//
+// A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
 // epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
 // `empty`. A PERSISTENT kernel, without splits, is that of conv/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), EMPTY (some split of
-// some phase has no block; if PERSISTENT, some phase has no tap), B_MN, B_WHOLE (see `load_operand`), SWAP,
-// PERSISTENT, and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
+// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), GROUPED, EMPTY (some
+// split of some phase has no stage; if PERSISTENT, some phase has no tap), ROW_BYTES (bytes of a block of
+// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, and those of
+// device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
 
+#include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
@@ -43,25 +49,36 @@ using Wgmma = WGMMA_16(TILE_N,
 #endif
 static_assert(PERSISTENT || !SWAP, "partial sums have pixels as rows");
 
-constexpr int BLOCK_K = ELEMENT == FLOAT ? 32 : 64;
-constexpr bool SPLIT = REDUCTION != 0;
+constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
+
 // Of a tile, and where a stage has the operands.
 constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
 constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
-// Bytes from one instruction's k to the next's.
-constexpr int WEIGHT_STEP = B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP;
-constexpr int A_STEP = SWAP ? WEIGHT_STEP : K_MAJOR_STEP, B_STEP = SWAP ? K_MAJOR_STEP : WEIGHT_STEP;
+// Of a block, in a stage. Channels of an MN-major weight lie in boxes of at most 64.
+constexpr int PIXELS_PART = PIXELS * ROW_BYTES, WEIGHT_PART = CHANNELS * ROW_BYTES;
+constexpr int STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
+using Pixels = Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, PIXELS_PART>;
+using Weight = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
+                                   Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
+using A = cute::conditional_t<SWAP, Weight, Pixels>;
+using B = cute::conditional_t<SWAP, Pixels, Weight>;
 
-// One number for each axis; those that the convolution has not are 0.
-struct Axes {
-  int d, h, w;
-};
-
-// A tile: its first pixel and column, and the residues of its phase.
+// A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
   int m, n;
   Axes residue;
+  int group;
 };
+
+// Elements of a row of the output.
+__device__ inline int pitch_of(const Args& g) {
+#if GROUPED
+  return g.pitch;
+#else
+  return g.n;
+#endif
+}
 
 __device__ inline Axes residue_at(const Args& g, int phase) {
   Axes at = {0, 0, 0};
@@ -78,6 +95,15 @@ __device__ inline Axes residue_at(const Args& g, int phase) {
   return at;
 }
 
+__device__ inline Tile tile_at(const Args& g, int row, int phase, int column) {
+  int group = 0;
+#if GROUPED
+  group = column / g.group_columns;
+  column -= group * g.group_columns.value;
+#endif
+  return {row * PIXELS, column * CHANNELS, residue_at(g, phase), group};
+}
+
 // Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
 // first.
 __device__ inline Tile tile_at(const Args& g, int index) {
@@ -88,7 +114,7 @@ __device__ inline Tile tile_at(const Args& g, int index) {
   row = phase / g.phases;
   phase -= row * g.phases.value;
 #endif
-  return {row * PIXELS, column * CHANNELS, residue_at(g, phase)};
+  return tile_at(g, row, phase, column);
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -138,76 +164,8 @@ __device__ inline int row_of(const Args& g, const Axes& residue, int m) {
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-// A block of the reduction: of channels, at one of the phase's taps.
-struct Block {
-  int c;
-  Axes tap;
-};
-
-__device__ inline Block block_at(const Args& g, const Axes& residue, int index) {
-#if AXES == 0
-  return {index, {0, 0, 0}};
-#else
-  const int tap = index / g.blocks;
-  Block b = {index - tap * g.blocks.value, {0, 0, tap}};
-#if AXES > 1
-  const auto& w = g.on_w[residue.w].taps;
-  b.tap.h = tap / w;
-  b.tap.w = tap - b.tap.h * w.value;
-#endif
-#if AXES > 2
-  const auto& h = g.on_h[residue.h].taps;
-  const int line = b.tap.h;
-  b.tap.d = line / h;
-  b.tap.h = line - b.tap.d * h.value;
-#endif
-  return b;
-#endif
-}
-
-__device__ inline void advance(const Args& g, const Axes& residue, const Block& by, Block& b) {
-  b.c += by.c;
-#if AXES > 0
-  b.tap.w += by.tap.w;
-  if (b.c >= g.blocks.value) {
-    b.c -= g.blocks.value;
-    ++b.tap.w;
-  }
-#endif
-#if AXES > 1
-  const int w = g.on_w[residue.w].taps.value;
-  b.tap.h += by.tap.h;
-  if (b.tap.w >= w) {
-    b.tap.w -= w;
-    ++b.tap.h;
-  }
-#endif
-#if AXES > 2
-  const int h = g.on_h[residue.h].taps.value;
-  b.tap.d += by.tap.d;
-  if (b.tap.h >= h) {
-    b.tap.h -= h;
-    ++b.tap.d;
-  }
-#endif
-}
-
-// Of all taps and channels, and those of the split.
-__device__ inline int blocks_of(const Args& g, const Axes& residue, int split) {
-  int all = g.blocks.value;
-#if AXES > 0
-  all *= g.on_w[residue.w].taps.value;
-#endif
-#if AXES > 1
-  all *= g.on_h[residue.h].taps.value;
-#endif
-#if AXES > 2
-  all *= g.on_d[residue.d].taps.value;
-#endif
-  return SPLIT ? (all - split + g.splits.value - 1) / g.splits : all;
-}
-
-// What the producer knows: the window of the tile's first pixel, and the block that comes next.
+// What the producer knows: the window of the tile's first pixel, the stage's first block, and from there to
+// the next stage's.
 struct Loads {
   int n;
   Axes window;
@@ -228,58 +186,77 @@ __device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   l.window.d = g.lower.d + first.at.d * g.down.d;
 #endif
   l.step.c = 1;
-  if constexpr (SPLIT) {
-    l.block = block_at(g, tile.residue, split);
-    l.step = block_at(g, tile.residue, g.splits.value);
-  }
+  if constexpr (SPLIT) l.block = block_at(g, tile.residue, split * BLOCKS);
+  if constexpr (SPLIT || BLOCKS > 1)
+    l.step = block_at(g, tile.residue, (SPLIT ? g.splits.value : 1) * BLOCKS);
   return l;
 }
 
+// A block, to its places of A and B.
 __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
-                            const Loads& l, uint64_t* full, uint32_t stage) {
-  const int c = l.block.c * BLOCK_K;
+                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b) {
+  // TMA fills with zeros what lies beyond the channels.
+  if (BLOCKS > 1 && is_beyond(g, tile.residue, block)) block = {g.beyond, {0, 0, 0}};
+  int c = block.c * BLOCK_K, n = tile.n;
+  const int k = c;
+#if GROUPED
+  c += tile.group * g.k;
+  if (B_MN) n += tile.group * g.n;
+#endif
 #if AXES == 0
-  load_operand<false, false, PIXELS / 64>(a_map, full, stage + PIXELS_AT, tile.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, PIXELS / 64>(a_map, full, a, tile.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
-  const uint16_t w = on_w.offset + l.block.tap.w * g.step.w;
-  int tap = on_w.tap + l.block.tap.w * g.tap_step.w;
-  uint8_t* to = shared_pointer(stage + PIXELS_AT);
+  const uint16_t w = on_w.offset + block.tap.w * g.step.w;
+  int tap = on_w.tap + block.tap.w * g.tap_step.w;
+  uint8_t* to = shared_pointer(a);
 #if AXES == 1
   cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
 #else
   const auto& on_h = g.on_h[tile.residue.h];
-  const uint16_t h = on_h.offset + l.block.tap.h * g.step.h;
-  tap += on_h.tap + l.block.tap.h * g.tap_step.h;
+  const uint16_t h = on_h.offset + block.tap.h * g.step.h;
+  tap += on_h.tap + block.tap.h * g.tap_step.h;
 #if AXES == 2
   cute::SM90_TMA_LOAD_IM2COL_4D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
   const auto& on_d = g.on_d[tile.residue.d];
-  const uint16_t d = on_d.offset + l.block.tap.d * g.step.d;
-  tap += on_d.tap + l.block.tap.d * g.tap_step.d;
+  const uint16_t d = on_d.offset + block.tap.d * g.step.d;
+  tap += on_d.tap + block.tap.d * g.tap_step.d;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
 #endif
 #endif
 #endif
-  load_operand<B_MN, B_WHOLE, CHANNELS / 64>(b_map, full, stage + WEIGHT_AT, tile.n, c, tap,
-                                             hint_for(g.b_once));
+  constexpr int BOXES = (CHANNELS + 63) / 64;
+  load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b, n, B_MN ? k : c, tap, hint_for(g.b_once));
 }
 
-// Loads `blocks` blocks from where `loads` stands on. The first ones, into stages that are empty yet, are a
+// The blocks of a stage, from where `loads` stands on.
+__device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
+                                  const Tile& tile, const Loads& loads, uint64_t* full, uint32_t stage) {
+  Block block = loads.block;
+#pragma unroll
+  for (int part = 0; part < BLOCKS; ++part) {
+    if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
+    load(a_map, b_map, g, tile, loads, block, full, stage + PIXELS_AT + part * PIXELS_PART,
+         stage + WEIGHT_AT + part * WEIGHT_PART);
+  }
+}
+
+// Loads `count` stages from where `loads` stands on. The first ones, into stages that are empty yet, are a
 // loop of their own right at the kernel's start: all that follows waits for them, and code that lies far off
 // is slow to come. There every lane walks, so that the compiler knows that the warp's numbers are uniform.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int blocks) {
+                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int count) {
   const bool lead = !FIRST || cute::elect_one_sync();
   Position at;
 #pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
+  for (int i = 0; i < count; ++i) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
       uint64_t* full = pipeline.expect(at, STAGE_BYTES);
-      load(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
+      load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
     }
     advance(g, tile.residue, loads.step, loads.block);
     at.advance(STAGES);
@@ -308,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   for (int half = 0; half < 2; ++half) {
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
-    Output* to = out + size_t(row) * g.n + col;
+    Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
     epilogue.store(out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
@@ -326,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const uint32_t stages = aligned_address(raw);
   // Grid: x over tiles, z over splits (a cluster, where they meet there).
   const Tile tile = tile_at(g, blockIdx.x);
-  const int split = SPLIT ? blockIdx.z : 0, blocks = blocks_of(g, tile.residue, split);
+  const int split = SPLIT ? blockIdx.z : 0, count = stages_of(g, tile.residue, split);
   const int warp = warp_index();
   Loads loads;
   // The producer does not wait for the others: what it needs, it starts itself.
@@ -336,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       pipeline.init(1, CONSUMERS);
       cutlass::arch::fence_barrier_init();
     }
-    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(blocks, STAGES));
+    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(count, STAGES));
   }
 #if PHASED && REDUCTION != 1
   // Where the tile's rows go. A consumer's thread reads what others have written once all have multiplied.
@@ -349,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (warp < 4) {
     if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
     if (warp == 0 && cute::elect_one_sync()) {
-      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, blocks - STAGES);
+      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, count - STAGES);
     }
     join_cluster();
   } else {
@@ -357,11 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
     const auto block_of = [=](uint32_t stage, int m) {
-      return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
+      return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
     };
-    consume<Wgmma, A_STEP, B_STEP>(stages, pipeline, blocks, block_of, acc);
+    consume<Wgmma, A, B>(stages, pipeline, count, block_of, acc);
 #if EMPTY
-    if (blocks == 0) {
+    if (count == 0) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
@@ -382,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const auto inside = [&](int row, int column) { return tile.m + row < g.m && tile.n + column < g.n; };
 #endif
     const auto store = [&](int row, int column, const float4& v) {
-      Output* to = out + size_t(row_at(row)) * g.n + tile.n + column;
+      Output* to = out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
       epilogue.store(out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);

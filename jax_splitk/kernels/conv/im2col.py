@@ -13,15 +13,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv.im2col_config import TWO_CONSUMERS, Config, Costs
 from jax_splitk.kernels.conv.passes import forward
+from jax_splitk.kernels.conv.phases import axes, live_phases, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
+    BOX,
     MAX_ELEMENTS,
+    SWIZZLES,
     SplitTileFamily,
     is_whole,
     operand_map,
@@ -41,122 +44,32 @@ _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's 
 _IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Residue:
-    """Output pixels of an axis that meet the same taps: `place`, `place + up` and so on.
-
-    Attributes:
-      first, taps: the first tap, and how many there are.
-      origin: the input's pixel that the first tap of pixel `place` meets.
-    """
-
-    place: int
-    first: int
-    taps: int
-    origin: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """A spatial dimension of a forward pass whose input is dilated by `up`.
-
-    Attributes:
-      tap_step, step: from a tap of a residue to its next, in taps and in the input's pixels.
-      residues: those with many taps first.
-      pixels: of the largest residue.
-      lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
-    """
-
-    size: int
-    out: int
-    kernel: int
-    down: int
-    up: int
-    pad: int
-    dilation: int
-
-    @property
-    def tap_step(self) -> int:
-        return self.up // math.gcd(self.up, self.dilation)
-
-    @property
-    def step(self) -> int:
-        return self.dilation // math.gcd(self.up, self.dilation)
-
-    @functools.cached_property
-    def residues(self) -> list[Residue]:
-        found = []
-        for place in range(min(self.up, self.out)):
-            at = {tap: place - self.pad + tap * self.dilation for tap in range(min(self.tap_step, self.kernel))}
-            first = next((tap for tap in at if at[tap] % self.up == 0), None)
-            if first is None:
-                found.append(Residue(place, 0, 0, 0))
-            else:
-                taps = -(-(self.kernel - first) // self.tap_step)
-                found.append(Residue(place, first, taps, at[first] // self.up))
-        return sorted(found, key=lambda residue: -residue.taps)
-
-    @property
-    def pixels(self) -> int:
-        return -(-self.out // self.up)
-
-    @property
-    def lower(self) -> int:
-        return min((residue.origin for residue in self.residues if residue.taps), default=0)
-
-    @property
-    def upper(self) -> int:
-        return self.lower + (self.pixels - 1) * self.down + 1 - self.size
-
-    def offset(self, residue: Residue) -> int:
-        """Of its first tap."""
-        return residue.origin - self.lower if residue.taps else 0
-
-    @property
-    def farthest(self) -> int:
-        """The largest offset of a tap."""
-        return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
+_NARROW = (16, 32)  # columns of tiles, where a group has no more
+_MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
 @functools.lru_cache(maxsize=4096)
-def axes(problem: ConvProblem) -> tuple[Axis, ...]:
-    """Of the forward pass with as few spatial dimensions as it can have."""
-    p = folded(forward(problem), 1)
-    sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
-    lows = tuple(low for low, _ in p.padding)
-    return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
+def row_bytes(problem: ConvProblem) -> int:
+    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
+    several taps instead of zeros. Those of a group end with a block, since others' follow."""
+    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    if problem.feature_group_count > 1:
+        return math.gcd(size, ROW_BYTES)
+    several = max(map(math.prod, tap_counts(problem))) > 1
+    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
 
 
 def _block_k(problem: ConvProblem) -> int:
-    return ROW_BYTES // jnp.dtype(problem.dtype).itemsize
+    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-forward(problem).in_channels // _block_k(problem))
-
-
-def pixels(problem: ConvProblem) -> int:
-    """Of a phase, in all images."""
-    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
-
-
-def phases(problem: ConvProblem) -> int:
-    return math.prod(len(axis.residues) for axis in axes(problem))
-
-
-def live_phases(problem: ConvProblem) -> int:
-    """Those with taps."""
-    return math.prod(_live(axis) for axis in axes(problem))
-
-
-def _live(axis: Axis) -> int:
-    """Residues with taps, which are the first ones."""
-    return sum(residue.taps > 0 for residue in axis.residues)
+    return -(-forward(problem).group_channels[0] // _block_k(problem))
 
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
-    """(tiles along pixels, tiles along channels) of a phase."""
-    return -(-pixels(problem) // config.pixels), -(-forward(problem).out_channels // config.channels)
+    """(tiles along pixels, tiles along channels) of a phase and group."""
+    return -(-pixels(problem) // config.pixels), -(-forward(problem).group_channels[1] // config.channels)
 
 
 def _residues(problem: ConvProblem) -> dict[str, Field]:
@@ -191,7 +104,7 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
 
 
 class Im2colConv(SplitTileFamily[ConvProblem, Config]):
-    """All channels with all."""
+    """All channels of a group with all."""
 
     ABI = 2
     file = "conv/im2col.cu"
@@ -206,7 +119,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         p = problem
         return (
             refusals.dtypes(p, self.dtypes)
-            or refusals.groups(p)
+            or refusals.batch_groups(p)
             or refusals.empty_dimensions(p)
             or self._precision_refusal(p)
             or self._channels_refusal(p)
@@ -223,10 +136,14 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         """Contiguous ones are loaded by 16 bytes, the result's are stored by fours."""
         loaded = 16 // jnp.dtype(p.dtype).itemsize
         of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
-        if p.in_channels % of_lhs == p.out_channels % of_g == 0:
-            return None
-        given = f"{p.in_channels} input and {p.out_channels} output channels"
-        return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+        if p.in_channels % of_lhs or p.out_channels % of_g:
+            given = f"{p.in_channels} input and {p.out_channels} output channels"
+            return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+        channels, columns = forward(p).group_channels
+        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % 4):
+            given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
+            return f"{given}; accepted: multiples of {_MIN_GROUP} and 4, or 1"
+        return None
 
     def _axes_refusal(self, p: ConvProblem) -> str | None:
         """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col), and of the phases' table."""
@@ -256,7 +173,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return None
 
     def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) == TWO_CONSUMERS else []
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in TWO_CONSUMERS else []
         return sorted({*super().depths(tile_m, tile_n), *more})
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
@@ -266,7 +183,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return reason
         if not _can_persist(problem):
             p = problem
-            given = f"{p.dtype} to {p.out_dtype} and {forward(p).out_channels} channels of the result"
+            given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
             return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
         return field_refusal(
             config,
@@ -274,7 +191,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             splits=(1,),
             reduction=("none",),
             swap=(False, True),
-            workers=range(1, math.prod(tile_counts(problem, config)) + 1),
+            workers=range(1, _tiles(problem, config) + 1),
         )
 
     # ---- search ----------------------------------------------------------------------------------------------------
@@ -290,7 +207,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             if swap and tile_m == tile_n:
                 continue  # as fast
             config = Config(tile_m, tile_n, MIN_STAGES, swap=swap, workers=1)
-            workers = min(target.cores, math.prod(tile_counts(problem, config)))
+            workers = min(target.cores, _tiles(problem, config))
             yield dataclasses.replace(config, stages=config.most_stages, workers=workers)
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
@@ -302,7 +219,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         if not config.workers:
             return super().estimate(problem, config, target)
         costs: Costs = self.costs(target)
-        each = -(-math.prod(tile_counts(problem, config)) // config.workers)  # with all its phases
+        each = -(-_tiles(problem, config) // config.workers)  # with all its phases
         tile = sum(self.chains(problem)) * config.step_seconds(costs)
         tile += live_phases(problem) * config.handover_seconds(costs)
         share = min(1.0, config.workers / target.cores)
@@ -314,39 +231,45 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
+    def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
+        """Of few columns only the narrowest that have them."""
+        columns = forward(problem).group_channels[1]
+        narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
+        return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
+
     def _chains(self, problem: ConvProblem) -> list[int]:
-        """Blocks of the reduction of each phase."""
-        taps = itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem)))
+        """Stages of the reduction of each phase."""
         blocks = _channel_blocks(problem)
-        return [math.prod(of) * blocks for of in taps]
+        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in tap_counts(problem)]
 
     def chains(self, problem: ConvProblem) -> list[int]:
         return sorted(self._chains(problem), reverse=True)
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
-        return config.workers or math.prod(tile_counts(problem, config)) * phases(problem)
+        return config.workers or _tiles(problem, config) * phases(problem)
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
 
     def args(self, problem: ConvProblem, config: Config) -> Values:
-        """Sizes of the product of a phase, what divides a thread block's number, and the geometry by axes; whether a
-        single tile reads any of the operand, so that it need not stay in the L2."""
-        of, (rows, columns) = axes(problem), tile_counts(problem, config)
+        """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
+        whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
+        channels that no group has."""
+        of, (rows, columns), p = axes(problem), tile_counts(problem, config), forward(problem)
         return Values(
             "Args",
             {
-                **(self._persistent_args(problem, config) if config.workers else {}),
+                **(_persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem),
-                "n": forward(problem).out_channels,
-                "columns": Divisor.of(columns),
+                "n": p.group_channels[1],
+                "columns": Divisor.of(columns * p.feature_group_count),
                 "phases": Divisor.of(live_phases(problem) if config.workers else phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
                 "a_once": int(columns == 1),
                 "b_once": int(rows == 1),
-                "residues": tuple(Divisor.of(_live(axis) if config.workers else len(axis.residues)) for axis in of),
+                "residues": tuple(Divisor.of(axis.live if config.workers else len(axis.residues)) for axis in of),
                 "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
                 "out": tuple(axis.out for axis in of),
                 "up": tuple(axis.up for axis in of),
@@ -355,17 +278,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
                 **_residues(problem),
+                "beyond": -(-p.in_channels // _block_k(problem)),
+                "k": p.group_channels[0],
+                "pitch": p.out_channels,
+                "group_columns": Divisor.of(columns),
             },
         )
-
-    def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
-        """Tiles of a phase; residues of the axes (1 of one that is not there), and those with taps."""
-        of, more = axes(problem), (1,) * (3 - len(axes(problem)))
-        return {
-            "tiles": math.prod(tile_counts(problem, config)),
-            "every": (*more, *(len(axis.residues) for axis in of)),
-            "live": (*more, *map(_live, of)),
-        }
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         of, is_forward = axes(problem), isinstance(problem, ConvFpropProblem)
@@ -374,12 +292,14 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
             "PHASED": int(any(axis.up > 1 for axis in of)),
+            "GROUPED": int(problem.feature_group_count > 1),
             "EMPTY": int(min(self._chains(problem)) < config.splits),
+            "ROW_BYTES": row_bytes(problem),
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
             "TEAMS": config.teams,
             "B_MN": int(is_forward),
-            "B_WHOLE": int(is_forward and is_whole(problem.out_channels)),
+            "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }
 
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:
@@ -387,15 +307,22 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return conv_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
-        p = problem
-        weight, order = (p.taps, p.in_channels, p.out_channels), "bkn" if isinstance(p, ConvFpropProblem) else "bnk"
-        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels)
+        p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
+        weight = (p.taps, p.group_channels[0], p.out_channels)
+        whole = _is_whole(p, config)
+        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+
+
+def _is_whole(problem: ConvProblem, config: Config) -> bool:
+    """Whether tiles begin and end with boxes of a forward pass's weight."""
+    return config.channels >= BOX and is_whole(problem.group_channels[1])
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
     p, of = folded(forward(problem), 1), axes(problem)[::-1]
     if is_matrix_product(p):
-        return operand_map(0, p.dtype, (1, pixels(problem), p.in_channels), "bmk", config.pixels)
+        matrix = (1, pixels(problem), p.in_channels)
+        return operand_map(0, p.dtype, matrix, "bmk", config.pixels, row_bytes(problem))
     dims = p.lhs_shape[::-1]
     return plan.Im2colMap(
         buffer=0,
@@ -407,13 +334,27 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         upper=tuple(axis.upper for axis in of),
         channels=_block_k(problem),
         pixels=config.pixels,
+        swizzle=SWIZZLES[row_bytes(problem)],
     )
+
+
+def _tiles(problem: ConvProblem, config: Config) -> int:
+    """Of a phase, in all groups."""
+    return math.prod(tile_counts(problem, config)) * problem.feature_group_count
 
 
 def _can_persist(problem: ConvProblem) -> bool:
     """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes."""
     halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
-    return halves and forward(problem).out_channels % 8 == 0
+    return halves and forward(problem).group_channels[1] % 8 == 0
+
+
+def _persistent_args(problem: ConvProblem, config: Config) -> dict[str, Field]:
+    """Tiles of a phase; residues of the axes (1 of one that is not there), and those with taps."""
+    of = axes(problem)
+    more = (1,) * (3 - len(of))
+    every, live = ((*more, *counts) for counts in ((len(axis.residues) for axis in of), (axis.live for axis in of)))
+    return {"tiles": _tiles(problem, config), "every": every, "live": live}
 
 
 class FpropIm2col(Im2colConv):

@@ -11,8 +11,8 @@ from jax_splitk.kernels.device import split_tile
 from jax_splitk.kernels.device.split_tile import SplitTile
 from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, TileCosts
 
-# The tile of two consumers whose sums fit into half of the registers.
-TWO_CONSUMERS = (128, 64)
+# Tiles of two consumers whose sums fit into half of the registers.
+TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Config(SplitTile):
         if self.workers:
             return 1
         fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) == TWO_CONSUMERS and fits else super().blocks_per_sm
+        return 2 if (self.tile_m, self.tile_n) in TWO_CONSUMERS and fits else super().blocks_per_sm
 
     @property
     def most_stages(self) -> int:

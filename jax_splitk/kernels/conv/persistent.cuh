@@ -31,7 +31,7 @@ __device__ inline void for_tiles(const Args& g, const Work& work) {
     const int row = unit / g.columns, column = unit - row * g.columns.value;
 #pragma unroll 1
     for (int phase = 0; phase < phases; ++phase) {
-      work(Tile{row * PIXELS, column * CHANNELS, residue_at(g, phase)}, turn);
+      work(tile_at(g, row, phase, column), turn);
       ++turn;
     }
   }
@@ -44,13 +44,13 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
   Position at;
   for_tiles(g, [&](const Tile& tile, int) {
     Loads loads = loads_of(g, tile, 0);
-    const int blocks = blocks_of(g, tile.residue, 0);
+    const int count = stages_of(g, tile.residue, 0);
 #pragma unroll 1
-    for (int i = 0; i < blocks; ++i) {
+    for (int i = 0; i < count; ++i) {
       pipeline.wait_empty(at);
       if (lead) {
         uint64_t* full = pipeline.expect(at, STAGE_BYTES);
-        load(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
+        load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
       }
       advance(g, tile.residue, loads.step, loads.block);
       at.advance(STAGES);
@@ -71,6 +71,7 @@ struct Part {
     chunk = thread - first * CHUNKS_OF_ROW;
     column = tile.n + chunk * 8;
     inside = column < g.n;
+    column += tile.group * g.n;
   }
 };
 
@@ -97,7 +98,7 @@ __device__ inline void store_part(const Args& g, const Part& part, const int* ro
       if (at >= PIXELS) break;
       const int to = PHASED ? rows[at] : m + at;
       const bool inside = PHASED ? to >= 0 : to < g.m;
-      if (inside) *reinterpret_cast<uint4*>(out + size_t(to) * g.n + part.column) = v[i];
+      if (inside) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + part.column) = v[i];
     }
   }
 }
@@ -153,20 +154,20 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   const auto block_of = [=](uint32_t stage, int m) {
-    return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
+    return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
   };
   Position at;
   for_tiles(g, [&](const Tile& tile, int turn) {
-    const int blocks = blocks_of(g, tile.residue, 0);
+    const int count = stages_of(g, tile.residue, 0);
     if (turn % TEAMS != team) {
-      const int next = at.stage + blocks;
+      const int next = at.stage + count;
       at = {next % STAGES, at.phase ^ (next / STAGES & 1)};
       return;
     }
     const uint32_t phase = turn / TEAMS & 1;
     if constexpr (TEAMS > 1) EmptyBarrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
-    const int last = multiply<Wgmma, A_STEP, B_STEP>(stages, pipeline, blocks, block_of, acc, at);
+    const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
     if (TEAMS > 1 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&turns[team ^ 1]);
     cute::warpgroup_wait<0>();
     fence(acc);

@@ -38,6 +38,7 @@ MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 MAX_FLOAT32_CHAIN = 512
 MAX_ELEMENTS = 2**31 - 1 - 2**20  # of an array; 32-bit integers count them, and what tiles have beyond
 MAX_GRID_YZ = 65535
+SWIZZLES = {32: 1, 64: 2, 128: plan.SWIZZLE_128B}  # CUtensorMapSwizzle by a row's bytes
 REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
@@ -66,21 +67,30 @@ def is_whole(size: int) -> bool:
     return size % BOX == 0
 
 
-def operand_map(buffer: int, dtype: str, shape: tuple[int, ...], order: str, tile: int) -> plan.TiledMap:
+def operand_map(
+    buffer: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    order: str,
+    tile: int,
+    row_bytes: int = ROW_BYTES,
+    whole: bool = True,
+) -> plan.TiledMap:
     """The dimensions as (contiguous, other, batch), wherever the batch lies in memory; `order` names them by b, k and
-    another letter. A box has `tile` of the last."""
+    another letter. A box has `tile` of the last, and `row_bytes` of k. `whole`: tiles begin at multiples of `BOX`."""
     item = jnp.dtype(dtype).itemsize
     strides = {order[axis]: math.prod(shape[axis + 1 :]) * item for axis in range(3)}
     sizes = dict(zip(order, shape, strict=True))
     inner = order[-1]
     outer = next(name for name in order if name not in ("b", inner))
-    block_k = ROW_BYTES // item
+    block_k = row_bytes // item
     if inner == "k":
         dims, box = (sizes["k"], sizes[outer], sizes["b"]), (block_k, tile, 1)
-        return plan.TiledMap(buffer, dtype, dims, (strides[outer], strides["b"]), box)
-    if not is_whole(sizes[inner]):
-        dims, box = (sizes[inner], sizes["k"], sizes["b"]), (BOX, block_k, 1)
-        return plan.TiledMap(buffer, dtype, dims, (strides["k"], strides["b"]), box)
+        return plan.TiledMap(buffer, dtype, dims, (strides[outer], strides["b"]), box, SWIZZLES[row_bytes])
+    if not (whole and is_whole(sizes[inner])):
+        columns = min(tile, BOX)
+        dims, box = (sizes[inner], sizes["k"], sizes["b"]), (columns, block_k, 1)
+        return plan.TiledMap(buffer, dtype, dims, (strides["k"], strides["b"]), box, SWIZZLES[columns * item])
     dims = (BOX, sizes["k"], sizes[inner] // BOX, sizes["b"])
     box = (BOX, block_k, tile // BOX, 1)
     return plan.TiledMap(buffer, dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
@@ -133,6 +143,11 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     kernel: ClassVar[str]
 
+    def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
+        """(tile_m, tile_n) that there are."""
+        del problem
+        return TILES
+
     @abc.abstractmethod
     def chains(self, problem: _Problem) -> Sequence[int]:
         """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles."""
@@ -155,7 +170,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         return ()
 
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
-        if (reason := tile_refusal(config)) is not None:
+        if (reason := tile_refusal(config, self.tiles(problem))) is not None:
             return reason
         stages = range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
         reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
@@ -197,7 +212,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model."""
         found: list[_Config] = []
-        for tile_m, tile_n in TILES:
+        for tile_m, tile_n in self.tiles(problem):
             for stages in self.depths(tile_m, tile_n):
                 splits = self._splits(problem, self.Config(tile_m, tile_n, stages), target)
                 legal = [c for c in splits if self.config_refusal(problem, c) is None]

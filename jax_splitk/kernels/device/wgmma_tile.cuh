@@ -1,6 +1,6 @@
 // An output tile of 64-row blocks by WGMMA, from a pipeline whose stages hold rows of 128 bytes under the
 // 128-byte swizzle: TILE_M of A, then TILE_N of B. An operand is K-major (a row is of m or n), or MN-major
-// (a row is of k, and 64 elements along MN).
+// (a row is of k, and 64 elements along MN). Other rows are the caller's (`Operand`).
 //
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
@@ -20,8 +20,8 @@
 #endif
 
 constexpr int BLOCK_BYTES = 64 * 128;
-constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = TILE_N / 64;
-constexpr int A_BYTES = M_BLOCKS * BLOCK_BYTES, STAGE_BYTES = A_BYTES + N_BLOCKS * BLOCK_BYTES;
+constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
+constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
@@ -38,9 +38,24 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 // Bytes from one instruction's k to the next's.
 [[maybe_unused]] constexpr int K_MAJOR_STEP = 32, MN_MAJOR_STEP = 16 * 128;
 
+// How an operand lies in a stage: rows of WIDTH bytes under the swizzle of as many, MN-major ones with
+// LEADING bytes from one row's worth of MN to the next. STEP bytes lead to the next instruction's k, and
+// PART, after STEPS of them, to the next part of a stage that has several.
+template <int STEP, int WIDTH = 128, int LEADING = BLOCK_BYTES, int STEPS = 4, int PART = 0>
+struct Operand {
+  static constexpr auto SWIZZLE = WIDTH == 128  ? GMMA::LayoutType::B128
+                                  : WIDTH == 64 ? GMMA::LayoutType::B64
+                                                : GMMA::LayoutType::B32;
+
+  __device__ static uint64_t at(uint32_t address) { return operand(address, LEADING, 8 * WIDTH, SWIZZLE); }
+  static constexpr int offset(int k) { return k / STEPS * PART + k % STEPS * STEP; }
+};
+using KMajor = Operand<K_MAJOR_STEP>;
+using MnMajor = Operand<MN_MAJOR_STEP>;
+
 // An operand's part of a stage. An MN-major one has a dimension of its own for each 64 elements along MN
-// (WHOLE), or a box for each, where these do not come out even.
-template <bool MN_MAJOR, bool WHOLE, int BLOCKS>
+// (WHOLE), or a box of BYTES for each, where these do not come out even.
+template <bool MN_MAJOR, bool WHOLE, int BLOCKS, int BYTES = BLOCK_BYTES>
 __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k,
                                     int batch, uint64_t hint) {
   if constexpr (!MN_MAJOR) {
@@ -50,8 +65,7 @@ __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32
   } else {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BLOCK_BYTES), mn + 64 * i, k,
-                                   batch);
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BYTES), mn + 64 * i, k, batch);
     }
   }
 }
@@ -64,7 +78,7 @@ __device__ inline uint64_t hint_for(int once) {
 // acc = the sum over so many stages, from `at` on, of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ...
 // of A's rows. `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine
 // code. Returns the last stage: its products are still under way.
-template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>
+template <class Wgmma, class A, class B, class BlockAt>
 __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
                                const BlockAt& block_at, Accumulator& acc, Position& at) {
   int previous = -1;
@@ -73,15 +87,15 @@ __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int 
   for (int i = 0; i < blocks; ++i) {
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
+    const uint64_t b = B::at(stage + A_BYTES);
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
-        const uint64_t a = operand(block_at(stage, m), BLOCK_BYTES);
-        wgmma<Wgmma>(a + k * (A_STEP >> 4), b + k * (B_STEP >> 4), acc[m], scale);
+        const uint64_t a = A::at(block_at(stage, m));
+        wgmma<Wgmma>(a + (A::offset(k) >> 4), b + (B::offset(k) >> 4), acc[m], scale);
       }
       scale = GMMA::ScaleOut::One;
     }
@@ -97,11 +111,11 @@ __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int 
 }
 
 // That sum.
-template <class Wgmma, int A_STEP, int B_STEP, class BlockAt>
+template <class Wgmma, class A, class B, class BlockAt>
 __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
                                const BlockAt& block_at, Accumulator& acc) {
   Position at;
-  multiply<Wgmma, A_STEP, B_STEP>(stages, pipeline, blocks, block_at, acc, at);
+  multiply<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc, at);
   cute::warpgroup_wait<0>();
   fence(acc);
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 ROW_BYTES = 128  # of shared memory: the swizzle; of a stage, for each row and column of the tile
 SHARED_BYTES = 227 * 1024
@@ -102,8 +103,8 @@ def depths(tile_m: int, tile_n: int) -> list[int]:
     return sorted(found)
 
 
-def tile_refusal(tile: WgmmaTile) -> str | None:
-    """Why the tile is not of `TILES`; None where it is."""
-    if (tile.tile_m, tile.tile_n) in TILES:
+def tile_refusal(tile: WgmmaTile, tiles: Sequence[tuple[int, int]] = TILES) -> str | None:
+    """Why the tile is none of these; None where it is."""
+    if (tile.tile_m, tile.tile_n) in tiles:
         return None
-    return f"tile {tile.tile_m}x{tile.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in TILES)}"
+    return f"tile {tile.tile_m}x{tile.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in tiles)}"

@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
     };
-    consume<Wgmma, A_MN ? MN_MAJOR_STEP : K_MAJOR_STEP, B_MN ? MN_MAJOR_STEP : K_MAJOR_STEP>(
+    consume<Wgmma, cute::conditional_t<A_MN, MnMajor, KMajor>, cute::conditional_t<B_MN, MnMajor, KMajor> >(
         stages, pipeline, blocks, block_at, acc);
 #endif
 #if REDUCTION == 1

@@ -352,7 +352,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + warpgroup * BLOCK_BYTES + m * CONSUMERS * BLOCK_BYTES;
     };
-    consume<Wgmma, MN_MAJOR_STEP, MN_MAJOR_STEP>(stages, pipeline, work.k_tiles, block_at, acc);
+    consume<Wgmma, MnMajor, MnMajor>(stages, pipeline, work.k_tiles, block_at, acc);
     if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.conv import im2col
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import compiler
@@ -36,6 +37,11 @@ NETWORKS = [
         (2, (16, 16, 16), (3, 3, 3), (64, 64), {"padding": 1}),
         (2, (16, 16, 16), (4, 4, 4), (64, 64), {"padding": 1, "stride": 2}),
         (4, (2000,), (7,), (64, 128), {"padding": 9, "rhs_dilation": 3}),
+        (2, (16, 32, 32), (3, 3, 3), (32, 32), {"padding": 1}),
+        (4, (64, 64), (3, 3), (16, 32), {"padding": 1, "stride": 2}),
+        (4, (64, 64), (5, 5), (16, 16), {"padding": 2, "dtype": "float16", "out_dtype": "float16"}),
+        (8, (28, 28), (3, 3), (192, 192), {"padding": 1, "groups": 3}),
+        (8, (28, 28), (3, 3), (128, 96), {"padding": 1, "groups": 2, "stride": 2}),
     )
 ]  # fmt: skip
 
@@ -85,6 +91,8 @@ def test_random_problems_are_of_every_kind() -> None:
         assert {p.rank for p, _ in of} == {1, 2, 3} and {p.out_dtype for p, _ in of} == set(DTYPES)
         assert {p.dtype for p, _ in of} == set(FAMILIES[kind.op].dtypes)
         assert {c.reduction for _, c in of} == {"none", "workspace", "cluster"}
+        assert {im2col.row_bytes(p) for p, _ in of} == {32, 64, 128} and {c.tile_n for _, c in of} >= {16, 32, 64}
+        assert sum(p.feature_group_count > 1 for p, _ in of) > RANDOM / 20
         for field in ("window_strides", "lhs_dilation", "rhs_dilation"):
             assert sum(max(getattr(p, field)) > 1 for p, _ in of) > RANDOM / 20, field
 

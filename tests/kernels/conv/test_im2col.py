@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.conv import im2col
+from jax_splitk.kernels.conv import im2col, phases
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
@@ -37,7 +37,8 @@ FPROP, DGRAD = BOTH
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"feature_group_count": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
+    ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
+    ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
     ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
     ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
     ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
@@ -67,6 +68,7 @@ def test_float32_is_an_input_gradients() -> None:
 
 @pytest.mark.parametrize(("config", "reason"), [
     (Config(96, 64, 4), "tile 96x64; accepted"),
+    (Config(64, 32, 8), "tile 64x32; accepted"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
     (Config(64, 64, 8, 4, "cluster"), None),
     (Config(64, 64, 8, swap=True), "swap True; accepted: False"),
@@ -94,12 +96,35 @@ def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tupl
     assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
 
 
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("channels", "changes", "row", "tile_n"), [
+    ((64, 64), {}, 128, 64),
+    ((32, 32), {}, 64, 32),
+    ((24, 24), {}, 64, 32),
+    ((16, 16), {}, 32, 16),
+    ((8, 8), {}, 32, 16),
+    ((40, 40), {}, 128, 64),
+    ((64, 64), {"groups": 2}, 64, 32),
+    ((192, 192), {"groups": 2}, 64, 64),
+    ((192, 192), {"groups": 3}, 128, 64),
+])  # fmt: skip
+def test_few_channels_have_rows_and_columns_of_their_own_width(
+    kind: type[Any], channels: tuple[int, int], changes: dict[str, Any], row: int, tile_n: int
+) -> None:
+    p = problem(kind, (9, 10), (3, 3), *channels, padding=1, **changes)
+    assert im2col.row_bytes(p) == row
+    assert min(config.tile_n for config in FAMILIES[p.op].candidates(p, DEFAULT_CUDA)) == tile_n
+    # One tap leaves nothing to fill a row with, but the next group.
+    one = problem(kind, (9, 10), (1, 1), *channels, stride=2, **changes)
+    assert im2col.row_bytes(one) == (row if changes else 128)
+
+
 def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
     """Tiles are wider than the result, which has as many elements as there may be."""
     p = problem(FPROP, (2**20,), (9,), 8, 8, batch=200, padding=4)
-    assert im2col.FPROP.refusal(p, tile(64, 64)) is None
-    refusal = str(im2col.FPROP.refusal(p, tile(64, 64, 2, "workspace")))
-    assert refusal == f"{200 * 2**20 * 64} partial sums of a split; accepted: at most {2**31 - 1 - 2**20}"
+    assert im2col.FPROP.refusal(p, tile(64, 16)) is None
+    refusal = str(im2col.FPROP.refusal(p, tile(64, 16, 2, "workspace")))
+    assert refusal == f"{200 * 2**20 * 16} partial sums of a split; accepted: at most {2**31 - 1 - 2**20}"
     assert all(im2col.FPROP.refusal(p, config) is None for config in im2col.FPROP.candidates(p, DEFAULT_CUDA))
 
 
@@ -120,7 +145,7 @@ def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
         for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
-            of = im2col.axes(p)
+            of = phases.axes(p)
             if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
                 continue
             for axis, wanted in zip(of, meeting(p), strict=True):
@@ -150,10 +175,11 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             assert math.prod(windows.dims) == math.prod(p.operand_shapes[0])
             assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
             if isinstance(windows, Im2colMap):
-                assert (windows.channels * np.dtype(DTYPES[p.dtype]).itemsize, windows.pixels) == (128, config.pixels)
+                row = windows.channels * np.dtype(DTYPES[p.dtype]).itemsize
+                assert (row, windows.pixels) == (im2col.row_bytes(p), config.pixels)
             rows, columns = im2col.tile_counts(p, config)
-            blocks = config.workers or rows * columns * im2col.phases(p)
-            assert plan.launches[0].grid == (blocks, 1, config.splits)
+            tiles = rows * columns * phases.phases(p) * p.feature_group_count
+            assert plan.launches[0].grid == (config.workers or tiles, 1, config.splits)
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
@@ -179,6 +205,12 @@ def random_problem(rng: np.random.Generator, kind: type[Any], scale: int = 1) ->
             channels[0] -= 4 * int(rng.integers(2))
         if rng.random() < 0.2:
             channels = [64 * max(1, c // 64) for c in channels]
+        elif rng.random() < 0.3:
+            channels = [8 * int(rng.integers(1, 5)) for _ in range(2)]
+        elif rng.random() < 0.3:
+            more["groups"] = int(rng.integers(2, 4))
+            whole, other = 32 * int(rng.integers(1, 4)), 4 * int(rng.integers(1, 24))
+            channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
         more |= {"dtype": dtype, "out_dtype": str(rng.choice(list(DTYPES))), "batch": int(rng.integers(1, 4))}
         p = problem(kind, some(1, most), some(1, (8, 5, 4)[rank - 1]), *channels, **more)
         windows = math.prod(p.g_shape[:-1]) * p.taps * p.in_channels

@@ -1,0 +1,125 @@
+"""The pixels of a dense forward pass whose input is dilated.
+
+Along an axis each residue of the output's pixels modulo the dilation meets taps of its own; one of each axis makes a
+phase. Without dilation there is one.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from jax_splitk.kernels.conv.passes import forward
+from jax_splitk.kernels.wgrad.geometry import folded
+from jax_splitk.problems.conv_wgrad import ConvProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Residue:
+    """Output pixels of an axis that meet the same taps: `place`, `place + up` and so on.
+
+    Attributes:
+      first, taps: the first tap, and how many there are.
+      origin: the input's pixel that the first tap of pixel `place` meets.
+    """
+
+    place: int
+    first: int
+    taps: int
+    origin: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A spatial dimension of a forward pass whose input is dilated by `up`.
+
+    Attributes:
+      tap_step, step: from a tap of a residue to its next, in taps and in the input's pixels.
+      residues: those with many taps first.
+      pixels: of the largest residue.
+      lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
+    """
+
+    size: int
+    out: int
+    kernel: int
+    down: int
+    up: int
+    pad: int
+    dilation: int
+
+    @property
+    def tap_step(self) -> int:
+        return self.up // math.gcd(self.up, self.dilation)
+
+    @property
+    def step(self) -> int:
+        return self.dilation // math.gcd(self.up, self.dilation)
+
+    @functools.cached_property
+    def residues(self) -> list[Residue]:
+        found = []
+        for place in range(min(self.up, self.out)):
+            at = {tap: place - self.pad + tap * self.dilation for tap in range(min(self.tap_step, self.kernel))}
+            first = next((tap for tap in at if at[tap] % self.up == 0), None)
+            if first is None:
+                found.append(Residue(place, 0, 0, 0))
+            else:
+                taps = -(-(self.kernel - first) // self.tap_step)
+                found.append(Residue(place, first, taps, at[first] // self.up))
+        return sorted(found, key=lambda residue: -residue.taps)
+
+    @property
+    def live(self) -> int:
+        """Residues with taps."""
+        return sum(residue.taps > 0 for residue in self.residues)
+
+    @property
+    def pixels(self) -> int:
+        return -(-self.out // self.up)
+
+    @property
+    def lower(self) -> int:
+        return min((residue.origin for residue in self.residues if residue.taps), default=0)
+
+    @property
+    def upper(self) -> int:
+        return self.lower + (self.pixels - 1) * self.down + 1 - self.size
+
+    def offset(self, residue: Residue) -> int:
+        """Of its first tap."""
+        return residue.origin - self.lower if residue.taps else 0
+
+    @property
+    def farthest(self) -> int:
+        """The largest offset of a tap."""
+        return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
+
+
+@functools.lru_cache(maxsize=4096)
+def axes(problem: ConvProblem) -> tuple[Axis, ...]:
+    """Of the forward pass with as few spatial dimensions as it can have."""
+    p = folded(forward(problem), 1)
+    sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
+    lows = tuple(low for low, _ in p.padding)
+    return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def tap_counts(problem: ConvProblem) -> tuple[tuple[int, ...], ...]:
+    """Of each phase, along each axis."""
+    return tuple(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem))))
+
+
+def pixels(problem: ConvProblem) -> int:
+    """Of a phase, in all images."""
+    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
+
+
+def phases(problem: ConvProblem) -> int:
+    return math.prod(len(axis.residues) for axis in axes(problem))
+
+
+def live_phases(problem: ConvProblem) -> int:
+    """Those with taps."""
+    return math.prod(axis.live for axis in axes(problem))
