@@ -249,8 +249,8 @@ def _dense_passes() -> Iterator[Run]:
     def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Any:
         return conv_im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), splits, reduction)
 
-    def persistent(tile_m: int, tile_n: int, swap: bool, workers: int) -> Any:
-        config = conv_im2col.Config(tile_m, tile_n, 2, swap=swap, workers=workers)
+    def persistent(tile_m: int, tile_n: int, swap: bool, workers: int, taps: int = 1) -> Any:
+        config = conv_im2col.Config(tile_m, tile_n, 2, taps=taps, swap=swap, workers=workers)
         return dataclasses.replace(config, stages=config.most_stages)
 
     fprop, dgrad = _passes(conv_im2col)
@@ -294,6 +294,19 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (9, 10), (3, 3), (32, 48), persistent(64, 128, True, 2), {"padding": 1, "batch": 5}),
         (dgrad, (9, 10), (3, 3), (144, 192), persistent(128, 64, True, 2),
          {"padding": 1, "stride": 2, "groups": 2, "batch": 5}),
+        (fprop, (9, 10), (3, 3), (72, 80), persistent(64, 256, True, 2, 3), {"padding": ((2, 0), (-1, 3)), "batch": 5}),
+        (dgrad, (9, 10), (3, 3), (64, 72), persistent(256, 64, False, 2, 3), {"padding": 1, "batch": 5, **half}),
+        (dgrad, (9, 17), (2, 5), (136, 16), persistent(64, 128, True, 3, 5), {"padding": 3, "rhs_dilation": (1, 2)}),
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),
+        # Taps that share pixels.
+        (fprop, (9, 10), (3, 3), (72, 136), conv_im2col.Config(128, 64, 2, taps=3), {"padding": ((2, 0), (-1, 3))}),
+        (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, cluster, 3), {"padding": 1, **half}),
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), conv_im2col.Config(256, 32, 2, 3, shared, 3), {"padding": 1}),
+        (dgrad, (9, 17), (2, 5), (12, 16), conv_im2col.Config(256, 16, 4, taps=5),
+         {"padding": 3, "rhs_dilation": (1, 2)}),
+        (fprop, (90,), (3,), (192, 144), conv_im2col.Config(192, 64, 3, taps=3),
+         {"padding": 1, "groups": 3, "out_dtype": "float32"}),
+        (dgrad, (9, 10), (3, 3), (32, 40), conv_im2col.Config(128, 32, 3, taps=3), {"padding": 1, **floats}),
         # Few channels, and groups: stages of several taps, of which the last one's may be missing.
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
         (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),

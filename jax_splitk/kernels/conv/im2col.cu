@@ -16,6 +16,10 @@
 // k; the last stage's may be missing, and are zeros. Splits take turns at the stages. WGMMA's A and B are
 // these, or with SWAP the other way round.
 //
+// Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
+// those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
+// between the lines of the images is not stored.
+//
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
@@ -23,10 +27,10 @@
 // `empty`. A PERSISTENT kernel, without splits, is that of conv/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP above 1), GROUPED, EMPTY (some
-// split of some phase has no stage; if PERSISTENT, some phase has no tap), ROW_BYTES (bytes of a block of
-// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, and those of
-// device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
+// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
+// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage; if PERSISTENT, some phase has no tap),
+// ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP,
+// PERSISTENT, and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
 
 #include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
@@ -55,10 +59,16 @@ constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
 constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
 // Of a block, in a stage. Channels of an MN-major weight lie in boxes of at most 64.
-constexpr int PIXELS_PART = PIXELS * ROW_BYTES, WEIGHT_PART = CHANNELS * ROW_BYTES;
-constexpr int STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
+constexpr int WEIGHT_PART = CHANNELS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
 constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
-using Pixels = Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, PIXELS_PART>;
+constexpr int LOAD_BYTES = BLOCKS * ((PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * WEIGHT_PART);
+struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
+  static constexpr int offset(int k) {
+    const int tap = k / STEPS;
+    return tap / TAPS * PIXELS_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
+  }
+};
 using Weight = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
                                    Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
 using A = cute::conditional_t<SWAP, Weight, Pixels>;
@@ -228,7 +238,11 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 #endif
 #endif
   constexpr int BOXES = (CHANNELS + 63) / 64;
-  load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b, n, B_MN ? k : c, tap, hint_for(g.b_once));
+#pragma unroll
+  for (int i = 0; i < TAPS; ++i) {
+    load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c,
+                                              tap + i * g.tap_step.w, hint_for(g.b_once));
+  }
 }
 
 // The blocks of a stage, from where `loads` stands on.
@@ -239,7 +253,7 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
   for (int part = 0; part < BLOCKS; ++part) {
     if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
     load(a_map, b_map, g, tile, loads, block, full, stage + PIXELS_AT + part * PIXELS_PART,
-         stage + WEIGHT_AT + part * WEIGHT_PART);
+         stage + WEIGHT_AT + part * TAPS * WEIGHT_PART);
   }
 }
 
@@ -255,7 +269,7 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   for (int i = 0; i < count; ++i) {
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
-      uint64_t* full = pipeline.expect(at, STAGE_BYTES);
+      uint64_t* full = pipeline.expect(at, LOAD_BYTES);
       load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
     }
     advance(g, tile.residue, loads.step, loads.block);

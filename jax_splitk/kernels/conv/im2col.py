@@ -10,14 +10,24 @@ multiplied by zeros in between, and all phases are one launch. Dilation of a for
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.conv.im2col_config import TWO_CONSUMERS, Config, Costs
+from jax_splitk.kernels.conv.im2col_config import (
+    IM2COL_LIMITS,
+    TWO_CONSUMERS,
+    Config,
+    Costs,
+    block_k,
+    can_persist,
+    row_bytes,
+    shared_taps,
+    tile_count,
+    tile_counts,
+)
 from jax_splitk.kernels.conv.passes import forward
 from jax_splitk.kernels.conv.phases import axes, live_phases, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_k import OUT_CODES
@@ -30,7 +40,16 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Values
-from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES, ROW_BYTES, TILES, max_stages, tile_refusal
+from jax_splitk.kernels.device.wgmma_tile import (
+    MAX_STAGES,
+    MIN_STAGES,
+    RESERVED_BYTES,
+    ROW_BYTES,
+    SHARED_BYTES,
+    TILES,
+    max_stages,
+    tile_refusal,
+)
 from jax_splitk.kernels.family import conv_buffers, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
@@ -40,45 +59,23 @@ from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
-# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
-_IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
-
-
 _NARROW = (16, 32)  # columns of tiles, where a group has no more
+_MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
+_PERSISTENT = 5  # candidates
 _MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
-@functools.lru_cache(maxsize=4096)
-def row_bytes(problem: ConvProblem) -> int:
-    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
-    several taps instead of zeros. Those of a group end with a block, since others' follow."""
-    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
-    if problem.feature_group_count > 1:
-        return math.gcd(size, ROW_BYTES)
-    several = max(map(math.prod, tap_counts(problem))) > 1
-    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
-
-
-def _block_k(problem: ConvProblem) -> int:
-    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
-
-
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-forward(problem).group_channels[0] // _block_k(problem))
+    return -(-forward(problem).group_channels[0] // block_k(problem))
 
 
-def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
-    """(tiles along pixels, tiles along channels) of a phase and group."""
-    return -(-pixels(problem) // config.pixels), -(-forward(problem).group_channels[1] // config.channels)
-
-
-def _residues(problem: ConvProblem) -> dict[str, Field]:
+def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
     """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
     many of each axis, so that device code is the same for many strides."""
     mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
-    most = max(len(axis.residues) for axis in axes(problem))
-    size = 1 << (most - 1).bit_length()
-    for name, axis in zip("whd", reversed(axes(problem)), strict=False):
+    of = axes(problem, config.taps)
+    size = 1 << (max(len(axis.residues) for axis in of) - 1).bit_length()
+    for name, axis in zip("whd", reversed(of), strict=False):
         rows = [
             Values(
                 "Residue",
@@ -156,7 +153,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return "an output that no tap meets; accepted: one with products"
         if is_matrix_product(forward(p)):
             return None
-        lowest, highest, farthest = _IM2COL_LIMITS[len(found)]
+        lowest, highest, farthest = IM2COL_LIMITS[len(found)]
         rank = f"of {len(found)} spatial dimensions"
         for axis in found:
             if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
@@ -177,11 +174,13 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return sorted({*super().depths(tile_m, tile_n), *more})
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
+            return reason
         if not config.workers:
             return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
         if (reason := tile_refusal(config)) is not None:
             return reason
-        if not _can_persist(problem):
+        if not can_persist(problem):
             p = problem
             given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
             return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
@@ -191,7 +190,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             splits=(1,),
             reduction=("none",),
             swap=(False, True),
-            workers=range(1, _tiles(problem, config) + 1),
+            workers=range(1, tile_count(problem, config) + 1),
         )
 
     # ---- search ----------------------------------------------------------------------------------------------------
@@ -199,16 +198,25 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         return [*super().candidates(problem, target), *self._persistent(problem, target)]
 
-    def _persistent(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
-        """A persistent thread block on each multiprocessor, with every tile."""
-        if not _can_persist(problem):
-            return
-        for (tile_m, tile_n), swap in itertools.product(TILES, (False, True)):
-            if swap and tile_m == tile_n:
+    def _persistent(self, problem: ConvProblem, target: Target) -> list[Config]:
+        """A persistent thread block on each multiprocessor: the best few tiles by the model."""
+        if not can_persist(problem):
+            return []
+        found = []
+        for (tile_m, tile_n), swap, taps in itertools.product(TILES, (False, True), self._shared(problem)):
+            if swap and tile_m == tile_n and taps == 1:
                 continue  # as fast
-            config = Config(tile_m, tile_n, MIN_STAGES, swap=swap, workers=1)
-            workers = min(target.cores, _tiles(problem, config))
-            yield dataclasses.replace(config, stages=config.most_stages, workers=workers)
+            config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
+            workers = min(target.cores, tile_count(problem, config))
+            config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
+            found += [config] * (config.stages >= MIN_STAGES)
+        return sorted(found, key=lambda c: self.estimate(problem, c, target))[:_PERSISTENT]
+
+    def _shared(self, problem: ConvProblem) -> list[int]:
+        """Taps of a filter row that a stage of a candidate has."""
+        taps = shared_taps(problem)
+        gains = taps > 1 and pixels(problem, taps) <= _MAX_BEYOND * pixels(problem)
+        return [1, taps] if gains else [1]
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
         if not config.workers:
@@ -219,8 +227,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         if not config.workers:
             return super().estimate(problem, config, target)
         costs: Costs = self.costs(target)
-        each = -(-_tiles(problem, config) // config.workers)  # with all its phases
-        tile = sum(self.chains(problem)) * config.step_seconds(costs)
+        each = -(-tile_count(problem, config) // config.workers)  # with all its phases
+        tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
         tile += live_phases(problem) * config.handover_seconds(costs)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
@@ -237,17 +245,29 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
 
-    def _chains(self, problem: ConvProblem) -> list[int]:
-        """Stages of the reduction of each phase."""
-        blocks = _channel_blocks(problem)
-        return [-(-math.prod(of) * blocks * row_bytes(problem) // ROW_BYTES) for of in tap_counts(problem)]
+    def whole(self, problem: ConvProblem) -> Iterator[Config]:
+        yield from super().whole(problem)
+        for taps, (tile_m, tile_n) in itertools.product(self._shared(problem)[1:], self.tiles(problem)):
+            config = Config(tile_m, tile_n, 0, taps=taps)
+            depths = {self.stage_counts(config)[-1:], self.stage_counts(config, blocks_per_sm=2)[-1:]}
+            yield from (dataclasses.replace(config, stages=of[0]) for of in depths if of)
 
-    def chains(self, problem: ConvProblem) -> list[int]:
-        return sorted(self._chains(problem), reverse=True)
+    def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
+        room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // config.stage_bytes
+        least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
+        return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
+
+    def _chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        """Stages of the reduction of each phase."""
+        blocks = _channel_blocks(problem) * row_bytes(problem)
+        return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
+
+    def chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        return sorted(self._chains(problem, config), reverse=True)
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
-        return config.workers or _tiles(problem, config) * phases(problem)
+        return config.workers or tile_count(problem, config) * phases(problem)
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
@@ -256,12 +276,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
         whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
         channels that no group has."""
-        of, (rows, columns), p = axes(problem), tile_counts(problem, config), forward(problem)
+        of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
         return Values(
             "Args",
             {
                 **(_persistent_args(problem, config) if config.workers else {}),
-                "m": pixels(problem),
+                "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
                 "columns": Divisor.of(columns * p.feature_group_count),
                 "phases": Divisor.of(live_phases(problem) if config.workers else phases(problem)),
@@ -277,8 +297,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "lower": tuple(axis.lower for axis in of),
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
-                **_residues(problem),
-                "beyond": -(-p.in_channels // _block_k(problem)),
+                **_residues(problem, config),
+                "beyond": -(-p.in_channels // block_k(problem)),
                 "k": p.group_channels[0],
                 "pitch": p.out_channels,
                 "group_columns": Divisor.of(columns),
@@ -286,14 +306,16 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
-        of, is_forward = axes(problem), isinstance(problem, ConvFpropProblem)
+        of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)
         return {
             "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
-            "PHASED": int(any(axis.up > 1 for axis in of)),
+            "PHASED": int(config.taps > 1 or any(axis.up > 1 for axis in of)),
+            "TAPS": config.taps,
+            "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
             "GROUPED": int(problem.feature_group_count > 1),
-            "EMPTY": int(min(self._chains(problem)) < config.splits),
+            "EMPTY": int(min(self._chains(problem, config)) < config.splits),
             "ROW_BYTES": row_bytes(problem),
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
@@ -319,7 +341,7 @@ def _is_whole(problem: ConvProblem, config: Config) -> bool:
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
-    p, of = folded(forward(problem), 1), axes(problem)[::-1]
+    p, of = folded(forward(problem), 1), axes(problem, config.taps)[::-1]
     if is_matrix_product(p):
         matrix = (1, pixels(problem), p.in_channels)
         return operand_map(0, p.dtype, matrix, "bmk", config.pixels, row_bytes(problem))
@@ -332,21 +354,10 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         element_strides=(1, *(axis.down for axis in of), 1),
         lower=tuple(axis.lower for axis in of),
         upper=tuple(axis.upper for axis in of),
-        channels=_block_k(problem),
-        pixels=config.pixels,
+        channels=block_k(problem),
+        pixels=config.pixels + of[0].reach,
         swizzle=SWIZZLES[row_bytes(problem)],
     )
-
-
-def _tiles(problem: ConvProblem, config: Config) -> int:
-    """Of a phase, in all groups."""
-    return math.prod(tile_counts(problem, config)) * problem.feature_group_count
-
-
-def _can_persist(problem: ConvProblem) -> bool:
-    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes."""
-    halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
-    return halves and forward(problem).group_channels[1] % 8 == 0
 
 
 def _persistent_args(problem: ConvProblem, config: Config) -> dict[str, Field]:
@@ -354,7 +365,7 @@ def _persistent_args(problem: ConvProblem, config: Config) -> dict[str, Field]:
     of = axes(problem)
     more = (1,) * (3 - len(of))
     every, live = ((*more, *counts) for counts in ((len(axis.residues) for axis in of), (axis.live for axis in of)))
-    return {"tiles": _tiles(problem, config), "every": every, "live": live}
+    return {"tiles": tile_count(problem, config), "every": every, "live": live}
 
 
 class FpropIm2col(Im2colConv):

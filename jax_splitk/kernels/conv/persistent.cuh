@@ -49,7 +49,7 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
     for (int i = 0; i < count; ++i) {
       pipeline.wait_empty(at);
       if (lead) {
-        uint64_t* full = pipeline.expect(at, STAGE_BYTES);
+        uint64_t* full = pipeline.expect(at, LOAD_BYTES);
         load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
       }
       advance(g, tile.residue, loads.step, loads.block);

@@ -38,6 +38,7 @@ class Axis:
       residues: those with many taps first.
       pixels: of the largest residue.
       lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
+      shared: taps that are one, or all: then there is one residue, and windows begin for each of them.
     """
 
     size: int
@@ -47,6 +48,7 @@ class Axis:
     up: int
     pad: int
     dilation: int
+    shared: int = 1
 
     @property
     def tap_step(self) -> int:
@@ -65,7 +67,7 @@ class Axis:
             if first is None:
                 found.append(Residue(place, 0, 0, 0))
             else:
-                taps = -(-(self.kernel - first) // self.tap_step)
+                taps = -(-(self.kernel - first) // (self.tap_step * self.shared))
                 found.append(Residue(place, first, taps, at[first] // self.up))
         return sorted(found, key=lambda residue: -residue.taps)
 
@@ -76,7 +78,12 @@ class Axis:
 
     @property
     def pixels(self) -> int:
-        return -(-self.out // self.up)
+        return -(-self.out // self.up) + self.reach
+
+    @property
+    def reach(self) -> int:
+        """From the first of the shared taps to the last."""
+        return (self.shared - 1) * self.dilation
 
     @property
     def lower(self) -> int:
@@ -97,23 +104,24 @@ class Axis:
 
 
 @functools.lru_cache(maxsize=4096)
-def axes(problem: ConvProblem) -> tuple[Axis, ...]:
-    """Of the forward pass with as few spatial dimensions as it can have."""
+def axes(problem: ConvProblem, shared: int = 1) -> tuple[Axis, ...]:
+    """Of the forward pass with as few spatial dimensions as it can have; so many taps of the last are shared."""
     p = folded(forward(problem), 1)
     sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
     lows = tuple(low for low, _ in p.padding)
-    return tuple(Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
+    *others, last = (Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
+    return (*others, dataclasses.replace(last, shared=shared))
 
 
 @functools.lru_cache(maxsize=4096)
-def tap_counts(problem: ConvProblem) -> tuple[tuple[int, ...], ...]:
+def tap_counts(problem: ConvProblem, shared: int = 1) -> tuple[tuple[int, ...], ...]:
     """Of each phase, along each axis."""
-    return tuple(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem))))
+    return tuple(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem, shared))))
 
 
-def pixels(problem: ConvProblem) -> int:
+def pixels(problem: ConvProblem, shared: int = 1) -> int:
     """Of a phase, in all images."""
-    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem))
+    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem, shared))
 
 
 def phases(problem: ConvProblem) -> int:

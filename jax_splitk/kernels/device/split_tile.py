@@ -148,9 +148,13 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         del problem
         return TILES
 
+    def stage_counts(self, config: _Config) -> range:
+        """That its tile may have."""
+        return range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
+
     @abc.abstractmethod
-    def chains(self, problem: _Problem) -> Sequence[int]:
-        """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles."""
+    def chains(self, problem: _Problem, config: _Config) -> Sequence[int]:
+        """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles. A stage has one."""
 
     @abc.abstractmethod
     def thread_blocks(self, problem: _Problem, config: _Config) -> int:
@@ -172,8 +176,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
         if (reason := tile_refusal(config, self.tiles(problem))) is not None:
             return reason
-        stages = range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
-        reason = field_refusal(config, stages=stages, reduction=tuple(REDUCTIONS))
+        reason = field_refusal(config, stages=self.stage_counts(config), reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
         if (config.splits == 1) != (config.reduction == "none"):
@@ -182,19 +185,20 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             return f"splits {config.splits} in a cluster; accepted: at most {MAX_CLUSTER}"
         if config.reduction == "workspace" and (sums := self._partial_stride(problem, config)) > MAX_ELEMENTS:
             return f"{sums} partial sums of a split; accepted: at most {MAX_ELEMENTS}"
-        return split_k.splits_refusal(config.splits, self.chains(problem)[0], "blocks of k", uneven=True)
+        return split_k.splits_refusal(config.splits, self.chains(problem, config)[0], "blocks of k", uneven=True)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
         return config.blocks_per_sm
 
-    def _least_splits(self, problem: _Problem) -> int:
-        return -(-self.chains(problem)[0] // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
+    def _least_splits(self, problem: _Problem, config: _Config) -> int:
+        blocks = self.chains(problem, config)[0] * config.depth
+        return -(-blocks // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
 
     def _splits(self, problem: _Problem, config: _Config, target: Target) -> Iterator[_Config]:
         """The config with one split, in clusters, and with splits that fill 1 to 4 waves; as far as accurate enough."""
-        blocks, least = self.chains(problem)[0], self._least_splits(problem)
+        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
         slots, tiles = target.cores * config.blocks_per_sm, self.thread_blocks(problem, config)
         wanted = {least, *(max(least, slots * waves // tiles) for waves in range(1, 5))}
         if least == 1:
@@ -212,16 +216,20 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model."""
         found: list[_Config] = []
-        for tile_m, tile_n in self.tiles(problem):
-            for stages in self.depths(tile_m, tile_n):
-                splits = self._splits(problem, self.Config(tile_m, tile_n, stages), target)
-                legal = [c for c in splits if self.config_refusal(problem, c) is None]
-                found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
+        for whole in self.whole(problem):
+            splits = self._splits(problem, whole, target)
+            legal = [c for c in splits if self.config_refusal(problem, c) is None]
+            found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
         return found
+
+    def whole(self, problem: _Problem) -> Iterator[_Config]:
+        """Candidates before they are split."""
+        for tile_m, tile_n in self.tiles(problem):
+            yield from (self.Config(tile_m, tile_n, stages) for stages in self.depths(tile_m, tile_n))
 
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> list[_Config]:
         """A stage less, the other reduction, and split counts nearby."""
-        blocks, least = self.chains(problem)[0], self._least_splits(problem)
+        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
         found = [dataclasses.replace(config, stages=config.stages - 1)]
         if config.splits > 1:
             other = "cluster" if config.reduction == "workspace" else "workspace"
@@ -238,7 +246,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def _longest(self, problem: _Problem, config: _Config, at_a_time: int) -> int:
         """Blocks of the reduction that one multiprocessor has to compute, where so many thread blocks begin together:
         the longest of each wave."""
-        lengths = [-(-blocks // config.splits) for blocks in self.chains(problem)]
+        lengths = [-(-blocks // config.splits) for blocks in self.chains(problem, config)]
         each = self.thread_blocks(problem, config) // len(lengths) * config.splits
         waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
         return sum(length * (end - begin) for length, begin, end in zip(lengths, waves, waves[1:], strict=False))

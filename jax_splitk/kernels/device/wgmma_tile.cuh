@@ -5,9 +5,10 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers),
-// TEAMS (1 by default; of consumer warpgroups that have a tile together), PERSISTENT (0 by default; warpgroup
-// 0 has more to do).
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers), and
+// with defaults TAPS (1; so many weights a stage has for the same pixels, of which it then has 8 more), SWAP
+// (0; the weights are A), TEAMS (1; of consumer warpgroups that have a tile together), PERSISTENT (0;
+// warpgroup 0 has more to do).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -21,7 +22,15 @@
 
 constexpr int BLOCK_BYTES = 64 * 128;
 constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
-constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
+#ifndef TAPS
+#define TAPS 1
+#endif
+#ifndef SWAP
+#define SWAP 0
+#endif
+constexpr int REACH = TAPS > 1 ? 8 : 0;
+constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
+constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : TAPS * TILE_N) * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
@@ -91,7 +100,7 @@ __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int 
     fence(acc);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 4 * TAPS; ++k) {
 #pragma unroll
       for (int m = 0; m < M_PER_WG; ++m) {
         const uint64_t a = A::at(block_at(stage, m));

@@ -55,6 +55,11 @@ class WgmmaTile:
         return (self.tile_m + self.tile_n) * ROW_BYTES
 
     @property
+    def depth(self) -> int:
+        """`ROW_BYTES` of the reduction in a stage."""
+        return 1
+
+    @property
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes + RESERVED_BYTES
 
@@ -80,10 +85,12 @@ class WgmmaTile:
           more_bytes: by which its loads are slower than their bytes say.
         """
         # Twice as wide elements are multiplied half as fast, and half as many are in a row.
-        mma = self.tile_m * self.tile_n * ROW_BYTES / costs.mma_flops_per_sm
+        mma = self.depth * self.tile_m * self.tile_n * ROW_BYTES / costs.mma_flops_per_sm
+        # A WGMMA's operands are 16 k of 64 rows and of its columns, at 128 bytes of shared memory a clock.
+        mma *= max(1.0, (64 + self.tile_n) / (2 * self.tile_n))
         if self.consumers == 1:
             mma /= costs.one_warpgroup
-        elif self.tile_n == 64:
+        elif self.tile_n <= 64:
             mma /= costs.narrow
         load = (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm
         return max(mma, load) + costs.shadow * min(mma, load)

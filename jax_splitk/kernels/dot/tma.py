@@ -126,7 +126,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
-    def chains(self, problem: DotProblem) -> tuple[int]:
+    def chains(self, problem: DotProblem, config: Config) -> tuple[int]:
         return (k_blocks(problem),)
 
     def thread_blocks(self, problem: DotProblem, config: Config) -> int:

@@ -38,7 +38,7 @@ def groups(p: ConvProblem) -> str | None:
     return f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}; accepted: 1"
 
 
-def batch_groups(p: ConvWgradProblem) -> str | None:
+def batch_groups(p: ConvProblem) -> str | None:
     return None if p.batch_group_count == 1 else f"batch_group_count {p.batch_group_count}; accepted: 1"
 
 

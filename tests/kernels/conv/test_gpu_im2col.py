@@ -1,6 +1,7 @@
 """Dense forward passes and input gradients on a GPU."""
 
 import concurrent.futures
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -47,11 +48,13 @@ NETWORKS = [
 
 
 def configs(p: ConvProblem) -> list[Config]:
-    """The best of each reduction by the model, and of the persistent ones of each orientation."""
+    """The best of each reduction, number of taps in a stage and orientation by the model."""
     family, found = FAMILIES[p.op], {}
     for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
-        found.setdefault((config.reduction, config.swap, config.workers > 0), config)
-    return list(found.values())
+        found.setdefault((config.reduction, config.taps, config.swap, config.workers > 0), config)
+    # Thread blocks of several tiles each, where there would be one.
+    fewer = [dataclasses.replace(c, workers=-(-c.workers // 3)) for c in found.values() if c.workers > 1]
+    return [*found.values(), *fewer]
 
 
 @functools.cache
@@ -92,6 +95,7 @@ def test_random_problems_are_of_every_kind() -> None:
         assert {p.dtype for p, _ in of} == set(FAMILIES[kind.op].dtypes)
         assert {c.reduction for _, c in of} == {"none", "workspace", "cluster"}
         assert {im2col.row_bytes(p) for p, _ in of} == {32, 64, 128} and {c.tile_n for _, c in of} >= {16, 32, 64}
+        assert sum(c.taps > 1 for _, c in of) > RANDOM / 20
         assert sum(p.feature_group_count > 1 for p, _ in of) > RANDOM / 20
         for field in ("window_strides", "lhs_dilation", "rhs_dilation"):
             assert sum(max(getattr(p, field)) > 1 for p, _ in of) > RANDOM / 20, field

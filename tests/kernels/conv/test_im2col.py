@@ -69,6 +69,7 @@ def test_float32_is_an_input_gradients() -> None:
 @pytest.mark.parametrize(("config", "reason"), [
     (Config(96, 64, 4), "tile 96x64; accepted"),
     (Config(64, 32, 8), "tile 64x32; accepted"),
+    (Config(64, 64, 4, taps=3), "taps 3; accepted: 1"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
     (Config(64, 64, 8, 4, "cluster"), None),
     (Config(64, 64, 8, swap=True), "swap True; accepted: False"),
@@ -142,6 +143,24 @@ def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
     return found
 
 
+@pytest.mark.parametrize(("kernel", "changes", "taps"), [
+    ((3, 3), {"padding": 1}, 3),
+    ((3, 5), {"padding": 2, "rhs_dilation": (1, 2)}, 5),
+    ((3, 3), {"stride": (2, 1)}, 3),
+    ((3, 6), {"rhs_dilation": (1, 2)}, 1),
+    ((3, 3), {"stride": (1, 2)}, 1),
+    ((3, 3), {"lhs_dilation": (2, 1)}, 1),
+    ((3, 1), {}, 1),
+])  # fmt: skip
+def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dict[str, Any], taps: int) -> None:
+    p = problem(FPROP, (90, 90), kernel, 64, 64, **changes)
+    assert im2col.shared_taps(p) == taps
+    assert {config.taps for config in im2col.FPROP.candidates(p, DEFAULT_CUDA)} == {1, taps}
+    config = Config(128, 64, 3, taps=7)
+    accepted = f"1, {taps}" if taps > 1 else "1"
+    assert im2col.FPROP.refusal(p, config) == f"taps 7; accepted: {accepted}"
+
+
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
         for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
@@ -176,7 +195,8 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
             if isinstance(windows, Im2colMap):
                 row = windows.channels * np.dtype(DTYPES[p.dtype]).itemsize
-                assert (row, windows.pixels) == (im2col.row_bytes(p), config.pixels)
+                reach = phases.axes(p, config.taps)[-1].reach
+                assert (row, windows.pixels) == (im2col.row_bytes(p), config.pixels + reach)
             rows, columns = im2col.tile_counts(p, config)
             tiles = rows * columns * phases.phases(p) * p.feature_group_count
             assert plan.launches[0].grid == (config.workers or tiles, 1, config.splits)
@@ -226,4 +246,6 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
         p = random_problem(rng, BOTH[seed % 2])
         configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
         config = configs[int(rng.integers(len(configs)))]
+        if config.workers:  # of several tiles each
+            config = dataclasses.replace(config, workers=int(rng.integers(1, config.workers + 1)))
         emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
