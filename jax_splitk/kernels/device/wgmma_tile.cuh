@@ -21,7 +21,7 @@
 #endif
 
 constexpr int BLOCK_BYTES = 64 * 128;
-constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
+[[maybe_unused]] constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
 #ifndef TAPS
 #define TAPS 1
 #endif
