@@ -209,8 +209,8 @@ CODE = {
     "dgrad_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
     "fprop_im2col": Code(
         _wgmma_tile,
-        "REDUCTION AXES PHASED PERSISTENT",
-        "ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS EMPTY",
+        "REDUCTION PHASED PERSISTENT",
+        "AXES ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS EMPTY",
     ),
     "dgrad_im2col": Code(
         _wgmma_tile,

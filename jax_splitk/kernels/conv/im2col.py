@@ -7,6 +7,11 @@ output channels], whose reduction may be split: see `SplitTileFamily`.
 An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
 modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
 multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
+
+Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
+zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
+
+The constants of its cost model are fitted to the times of one tap in a stage, without persistent thread blocks.
 """
 
 import dataclasses
@@ -176,6 +181,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
             return reason
+        stages = self.stage_counts(config)
+        if config.taps > 1 and not stages:
+            tile = f"tile {config.tile_m}x{config.tile_n} of {config.taps} taps in a stage"
+            return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
         if not config.workers:
             return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
         if (reason := tile_refusal(config)) is not None:
@@ -186,7 +195,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
         return field_refusal(
             config,
-            stages=range(MIN_STAGES, config.most_stages + 1),
+            stages=stages,
             splits=(1,),
             reduction=("none",),
             swap=(False, True),
@@ -253,6 +262,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             yield from (dataclasses.replace(config, stages=of[0]) for of in depths if of)
 
     def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
+        if config.workers:
+            return range(MIN_STAGES, config.most_stages + 1)
         room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // config.stage_bytes
         least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
         return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)

@@ -125,7 +125,7 @@ def test_random_problems_against_float64() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize(("p", "config"), [CASES[i] for i in (0, 1, 2, 4, 10)], ids=str)
+@pytest.mark.parametrize(("p", "config"), [CASES[i] for i in (0, 1, 2, 4, 10, 17, 19, 23, 29)], ids=str)
 def test_what_is_not_finite_reaches_what_depends_on_it(p: ConvProblem, config: Any, value: float) -> None:
     on_gpu.check_not_finite(FAMILIES[p.op], p, config, value)
 

@@ -85,6 +85,14 @@ def test_refuses_configs(config: Config, reason: str | None) -> None:
     assert refusal is None if reason is None else str(refusal).startswith(reason)
 
 
+def test_persistent_thread_blocks_have_room_for_two_stages() -> None:
+    p = problem(FPROP, (40, 40), (3, 3), 64, 64, padding=1)
+    config = Config(64, 256, 2, taps=3, swap=True, workers=1)
+    assert im2col.FPROP.config_refusal(p, config) is None
+    refusal = str(im2col.FPROP.config_refusal(p, dataclasses.replace(config, tile_m=128)))
+    assert refusal.startswith("tile 128x256 of 3 taps in a stage; accepted: 2 stages that fit")
+
+
 @pytest.mark.parametrize(("kind", "channels", "change"), [
     (FPROP, (64, 64), {"out_dtype": "float32"}),
     (DGRAD, (64, 64), {"dtype": "float32"}),
@@ -159,6 +167,8 @@ def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dic
     config = Config(128, 64, 3, taps=7)
     accepted = f"1, {taps}" if taps > 1 else "1"
     assert im2col.FPROP.refusal(p, config) == f"taps 7; accepted: {accepted}"
+    wide = str(im2col.FPROP.refusal(p, Config(128, 256, 2, taps=taps)))
+    assert taps < 3 or wide.startswith(f"tile 128x256 of {taps} taps in a stage; accepted: 2 stages that fit")
 
 
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
