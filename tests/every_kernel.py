@@ -265,6 +265,10 @@ def _dense_passes() -> Iterator[Run]:
     def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Any:
         return conv_im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), splits, reduction)
 
+    def persistent(tile_m: int, tile_n: int, swap: bool, workers: int, taps: int = 1) -> Any:
+        config = conv_im2col.Config(tile_m, tile_n, 2, taps=taps, swap=swap, workers=workers)
+        return dataclasses.replace(config, stages=config.most_stages)
+
     fprop, dgrad = _passes(conv_im2col)
     shared, cluster, floats, half = "workspace", "cluster", {"dtype": "float32"}, {"dtype": HALF, "out_dtype": HALF}
     for (family, kind), size, kernel, channels, config, changes in (
@@ -293,6 +297,23 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
         (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 64), {"stride": 2}),
         (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
+        # Persistent thread blocks: fewer than tiles, one tile and several, phases with and without taps.
+        (fprop, (9, 11), (3, 4), (72, 136), persistent(64, 256, True, 2), {"padding": 1, "batch": 8}),
+        (fprop, (9, 11), (3, 3), (64, 128), persistent(256, 128, False, 2), {"padding": 1, "batch": 9, **half}),
+        (fprop, (5, 6, 7), (3, 2, 3), (16, 320), persistent(128, 192, True, 3), {"padding": 1, "stride": (1, 2, 1)}),
+        (dgrad, (70,), (5,), (72, 24), persistent(64, 64, True, 2), {"stride": 4, "padding": 2, "batch": 3}),
+        (dgrad, (9, 9), (1, 1), (24, 64), persistent(64, 128, False, 1), {"stride": 2, "batch": 7}),
+        (dgrad, (9, 11), (3, 3), (136, 72), persistent(128, 128, True, 1), {"padding": 1, "stride": 2, "batch": 5}),
+        (dgrad, (4, 5, 6), (3, 1, 3), (200, 40), persistent(192, 192, True, 1),
+         {"padding": ((1, 1), (0, 0), (1, 1)), "stride": 2, "batch": 7, **half}),
+        (fprop, (13, 9), (1, 1), (136, 72), persistent(256, 64, True, 2), {"batch": 9}),
+        (fprop, (9, 10), (3, 3), (32, 48), persistent(64, 128, True, 2), {"padding": 1, "batch": 5}),
+        (dgrad, (9, 10), (3, 3), (144, 192), persistent(128, 64, True, 2),
+         {"padding": 1, "stride": 2, "groups": 2, "batch": 5}),
+        (fprop, (9, 10), (3, 3), (72, 80), persistent(64, 256, True, 2, 3), {"padding": ((2, 0), (-1, 3)), "batch": 5}),
+        (dgrad, (9, 10), (3, 3), (64, 72), persistent(256, 64, False, 2, 3), {"padding": 1, "batch": 5, **half}),
+        (dgrad, (9, 17), (2, 5), (136, 16), persistent(64, 128, True, 3, 5), {"padding": 3, "rhs_dilation": (1, 2)}),
+        (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),
         # Taps that share pixels.
         (fprop, (9, 10), (3, 3), (72, 136), conv_im2col.Config(128, 64, 2, taps=3), {"padding": ((2, 0), (-1, 3))}),
         (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, cluster, 3), {"padding": 1, **half}),

@@ -86,7 +86,7 @@ class Main:
 
 def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
-    blocks = m["TILE_M"] // 64 // consumers
+    blocks = m["TILE_M"] // 64 // (consumers // m.macros.get("TEAMS", 1))
     # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
     m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
@@ -218,12 +218,14 @@ CODE = {
     "fprop_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS DOWN_W"),
     "dgrad_grouped": Code(_grouped_pass, "ELEMENT OUT", "RESIDENT STRIPS UNITS UP_W"),
     "fprop_im2col": Code(
-        _wgmma_tile, "REDUCTION PHASED", "AXES ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS"
+        _wgmma_tile,
+        "REDUCTION PHASED PERSISTENT",
+        "AXES ELEMENT OUT TILE_M TILE_N B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS EMPTY",
     ),
     "dgrad_im2col": Code(
         _wgmma_tile,
-        "REDUCTION PHASED",
-        "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY CTAS_PER_SM ROW_BYTES GROUPED TAPS",
+        "REDUCTION PHASED PERSISTENT EMPTY",
+        "AXES ELEMENT OUT TILE_M TILE_N SPLITS CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS",
     ),
     "wgrad_depthwise": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "wgrad_depthwise_any": Code(

@@ -13,7 +13,8 @@
 // at one tap; B is the weight of that tap, [k][n] (MN-major, a forward pass) or [n][k] (K-major, an input
 // gradient, whose taps the host has mirrored). Blocks of the reduction are those of the channels, for one tap
 // after the other. A stage has one, or several where channels are few, so that it always has four products'
-// k; the last stage's may be missing, and are zeros. Splits take turns at the stages.
+// k; the last stage's may be missing, and are zeros. Splits take turns at the stages. WGMMA's A and B are
+// these, or with SWAP the other way round.
 //
 // Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
@@ -23,40 +24,55 @@
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
 // epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
-// `empty`.
+// `empty`. A PERSISTENT kernel, without splits, is that of conv/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
-// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
-// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), and those of device/split_tile.cuh and
-// dot/epilogue.cuh.
+// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage; if PERSISTENT, some phase has no tap),
+// ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP,
+// PERSISTENT, and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
 
 #include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
-#include "device/split_tile.cuh"
+#include "device/split_k.cuh"
+#include "device/wgmma_tile.cuh"
 #include "dot/epilogue.cuh"
+#if PERSISTENT
+#include "device/packed_tile.cuh"
+#else
+#include "device/split_tile.cuh"
+#endif
 
 #if ELEMENT == 0
 using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!B_MN, "WGMMA takes tf32 K-major only");
 #else
-using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::K, B_MN ? GMMA::Major::MN : GMMA::Major::K>;
+constexpr GMMA::Major WEIGHT_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
+using Wgmma = WGMMA_16(TILE_N,
+                       SS)<SWAP ? WEIGHT_MAJOR : GMMA::Major::K, SWAP ? GMMA::Major::K : WEIGHT_MAJOR>;
 #endif
+static_assert(PERSISTENT || !SWAP, "partial sums have pixels as rows");
 
 constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 
-// Of a block, in a stage. Columns of an MN-major B lie in boxes of at most 64.
-constexpr int A_PART = A_BYTES / BLOCKS, B_PART = TILE_N * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
-constexpr int N_ROW = TILE_N < 64 ? TILE_N * 2 : 128, N_BOX = BLOCK_K * N_ROW;
-constexpr int LOAD_BYTES = BLOCKS * ((TILE_M + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * B_PART);
-struct A : Operand<K_MAJOR_STEP, ROW_BYTES> {
+// Of a tile, and where a stage has the operands.
+constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
+constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
+// Of a block, in a stage. Channels of an MN-major weight lie in boxes of at most 64.
+constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
+constexpr int WEIGHT_PART = CHANNELS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
+constexpr int LOAD_BYTES = BLOCKS * ((PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * WEIGHT_PART);
+struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
   static constexpr int offset(int k) {
     const int tap = k / STEPS;
-    return tap / TAPS * A_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
+    return tap / TAPS * PIXELS_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
   }
 };
-using B = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, B_PART>,
-                              Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, B_PART>>;
+using Weight = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
+                                   Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
+using A = cute::conditional_t<SWAP, Weight, Pixels>;
+using B = cute::conditional_t<SWAP, Pixels, Weight>;
 
 // A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
@@ -74,20 +90,9 @@ __device__ inline int pitch_of(const Args& g) {
 #endif
 }
 
-// Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
-// first.
-__device__ inline Tile tile_at(const Args& g, int index) {
-  int row = index / g.columns;
-  int column = index - row * g.columns.value, group = 0;
-#if GROUPED
-  group = column / g.group_columns;
-  column -= group * g.group_columns.value;
-#endif
+__device__ inline Axes residue_at(const Args& g, int phase) {
   Axes at = {0, 0, 0};
 #if PHASED
-  int phase = row;
-  row = phase / g.phases;
-  phase -= row * g.phases.value;
   const int line = phase / g.residues.w;
   at.w = phase - line * g.residues.w.value;
 #if AXES == 2
@@ -97,7 +102,29 @@ __device__ inline Tile tile_at(const Args& g, int index) {
   at.h = line - at.d * g.residues.h.value;
 #endif
 #endif
-  return {row * TILE_M, column * TILE_N, at, group};
+  return at;
+}
+
+__device__ inline Tile tile_at(const Args& g, int row, int phase, int column) {
+  int group = 0;
+#if GROUPED
+  group = column / g.group_columns;
+  column -= group * g.group_columns.value;
+#endif
+  return {row * PIXELS, column * CHANNELS, residue_at(g, phase), group};
+}
+
+// Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
+// first.
+__device__ inline Tile tile_at(const Args& g, int index) {
+  int row = index / g.columns, phase = 0;
+  const int column = index - row * g.columns.value;
+#if PHASED
+  phase = row;
+  row = phase / g.phases;
+  phase -= row * g.phases.value;
+#endif
+  return tile_at(g, row, phase, column);
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -187,7 +214,7 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   if (B_MN) n += tile.group * g.n;
 #endif
 #if AXES == 0
-  load_operand<false, false, M_BLOCKS>(a_map, full, a, tile.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, PIXELS / 64>(a_map, full, a, tile.m, c, 0, hint_for(g.a_once));
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
@@ -210,10 +237,23 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 #endif
 #endif
 #endif
+  constexpr int BOXES = (CHANNELS + 63) / 64;
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) {
-    load_operand<B_MN, B_WHOLE, N_BLOCKS, N_BOX>(b_map, full, b + i * B_PART, n, B_MN ? k : c,
-                                                 tap + i * g.tap_step.w, hint_for(g.b_once));
+    load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c,
+                                              tap + i * g.tap_step.w, hint_for(g.b_once));
+  }
+}
+
+// The blocks of a stage, from where `loads` stands on.
+__device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
+                                  const Tile& tile, const Loads& loads, uint64_t* full, uint32_t stage) {
+  Block block = loads.block;
+#pragma unroll
+  for (int part = 0; part < BLOCKS; ++part) {
+    if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
+    load(a_map, b_map, g, tile, loads, block, full, stage + PIXELS_AT + part * PIXELS_PART,
+         stage + WEIGHT_AT + part * TAPS * WEIGHT_PART);
   }
 }
 
@@ -230,14 +270,7 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
     if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
       uint64_t* full = pipeline.expect(at, LOAD_BYTES);
-      const uint32_t stage = stages + at.stage * STAGE_BYTES;
-      Block block = loads.block;
-#pragma unroll
-      for (int part = 0; part < BLOCKS; ++part) {
-        if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
-        load(a_map, b_map, g, tile, loads, block, full, stage + part * A_PART,
-             stage + A_BYTES + part * TAPS * B_PART);
-      }
+      load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
     }
     advance(g, tile.residue, loads.step, loads.block);
     at.advance(STAGES);
@@ -245,6 +278,10 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
 }
 
 // ---- the kernels -----------------------------------------------------------------------------------------
+
+#if PERSISTENT
+#include "conv/persistent.cuh"
+#else
 
 #if REDUCTION == 1
 // Adds the splits' partial sums.
@@ -343,3 +380,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
   }
 }
+#endif

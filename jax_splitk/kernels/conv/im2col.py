@@ -11,25 +11,35 @@ multiplied by zeros in between, and all phases are one launch. Dilation of a for
 Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
 zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
 
-The constants of its cost model are fitted to the times of one tap in a stage.
+The constants of its cost model are fitted to the times of one tap in a stage, without persistent thread blocks.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.conv.im2col_config import (
+    IM2COL_LIMITS,
+    TWO_CONSUMERS,
+    Config,
+    Costs,
+    block_k,
+    can_persist,
+    row_bytes,
+    shared_taps,
+    tile_count,
+    tile_counts,
+)
 from jax_splitk.kernels.conv.passes import forward
-from jax_splitk.kernels.conv.phases import axes, phases, pixels, tap_counts
+from jax_splitk.kernels.conv.phases import axes, live_phases, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     BOX,
     MAX_ELEMENTS,
     SWIZZLES,
-    Costs,
-    SplitTile,
     SplitTileFamily,
     is_whole,
     map_dtype,
@@ -44,87 +54,25 @@ from jax_splitk.kernels.device.wgmma_tile import (
     SHARED_BYTES,
     TILES,
     max_stages,
+    tile_refusal,
 )
-from jax_splitk.kernels.family import conv_buffers, field_refusal
+from jax_splitk.kernels.family import conv_buffers, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
-# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
-_IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
-
-
-# Tiles of two consumers whose sums fit into half of the registers.
-_TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
 _NARROW = (16, 32)  # columns of tiles, where a group has no more
-_MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 _MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
+_PERSISTENT = 5  # candidates
 _MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
-@dataclasses.dataclass(frozen=True)
-class Config(SplitTile):
-    """How a pass is computed: see `SplitTile`. A row of a tile is a pixel.
-
-    Attributes:
-      taps: of a filter row that a stage has: 1, or all. All read the same pixels, each from a row of its own on, so
-        that these are loaded once; tiles then have pixels between the images' lines, too, which are not stored.
-    """
-
-    taps: int = 1
-
-    @property
-    def depth(self) -> int:
-        return self.taps
-
-    @property
-    def stage_bytes(self) -> int:
-        rows = self.tile_m + (_MAX_REACH if self.taps > 1 else 0)
-        return (rows + self.taps * self.tile_n) * ROW_BYTES
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
-        other begins and ends with."""
-        fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
-
-
-@functools.lru_cache(maxsize=4096)
-def row_bytes(problem: ConvProblem) -> int:
-    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
-    several taps instead of zeros. Those of a group end with a block, since others' follow."""
-    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
-    if problem.feature_group_count > 1:
-        return math.gcd(size, ROW_BYTES)
-    several = max(map(math.prod, tap_counts(problem))) > 1
-    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
-
-
-def _block_k(problem: ConvProblem) -> int:
-    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
-
-
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-forward(problem).group_channels[0] // _block_k(problem))
-
-
-def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
-    """(tiles along pixels, tiles along channels) of a phase and group."""
-    return -(-pixels(problem, config.taps) // config.tile_m), -(-forward(problem).group_channels[1] // config.tile_n)
-
-
-@functools.lru_cache(maxsize=4096)
-def shared_taps(problem: ConvProblem) -> int:
-    """Taps of a filter row that a stage may have."""
-    if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
-        return 1
-    last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
-    fits = last.down == 1 and last.reach <= _MAX_REACH and last.upper <= _IM2COL_LIMITS[len(axes(problem))][1]
-    return last.shared if fits else 1
+    return -(-forward(problem).group_channels[0] // block_k(problem))
 
 
 def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
@@ -210,7 +158,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return "an output that no tap meets; accepted: one with products"
         if is_matrix_product(forward(p)):
             return None
-        lowest, highest, farthest = _IM2COL_LIMITS[len(found)]
+        lowest, highest, farthest = IM2COL_LIMITS[len(found)]
         rank = f"of {len(found)} spatial dimensions"
         for axis in found:
             if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
@@ -227,16 +175,76 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return None
 
     def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in _TWO_CONSUMERS else []
+        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in TWO_CONSUMERS else []
         return sorted({*super().depths(tile_m, tile_n), *more})
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
             return reason
-        if config.taps > 1 and not self.stage_counts(config):
+        stages = self.stage_counts(config)
+        if config.taps > 1 and not stages:
             tile = f"tile {config.tile_m}x{config.tile_n} of {config.taps} taps in a stage"
             return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
-        return super().config_refusal(problem, config)
+        if not config.workers:
+            return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
+        if (reason := tile_refusal(config)) is not None:
+            return reason
+        if not can_persist(problem):
+            p = problem
+            given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
+            return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
+        return field_refusal(
+            config,
+            stages=stages,
+            splits=(1,),
+            reduction=("none",),
+            swap=(False, True),
+            workers=range(1, tile_count(problem, config) + 1),
+        )
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        return [*super().candidates(problem, target), *self._persistent(problem, target)]
+
+    def _persistent(self, problem: ConvProblem, target: Target) -> list[Config]:
+        """A persistent thread block on each multiprocessor: the best few tiles by the model."""
+        if not can_persist(problem):
+            return []
+        found = []
+        for (tile_m, tile_n), swap, taps in itertools.product(TILES, (False, True), self._shared(problem)):
+            if swap and tile_m == tile_n and taps == 1:
+                continue  # as fast
+            config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
+            workers = min(target.cores, tile_count(problem, config))
+            config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
+            found += [config] * (config.stages >= MIN_STAGES)
+        return sorted(found, key=lambda c: self.estimate(problem, c, target))[:_PERSISTENT]
+
+    def _shared(self, problem: ConvProblem) -> list[int]:
+        """Taps of a filter row that a stage of a candidate has."""
+        taps = shared_taps(problem)
+        gains = taps > 1 and pixels(problem, taps) <= _MAX_BEYOND * pixels(problem)
+        return [1, taps] if gains else [1]
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        if not config.workers:
+            return super().neighbours(problem, config, target)
+        return varied(config, stages=[config.stages - 1], swap=[not config.swap])
+
+    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+        if not config.workers:
+            return super().estimate(problem, config, target)
+        costs: Costs = self.costs(target)
+        each = -(-tile_count(problem, config) // config.workers)  # with all its phases
+        tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
+        tile += live_phases(problem) * config.handover_seconds(costs)
+        share = min(1.0, config.workers / target.cores)
+        memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
+        # The first stage is waited for, and the last results.
+        ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
+        slower, faster = max(each * tile, memory), min(each * tile, memory)
+        return slower + costs.shadow * faster + ends + costs.launch_seconds
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -248,15 +256,14 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     def whole(self, problem: ConvProblem) -> Iterator[Config]:
         yield from super().whole(problem)
-        taps = shared_taps(problem)
-        if taps == 1 or pixels(problem, taps) > _MAX_BEYOND * pixels(problem):
-            return
-        for tile_m, tile_n in self.tiles(problem):
+        for taps, (tile_m, tile_n) in itertools.product(self._shared(problem)[1:], self.tiles(problem)):
             config = Config(tile_m, tile_n, 0, taps=taps)
             depths = {self.stage_counts(config)[-1:], self.stage_counts(config, blocks_per_sm=2)[-1:]}
             yield from (dataclasses.replace(config, stages=of[0]) for of in depths if of)
 
     def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
+        if config.workers:
+            return range(MIN_STAGES, config.most_stages + 1)
         room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // config.stage_bytes
         least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
         return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
@@ -271,7 +278,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
 
     def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
         """Of one split."""
-        return math.prod(tile_counts(problem, config)) * phases(problem) * problem.feature_group_count
+        return config.workers or tile_count(problem, config) * phases(problem)
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
@@ -284,15 +291,16 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return Values(
             "Args",
             {
+                **(_persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
                 "columns": Divisor.of(columns * p.feature_group_count),
-                "phases": Divisor.of(phases(problem)),
+                "phases": Divisor.of(live_phases(problem) if config.workers else phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
                 "a_once": int(columns == 1),
                 "b_once": int(rows == 1),
-                "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
+                "residues": tuple(Divisor.of(axis.live if config.workers else len(axis.residues)) for axis in of),
                 "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
                 "out": tuple(axis.out for axis in of),
                 "up": tuple(axis.up for axis in of),
@@ -301,7 +309,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
                 **_residues(problem, config),
-                "beyond": -(-p.in_channels // _block_k(problem)),
+                "beyond": -(-p.in_channels // block_k(problem)),
                 "k": p.group_channels[0],
                 "pitch": p.out_channels,
                 "group_columns": Divisor.of(columns),
@@ -320,6 +328,9 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             "GROUPED": int(problem.feature_group_count > 1),
             "EMPTY": int(min(self._chains(problem, config)) < config.splits),
             "ROW_BYTES": row_bytes(problem),
+            **field_macros(config, "swap"),
+            "PERSISTENT": int(config.workers > 0),
+            "TEAMS": config.teams,
             "B_MN": int(is_forward),
             "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }
@@ -332,19 +343,19 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
         weight = (p.taps, p.group_channels[0], p.out_channels)
         whole = _is_whole(p, config)
-        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.tile_n, row_bytes(p), whole)
+        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
 
 
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
     """Whether tiles begin and end with boxes of a forward pass's weight."""
-    return config.tile_n >= BOX and is_whole(problem.group_channels[1])
+    return config.channels >= BOX and is_whole(problem.group_channels[1])
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
     p, of = folded(forward(problem), 1), axes(problem, config.taps)[::-1]
     if is_matrix_product(p):
         matrix = (1, pixels(problem), p.in_channels)
-        return operand_map(0, p.dtype, matrix, "bmk", config.tile_m, row_bytes(problem))
+        return operand_map(0, p.dtype, matrix, "bmk", config.pixels, row_bytes(problem))
     dims = p.lhs_shape[::-1]
     return plan.Im2colMap(
         buffer=0,
@@ -354,10 +365,18 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
         element_strides=(1, *(axis.down for axis in of), 1),
         lower=tuple(axis.lower for axis in of),
         upper=tuple(axis.upper for axis in of),
-        channels=_block_k(problem),
-        pixels=config.tile_m + of[0].reach,
+        channels=block_k(problem),
+        pixels=config.pixels + of[0].reach,
         swizzle=SWIZZLES[row_bytes(problem)],
     )
+
+
+def _persistent_args(problem: ConvProblem, config: Config) -> dict[str, Field]:
+    """Tiles of a phase; residues of the axes (1 of one that is not there), and those with taps."""
+    of = axes(problem)
+    more = (1,) * (3 - len(of))
+    every, live = ((*more, *counts) for counts in ((len(axis.residues) for axis in of), (axis.live for axis in of)))
+    return {"tiles": tile_count(problem, config), "every": every, "live": live}
 
 
 class FpropIm2col(Im2colConv):

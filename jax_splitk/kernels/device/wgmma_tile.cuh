@@ -5,28 +5,42 @@
 // Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
 // WGMMAs that read the stage have retired.
 //
-// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers), TAPS
-// (undefined: 1): so many B a stage has for one A, which then has 8 rows more.
+// Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers), and
+// with defaults TAPS (1; so many weights a stage has for the same pixels, of which it then has 8 more), SWAP
+// (0; the weights are A), TEAMS (1; of consumer warpgroups that have a tile together), PERSISTENT (0;
+// warpgroup 0 has more to do).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
 
+#ifndef TEAMS
+#define TEAMS 1
+#endif
+#ifndef PERSISTENT
+#define PERSISTENT 0
+#endif
+
 constexpr int BLOCK_BYTES = 64 * 128;
-constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
+[[maybe_unused]] constexpr int M_BLOCKS = TILE_M / 64, N_BLOCKS = (TILE_N + 63) / 64;
 #ifndef TAPS
 #define TAPS 1
 #endif
-constexpr int A_BYTES = (TILE_M + (TAPS > 1 ? 8 : 0)) * 128, STAGE_BYTES = A_BYTES + TAPS * TILE_N * 128;
+#ifndef SWAP
+#define SWAP 0
+#endif
+constexpr int REACH = TAPS > 1 ? 8 : 0;
+constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
+constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : TAPS * TILE_N) * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
 constexpr int ACCUMULATORS = TILE_N / 2;  // per thread and 64-row block
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int THREADS = 128 + CONSUMER_THREADS;
+constexpr int THREADS = 128 + TEAMS * CONSUMER_THREADS;
 // One consumer has enough registers without.
-constexpr bool SHARE_REGISTERS = CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
+constexpr bool SHARE_REGISTERS = TEAMS * CONSUMERS > 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? (PERSISTENT ? 56 : 32) : 40;
+constexpr int CONSUMER_REGS = consumer_registers(TEAMS * CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
@@ -70,12 +84,12 @@ __device__ inline uint64_t hint_for(int once) {
   return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
 }
 
-// acc = the sum over so many stages of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ... of A's rows.
-// `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine code.
+// acc = the sum over so many stages, from `at` on, of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ...
+// of A's rows. `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine
+// code. Returns the last stage: its products are still under way.
 template <class Wgmma, class A, class B, class BlockAt>
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                               const BlockAt& block_at, Accumulator& acc) {
-  Position at;
+__device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                               const BlockAt& block_at, Accumulator& acc, Position& at) {
   int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
 #pragma unroll 1
@@ -102,6 +116,15 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
     previous = at.stage;
     at.advance(STAGES);
   }
+  return previous;
+}
+
+// That sum.
+template <class Wgmma, class A, class B, class BlockAt>
+__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                               const BlockAt& block_at, Accumulator& acc) {
+  Position at;
+  multiply<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc, at);
   cute::warpgroup_wait<0>();
   fence(acc);
 }

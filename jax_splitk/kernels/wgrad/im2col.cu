@@ -18,6 +18,7 @@
 // Macros: ELEMENT, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
 // matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split).
 
+#include "device/packed_tile.cuh"
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
@@ -252,37 +253,6 @@ __device__ inline void store_sums(const Place& place, int warpgroup, const Accum
 }
 
 #if OUT != 0
-// The tile in shared memory is boxes of (slot, 64 output channels): a row of 128 bytes for each channel of
-// the slot, 16-byte chunk i at i ^ row % 8.
-__device__ inline uint32_t chunk_at(uint32_t tile, int slot, int dy_box, int row, int chunk) {
-  return tile + (slot * DY_BOXES + dy_box) * BLOCK_BYTES + row * 128 + (chunk ^ row % 8) * 16;
-}
-
-__device__ inline uint32_t packed(const float* v) {
-  const Vec<Output, 2> pair = converted<Output>({v[0], v[1]});
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-__device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc) {
-  // Lanes 8*i to 8*i+7 have the addresses of the i-th of four 8x8 matrices: two halves, for j and j + 1.
-  const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
-  const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
-#pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) {
-    const int box = m * CONSUMERS + warpgroup;
-#pragma unroll
-    for (int j = 0; j < TILE_N / 8; j += 2) {
-      const float* v = &acc[m][j * 4];
-      const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
-#if SWAP
-      store_matrices_trans(chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight), matrices);
-#else
-      store_matrices(chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd), matrices);
-#endif
-    }
-  }
-}
-
 // Each warpgroup stores whole boxes.
 __device__ inline void store_packed(const Place& place, uint32_t tile, int warpgroup, Output* out) {
   constexpr int ROWS = 16, PASSES = SLOT / ROWS;  // rows that a warpgroup stores together

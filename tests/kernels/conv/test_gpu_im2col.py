@@ -1,6 +1,7 @@
 """Dense forward passes and input gradients on a GPU."""
 
 import concurrent.futures
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -47,11 +48,13 @@ NETWORKS = [
 
 
 def configs(p: ConvProblem) -> list[Config]:
-    """The best of each reduction and number of taps in a stage by the model."""
+    """The best of each reduction, number of taps in a stage and orientation by the model."""
     family, found = FAMILIES[p.op], {}
     for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
-        found.setdefault((config.reduction, config.taps), config)
-    return list(found.values())
+        found.setdefault((config.reduction, config.taps, config.swap, config.workers > 0), config)
+    # Thread blocks of several tiles each, where there would be one.
+    fewer = [dataclasses.replace(c, workers=-(-c.workers // 3)) for c in found.values() if c.workers > 1]
+    return [*found.values(), *fewer]
 
 
 @functools.cache

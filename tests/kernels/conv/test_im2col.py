@@ -86,12 +86,37 @@ def test_float32_is_an_input_gradients() -> None:
     (Config(64, 64, 4, taps=3), "taps 3; accepted: 1"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
     (Config(64, 64, 8, 4, "cluster"), None),
+    (Config(64, 64, 8, swap=True), "swap True; accepted: False"),
+    (Config(64, 64, 8, swap=True, workers=1), None),
+    (Config(64, 256, 5, swap=True, workers=1), "stages 5; accepted: 2 to 4"),
+    (Config(64, 64, 8, workers=2), "workers 2; accepted: 1 to 1"),
+    (Config(64, 64, 8, 2, "cluster", workers=1), "splits 2; accepted: 1"),
 ])  # fmt: skip
 def test_refuses_configs(config: Config, reason: str | None) -> None:
     """The longest of the phases is what splits are of."""
     p = problem(DGRAD, (8, 8), (3, 3), 64, 64, stride=2, padding=1)
     refusal = im2col.DGRAD.config_refusal(p, config)
     assert refusal is None if reason is None else str(refusal).startswith(reason)
+
+
+def test_persistent_thread_blocks_have_room_for_two_stages() -> None:
+    p = problem(FPROP, (40, 40), (3, 3), 64, 64, padding=1)
+    config = Config(64, 256, 2, taps=3, swap=True, workers=1)
+    assert im2col.FPROP.config_refusal(p, config) is None
+    refusal = str(im2col.FPROP.config_refusal(p, dataclasses.replace(config, tile_m=128)))
+    assert refusal.startswith("tile 128x256 of 3 taps in a stage; accepted: 2 stages that fit")
+
+
+@pytest.mark.parametrize(("kind", "channels", "change"), [
+    (FPROP, (64, 64), {"out_dtype": "float32"}),
+    (DGRAD, (64, 64), {"dtype": "float32"}),
+    (DGRAD, (68, 64), {}),
+])  # fmt: skip
+def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tuple[int, int], change: Any) -> None:
+    p = problem(kind, (8, 8), (3, 3), *channels, **change)
+    family, config = FAMILIES[p.op], Config(64, 64, 8, workers=1)
+    assert "accepted: 16 bits, multiples of 8 channels" in str(family.config_refusal(p, config))
+    assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -195,10 +220,10 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             if isinstance(windows, Im2colMap):
                 row = windows.channels * np.dtype(DTYPES[p.dtype]).itemsize
                 reach = phases.axes(p, config.taps)[-1].reach
-                assert (row, windows.pixels) == (im2col.row_bytes(p), config.tile_m + reach)
+                assert (row, windows.pixels) == (im2col.row_bytes(p), config.pixels + reach)
             rows, columns = im2col.tile_counts(p, config)
             tiles = rows * columns * phases.phases(p) * p.feature_group_count
-            assert plan.launches[0].grid == (tiles, 1, config.splits)
+            assert plan.launches[0].grid == (config.workers or tiles, 1, config.splits)
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
@@ -245,4 +270,6 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
         p = random_problem(rng, BOTH[seed % 2])
         configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
         config = configs[int(rng.integers(len(configs)))]
+        if config.workers:  # of several tiles each
+            config = dataclasses.replace(config, workers=int(rng.integers(1, config.workers + 1)))
         emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))

@@ -1,0 +1,164 @@
+"""Configs of dense passes (`im2col`): their tiles, and how long these take.
+
+Two ways to walk over the tiles: a thread block for each of them, or persistent thread blocks (`workers`), of which each
+computes one tile after the other, so that nothing waits for the end of a tile: its results are stored while the next
+one is multiplied and the one after that is loaded ("persistent" kernels in CUTLASS's documentation).
+"""
+
+import dataclasses
+import functools
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.conv.passes import forward
+from jax_splitk.kernels.conv.phases import axes, pixels, tap_counts
+from jax_splitk.kernels.device import split_tile
+from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
+from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, TileCosts
+from jax_splitk.kernels.wgrad import refusals
+from jax_splitk.kernels.wgrad.geometry import is_matrix_product
+from jax_splitk.problems.conv_wgrad import ConvProblem
+
+# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
+IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
+MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
+# Tiles of two consumers whose sums fit into half of the registers.
+TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs(split_tile.Costs):
+    """The cost model's constants.
+
+    Attributes:
+      shared_bytes_per_sm: a second, of shared memory, which TMA writes and WGMMA reads.
+      handover_bytes_per_sm: a second, of sums that a persistent thread block leaves to the warps that store them.
+    """
+
+    shared_bytes_per_sm: float
+    handover_bytes_per_sm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(SplitTile):
+    """How a pass is computed: see `SplitTile`.
+
+    Attributes:
+      taps: of a filter row that a stage has: 1, or all. All read the same pixels, each from a row of its own on, so
+        that these are loaded once; tiles then have pixels between the images' lines, too, which are not stored.
+      swap: False puts pixels on the tile's M side and output channels on N; True the reverse.
+      workers: persistent thread blocks, which share the tiles; 0: as many thread blocks as tiles.
+    """
+
+    taps: int = 1
+    swap: bool = False
+    workers: int = 0
+
+    @property
+    def pixels(self) -> int:
+        """Of a tile."""
+        return self.tile_n if self.swap else self.tile_m
+
+    @property
+    def channels(self) -> int:
+        """Of a tile: those of the output."""
+        return self.tile_m if self.swap else self.tile_n
+
+    @property
+    def depth(self) -> int:
+        return self.taps
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.pixels + (MAX_REACH if self.taps > 1 else 0)
+        return (rows + self.taps * self.channels) * ROW_BYTES
+
+    @property
+    def teams(self) -> int:
+        """Of consumers, which take turns at the tiles."""
+        return 2 if self.workers and self.consumers == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers * self.teams + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        return super().shared_bytes + self.result_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Of shared memory, beside the stages: the results of a tile that are stored while the next is multiplied."""
+        return self.teams * self.tile_m * self.tile_n * 2 if self.workers else 0
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
+        other begins and ends with."""
+        if self.workers:
+            return 1
+        fits = 2 * self.shared_bytes <= SHARED_BYTES
+        return 2 if (self.tile_m, self.tile_n) in TWO_CONSUMERS and fits else super().blocks_per_sm
+
+    @property
+    def most_stages(self) -> int:
+        """Of a persistent thread block."""
+        return min(MAX_STAGES, (SHARED_BYTES - RESERVED_BYTES - self.result_bytes) // self.stage_bytes)
+
+    def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0) -> float:
+        """Predicted of a stage: the slowest of the tensor cores, the L2, and shared memory, which TMA writes, and from
+        which each product reads both operands."""
+        assert isinstance(costs, Costs)
+        mma = self.taps * self.tile_m * self.tile_n * ROW_BYTES / costs.mma_flops_per_sm
+        if self.consumers * self.teams * self.blocks_per_sm == 1:
+            mma /= costs.one_warpgroup
+        read = self.taps * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
+        shared = (read + self.stage_bytes) / costs.shared_bytes_per_sm
+        return max(mma, shared, (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm)
+
+    def handover_seconds(self, costs: Costs) -> float:
+        """Predicted: for so long nothing is multiplied at the end of a tile."""
+        return self.tile_m * self.tile_n * 4 / costs.handover_bytes_per_sm if self.teams == 1 else 0.0
+
+
+@functools.lru_cache(maxsize=4096)
+def row_bytes(problem: ConvProblem) -> int:
+    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
+    several taps instead of zeros. Those of a group end with a block, since others' follow."""
+    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    if problem.feature_group_count > 1:
+        return math.gcd(size, ROW_BYTES)
+    several = max(map(math.prod, tap_counts(problem))) > 1
+    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
+
+
+def block_k(problem: ConvProblem) -> int:
+    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
+
+
+def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
+    """(tiles along pixels, tiles along channels) of a phase and group."""
+    rows, columns = pixels(problem, config.taps), forward(problem).group_channels[1]
+    return -(-rows // config.pixels), -(-columns // config.channels)
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_taps(problem: ConvProblem) -> int:
+    """Taps of a filter row that a stage may have."""
+    if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
+        return 1
+    last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
+    fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= IM2COL_LIMITS[len(axes(problem))][1]
+    return last.shared if fits else 1
+
+
+def tile_count(problem: ConvProblem, config: Config) -> int:
+    """Of a phase, in all groups."""
+    return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+
+
+def can_persist(problem: ConvProblem) -> bool:
+    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes."""
+    halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
+    return halves and forward(problem).group_channels[1] % 8 == 0

@@ -1,0 +1,209 @@
+// The persistent kernel of conv/im2col.cu: a thread block computes one tile after the other. While it stores
+// a tile, it multiplies the next one and loads what comes then.
+//
+// Warpgroup 0: warp 0 loads, the other warps (STORERS) store. Consumer warpgroups multiply, and leave a
+// tile's 16-bit results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take
+// turns at the tiles, so that one multiplies while the other hands over its results.
+//
+// Barriers: those of the stages, see conv/im2col.cu; of each team's results `full` has an arrival of each of
+// its warps, `empty` one of each warp that stores. `turns`: the other team has waited for its last stage. (A
+// team may not wait for one before: of a barrier that is more than a phase behind, the parity is wrong.)
+//
+// A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
+// neighbouring pixels at about the same time. Phases without taps (EMPTY) are not among the tiles: their
+// zeros are stored with the first phase.
+
+static_assert(REDUCTION == 0 && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
+
+constexpr int STORERS = 96;
+constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
+constexpr int ROWS_AT_A_TIME = STORERS / CHUNKS_OF_ROW;
+constexpr int BATCH = 4;  // chunks that a thread has under way
+static_assert(STORERS % CHUNKS_OF_ROW == 0);
+
+// work(tile, how many came before it) for all tiles of the thread block.
+template <class Work>
+__device__ inline void for_tiles(const Args& g, const Work& work) {
+  const int phases = PHASED ? g.phases.value : 1;
+  int turn = 0;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < g.tiles; unit += gridDim.x) {
+    const int row = unit / g.columns, column = unit - row * g.columns.value;
+#pragma unroll 1
+    for (int phase = 0; phase < phases; ++phase) {
+      work(tile_at(g, row, phase, column), turn);
+      ++turn;
+    }
+  }
+}
+
+// Every lane walks, so that the compiler knows that the warp's numbers are uniform.
+__device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
+                                  uint32_t stages, Pipeline<STAGES>& pipeline) {
+  const bool lead = cute::elect_one_sync();
+  Position at;
+  for_tiles(g, [&](const Tile& tile, int) {
+    Loads loads = loads_of(g, tile, 0);
+    const int count = stages_of(g, tile.residue, 0);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      pipeline.wait_empty(at);
+      if (lead) {
+        uint64_t* full = pipeline.expect(at, LOAD_BYTES);
+        load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
+      }
+      advance(g, tile.residue, loads.step, loads.block);
+      at.advance(STAGES);
+    }
+  });
+}
+
+// ---- what stores -----------------------------------------------------------------------------------------
+
+// A thread's part of a tile: one chunk of every ROWS_AT_A_TIME-th row.
+struct Part {
+  int first, chunk, column;
+  bool inside;
+
+  __device__ Part(const Args& g, const Tile& tile) {
+    const int thread = threadIdx.x - 32;
+    first = thread / CHUNKS_OF_ROW;
+    chunk = thread - first * CHUNKS_OF_ROW;
+    column = tile.n + chunk * 8;
+    inside = column < g.n;
+    column += tile.group * g.n;
+  }
+};
+
+// Where rows go of a phase's tile: the numbers of the rows in the output, -1 outside of it.
+__device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
+  sync_threads<STORERS, 1>();  // nobody reads the last ones any more
+#pragma unroll 1
+  for (int row = threadIdx.x - 32; row < PIXELS; row += STORERS) rows[row] = row_of(g, residue, m + row);
+  sync_threads<STORERS, 1>();
+}
+
+// value(row) for each of the thread's rows.
+template <class Value>
+__device__ inline void store_part(const Args& g, const Part& part, const int* rows, int m, Output* out,
+                                  const Value& value) {
+#pragma unroll 1
+  for (int row = part.first; row < PIXELS; row += BATCH * ROWS_AT_A_TIME) {
+    uint4 v[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) v[i] = value(min(row + i * ROWS_AT_A_TIME, PIXELS - 1));
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int at = row + i * ROWS_AT_A_TIME;
+      if (at >= PIXELS) break;
+      const int to = PHASED ? rows[at] : m + at;
+      const bool inside = PHASED ? to >= 0 : to < g.m;
+      if (inside) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + part.column) = v[i];
+    }
+  }
+}
+
+#if EMPTY
+// Of the pixels of a tile that no tap meets.
+__device__ inline void store_zeros(const Args& g, const Part& part, const Tile& tile, int* rows,
+                                   Output* out) {
+  const int of_d = AXES > 2 ? g.every.d : 1, of_h = AXES > 1 ? g.every.h : 1;
+  const int live_d = AXES > 2 ? g.live.d : 1, live_h = AXES > 1 ? g.live.h : 1;
+#pragma unroll 1
+  for (int d = 0; d < of_d; ++d) {
+#pragma unroll 1
+    for (int h = 0; h < of_h; ++h) {
+#pragma unroll 1
+      for (int w = d < live_d && h < live_h ? g.live.w : 0; w < g.every.w; ++w) {
+        find_rows(g, {d, h, w}, tile.m, rows);
+        if (part.inside) store_part(g, part, rows, tile.m, out, [](int) { return make_uint4(0, 0, 0, 0); });
+      }
+    }
+  }
+}
+#endif
+
+__device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEAMS>& handover, Output* out) {
+  // Behind the results, in what is left of the bytes that the alignment of the stages may take.
+  int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
+  for_tiles(g, [&](const Tile& tile, int turn) {
+    const Part part(g, tile);
+#if EMPTY
+    if (turn % g.phases.value == 0) store_zeros(g, part, tile, rows, out);
+#endif
+#if PHASED
+    find_rows(g, tile.residue, tile.m, rows);
+#endif
+    const int team = turn % TEAMS;
+    const uint32_t from = results + team * PACKED_BYTES;
+    FullBarrier::wait(&handover.full[team], turn / TEAMS & 1);
+    if (part.inside) {
+      store_part(g, part, rows, tile.m, out, [&](int row) {
+        return load_shared<uint4>(chunk_at(from, row / 64, part.chunk / 8, row % 64, part.chunk % 8));
+      });
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) handover.release(team);
+  });
+}
+
+// ---- what multiplies -------------------------------------------------------------------------------------
+
+__device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline,
+                                      uint32_t results, Pipeline<TEAMS>& handover, uint64_t* turns) {
+  const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
+  const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
+  const auto block_of = [=](uint32_t stage, int m) {
+    return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
+  };
+  Position at;
+  for_tiles(g, [&](const Tile& tile, int turn) {
+    const int count = stages_of(g, tile.residue, 0);
+    if (turn % TEAMS != team) {
+      const int next = at.stage + count;
+      at = {next % STAGES, at.phase ^ (next / STAGES & 1)};
+      return;
+    }
+    const uint32_t phase = turn / TEAMS & 1;
+    if constexpr (TEAMS > 1) EmptyBarrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
+    Accumulator acc;
+    const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
+    if (TEAMS > 1 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&turns[team ^ 1]);
+    cute::warpgroup_wait<0>();
+    fence(acc);
+    if (threadIdx.x % 128 == 0) pipeline.release(last);
+    handover.wait_empty({team, phase});
+    stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) FullBarrier::arrive(&handover.full[team]);
+  });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    conv(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+         const __grid_constant__ Args g, Output* out) {
+  extern __shared__ uint8_t raw[];
+  __shared__ Pipeline<STAGES> pipeline;
+  __shared__ Pipeline<TEAMS> handover;
+  __shared__ uint64_t turns[2];
+  const uint32_t stages = aligned_address(raw), results = stages + STAGES * STAGE_BYTES;
+  const int warp = warp_index();
+  if (warp == 0 && cute::elect_one_sync()) {
+    pipeline.init(1, CONSUMERS);
+    handover.init(4 * CONSUMERS, STORERS / 32);
+    for (uint64_t& turn : turns) EmptyBarrier::init(&turn, 1);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  if (warp >= 4) {
+    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    multiply_tiles(g, stages, pipeline, results, handover, turns);
+    return;
+  }
+  cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+  if (warp == 0) {
+    load_tiles(a_map, b_map, g, stages, pipeline);
+  } else {
+    store_tiles(g, results, handover, out);
+  }
+}
