@@ -221,9 +221,11 @@ __device__ inline void multiply(uint32_t windows, int c, int k, const Bands& ban
         const int t = u - e * DOWN_D;
         if (t < 0 || t >= KERNEL_D) continue;
 #pragma unroll
-        for (int r = k + (KERNEL_H - 1 - k) / DOWN_H * DOWN_H; r >= k;
-             r -= DOWN_H)  // so a row takes the last's place
-          mma_m16n8k16<Element>(sums[c][e][LEAD - r / DOWN_H], a, bands[c][t * KERNEL_H + r][i]);
+        for (int row = 0; row < WINDOW; ++row) {  // in this order one row takes the last one's place
+          const int r = (LEAD - row) * DOWN_H + k;
+          if (r >= KERNEL_H) continue;
+          mma_m16n8k16<Element>(sums[c][e][row], a, bands[c][t * KERNEL_H + r][i]);
+        }
       }
     }
   }

@@ -1,8 +1,8 @@
 """Kernel family: depthwise forward passes and input gradients on Hopper's tensor cores, as products with the Toeplitz
 matrices of the filter's rows (device code: conv/toeplitz.cu, which defines tile, window, chunk, line, step and stage).
 
-An MMA of 2048 products does 128 times the taps of a row that are of use, a third of them for a row of 7. That is more
-than the CUDA cores do, and each element is read from shared memory twice, whatever the number of taps.
+Of the 2048 products of an MMA 128 times the taps of a row are of use, 44% for a row of 7. That is still more than the
+CUDA cores do, and each element is read from shared memory twice, whatever the number of taps.
 """
 
 import collections
