@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv.im2col_config import (
+    BARRIER_BYTES,
     IM2COL_LIMITS,
     TWO_CONSUMERS,
     Config,
@@ -264,7 +265,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
         if config.workers:
             return range(MIN_STAGES, config.most_stages + 1)
-        room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // config.stage_bytes
+        beside = RESERVED_BYTES + BARRIER_BYTES + 4 * config.tile_m  # where the tile's rows go
+        room = (SHARED_BYTES // blocks_per_sm - beside) // config.stage_bytes
         least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
         return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
 

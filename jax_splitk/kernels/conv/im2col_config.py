@@ -22,6 +22,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
+BARRIER_BYTES = 256  # at most, of shared memory beside what a launch asks for
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 # Tiles of two consumers whose sums fit into half of the registers.
 TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
@@ -104,7 +105,8 @@ class Config(SplitTile):
     @property
     def most_stages(self) -> int:
         """Of a persistent thread block."""
-        return min(MAX_STAGES, (SHARED_BYTES - RESERVED_BYTES - self.result_bytes) // self.stage_bytes)
+        room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
+        return min(MAX_STAGES, room // self.stage_bytes)
 
     def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0) -> float:
         """Predicted of a stage: the slowest of the tensor cores, the L2, and shared memory, which TMA writes, and from
