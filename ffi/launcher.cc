@@ -31,12 +31,12 @@ ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult res
 
 // Machine code is loaded once per process and content: XLA instantiates every call site separately. A
 // context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
-// their kernels. With `counts` its kernels count in variables, which no other call site may see.
-ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, bool counts, CUlibrary* library) {
+// their kernels.
+ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* library) {
   static std::mutex& mutex = *new std::mutex;
   static auto& libraries = *new std::map<std::string, CUlibrary, std::less<>>;  // by content
   std::lock_guard<std::mutex> lock(mutex);
-  if (auto found = libraries.find(cubin); found != libraries.end() && !counts) {
+  if (auto found = libraries.find(cubin); found != libraries.end()) {
     *library = found->second;
     return ffi::Error::Success();
   }
@@ -48,7 +48,7 @@ ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, bool counts
           driver.library_load_data(library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0)) {
     return CudaError(driver, "cannot load the code (built for compute capability 9.0, sm_90a)", r);
   }
-  if (!counts) libraries.emplace(cubin, *library);
+  libraries.emplace(cubin, *library);
   ++g_loaded;
   return ffi::Error::Success();
 }
@@ -80,13 +80,13 @@ struct LaunchState {
 ffi::TypeId LaunchState::id = {};
 
 ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view cubin, std::string_view kernels,
-                   bool counts, LaunchState* state) {
+                   LaunchState* state) {
   std::string message = ParsePlan(words.begin(), words.size(), kernels, &state->plan);
   if (!message.empty()) return Invalid(message);
   const Driver* driver = state->driver = Driver::Get(&message);
   if (!driver) return ffi::Error::Internal("jax_splitk_launch: " + message);
   CUlibrary library = nullptr;
-  if (ffi::Error error = LoadLibrary(*driver, cubin, counts, &library); error.failure()) return error;
+  if (ffi::Error error = LoadLibrary(*driver, cubin, &library); error.failure()) return error;
   for (const LaunchSpec& launch : state->plan.launches) {
     CUkernel kernel;
     const std::string& name = state->plan.kernels[launch.kernel];
@@ -109,11 +109,9 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
     return ffi::Unexpected(
         Invalid("needs the attributes plan (int64[]), code (uint8[]) and kernels (string)"));
   }
-  auto counts = attrs.get<bool>("counts");  // there where it is true
   auto state = std::make_unique<LaunchState>();
   std::string_view cubin(reinterpret_cast<const char*>(code->begin()), code->size());
-  const bool own = counts.has_value() && *counts;
-  if (ffi::Error error = Prepare(*words, cubin, *kernels, own, state.get()); error.failure())
+  if (ffi::Error error = Prepare(*words, cubin, *kernels, state.get()); error.failure())
     return ffi::Unexpected(error);
   return state;
 }
@@ -257,10 +255,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,
 XLA_FFI_TypeId* LaunchStateTypeId() { return reinterpret_cast<XLA_FFI_TypeId*>(&LaunchState::id); }
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo() { return &kStateTypeInfo; }
 
-std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels,
-                          bool counts) {
+std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels) {
   LaunchState state;
-  const ffi::Error error = Prepare({plan.data(), plan.size()}, code, kernels, counts, &state);
+  const ffi::Error error = Prepare({plan.data(), plan.size()}, code, kernels, &state);
   return error.failure() ? error.message() : "";
 }
 

@@ -16,10 +16,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(LaunchExecute);
 XLA_FFI_TypeId* LaunchStateTypeId();
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
 
-// What the launcher refuses a call for, before it runs; empty where nothing, for tests. `counts`: its kernels
-// count in variables of their module.
-std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels,
-                          bool counts);
+// What the launcher refuses a call for, before it runs; empty where nothing, for tests.
+std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels);
 
 // What the launcher did in this process, for tests.
 struct LaunchCounts {

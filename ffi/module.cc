@@ -67,10 +67,9 @@ NB_MODULE(_ffi, m) {
     out["captured"] = counts.captured;
     return out;
   });
-  m.def("launch_refusal",
-        [](const std::vector<int64_t>& words, nb::bytes code, std::string_view kernels, bool counts) {
-          return js::LaunchRefusal(words, {code.c_str(), code.size()}, kernels, counts);
-        });
+  m.def("launch_refusal", [](const std::vector<int64_t>& words, nb::bytes code, std::string_view kernels) {
+    return js::LaunchRefusal(words, {code.c_str(), code.size()}, kernels);
+  });
   // Raises ValueError where the launcher would refuse the plan; returns (buffers, tensor maps, launches).
   m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {
     const js::Plan plan = Parsed(words, kernels);

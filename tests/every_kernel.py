@@ -380,7 +380,6 @@ def _dot() -> Iterator[Run]:
         (whole, ("kbm", "nbk"), ("bfloat16", "bfloat16"), dot_tma.Config(64, 192, 4, 4, "workspace")),
         (whole, ("bmk", "bnk"), ("float32", "float32"), dot_tma.Config(192, 64, 4, 2, "cluster")),
         (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
-        (ragged, ("bkm", "nbk"), ("bfloat16", "float32"), dot_tma.Config(64, 128, 4, 12, "last_block")),
     ):
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
     narrow = DotProblem(2, 72, 136, 1040, "bmk", "nbk", E4M3, HALF)

@@ -168,21 +168,10 @@ class CudaFamily(Family[_Problem, _Config]):
         text = declarations(*structs) if structs else ""
         return Source(self.file, tuple(self.macros(problem, config).items()), text)
 
-    def counts(self, problem: _Problem, config: _Config) -> bool:
-        """Whether kernels count in variables of their module: see `DevicePlan`."""
-        del problem, config
-        return False
-
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)
-        return DevicePlan(
-            self.source(*given),
-            self.buffers(*given),
-            self.maps(*given),
-            self.launches(*given),
-            f"{self.name} {config}",
-            self.counts(*given),
-        )
+        label = f"{self.name} {config}"
+        return DevicePlan(self.source(*given), self.buffers(*given), self.maps(*given), self.launches(*given), label)
 
 
 def conv_buffers(problem: ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:

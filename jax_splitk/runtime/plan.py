@@ -166,20 +166,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace.
-
-    Attributes:
-      counts: the kernels count in variables of their module, which are 0 before and after each launch. So no two
-        executions may share them that may overlap: the launcher loads the code for each call site. Executions of one
-        call site on a device follow each other, on XLA's stream or as replays of one command buffer.
-    """
+    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
 
     source: Source
     buffers: tuple[Buffer, ...]
     maps: tuple[TiledMap | Im2colMap, ...]
     launches: tuple[Launch, ...]
     label: str
-    counts: bool = False
 
     @property
     def workspace_bytes(self) -> int:
@@ -216,8 +209,6 @@ class DevicePlan:
             "kernels": ",".join(self.kernels()),
             "config": self.label,
         }
-        if self.counts:
-            attributes["counts"] = np.bool_(True)
         return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes)
 
 

@@ -78,12 +78,6 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
         value.reshape(-1).view(np.uint8)[:] = memory[index][start : start + value.nbytes]
 
 
-def variable(plan: DevicePlan, name: str, dtype: type[np.generic], count: int) -> np.ndarray:
-    """A copy of a `__device__` variable of the plan's module, an array, as the runs so far have left it."""
-    values = (ctypes.c_uint8 * (count * np.dtype(dtype).itemsize)).in_dll(_compiled(plan), name)
-    return np.frombuffer(bytes(values), dtype)
-
-
 def _bytes(
     param: Pointer | MapParam | Int32Struct,
     addresses: Sequence[int],

@@ -135,11 +135,6 @@ template <int THREADS, int BARRIER>
 inline void sync_threads() {
   emulator::sync(100 + BARRIER, THREADS, "sync_threads");
 }
-inline uint32_t count_arrival(uint32_t* counter, uint32_t last) {
-  const uint32_t before = *counter;
-  *counter = before >= last ? 0 : before + 1;
-  return before;
-}
 inline void fence_compiler() {}
 inline void launch_dependent_grids() {}
 inline void wait_on_dependent_grids() {}

@@ -51,9 +51,9 @@ import importlib.util, json, os, sys
 spec = importlib.util.spec_from_file_location("_ffi", sys.argv[1])
 ffi = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ffi)
-for sizes, words, code, kernels, counts in json.load(sys.stdin):
+for sizes, words, code, kernels in json.load(sys.stdin):
     os.environ["FAKE_SIZES"] = sizes
-    print(ffi.launch_refusal(words, code.encode(), kernels, counts), ffi.launch_counts()["loaded"])
+    print(ffi.launch_refusal(words, code.encode(), kernels))
 """
 
 PLAN = DevicePlan(
@@ -66,19 +66,14 @@ PLAN = DevicePlan(
 ELF = "\177ELF and so on"
 
 
-def answers(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str, bool]], *flags: str) -> list[list[str]]:
-    """Of each call the refusal and how often code has been loaded by then."""
+def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]], *flags: str) -> list[str]:
     library = folder / "libcuda.so.1"
     command = ["g++", "-x", "c", "-shared", "-fPIC", *flags, "-o", str(library), "-"]
     subprocess.run(command, input=DRIVER, text=True, check=True)
     command = [sys.executable, "-c", CALLS, str(_ffi.__file__)]
     given = {"input": json.dumps(calls), "env": {**os.environ, "LD_LIBRARY_PATH": str(folder)}}
     ran = subprocess.run(command, **given, text=True, check=True, stdout=subprocess.PIPE)
-    return [line.rsplit(" ", 1) for line in ran.stdout.split("\n")[: len(calls)]]
-
-
-def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]], *flags: str) -> list[str]:
-    return [refusal for refusal, _ in answers(folder, [(*call, False) for call in calls], *flags)]
+    return ran.stdout.split("\n")[: len(calls)]
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -114,8 +109,3 @@ def test_other_refusals(tmp_path: pathlib.Path) -> None:
         "jax_splitk_launch: the code attribute (4 bytes) is not an ELF file",
         "jax_splitk_launch: kernel 'absent' not found: unknown error (CUresult 500)",
     ]
-
-
-def test_code_that_counts_is_loaded_for_each_call_site(tmp_path: pathlib.Path) -> None:
-    calls = [("8,128,12", PLAN.words(), ELF, "present", counts) for counts in (False, False, True, True, False)]
-    assert answers(tmp_path, calls) == [["", loaded] for loaded in "11233"]

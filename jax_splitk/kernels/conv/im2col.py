@@ -114,7 +114,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
     file = "conv/im2col.cu"
     kernel = "conv"
     dtypes = refusals.HALVES
-    reductions = ("none", "workspace", "cluster")
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 

@@ -186,9 +186,6 @@ class Patch(CudaFamily[ConvProblem, Config]):
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         return _INNER.macros(self.dot(problem), config) | {"PATCH": self.PATCH}
 
-    def counts(self, problem: ConvProblem, config: Config) -> bool:
-        return _INNER.counts(self.dot(problem), config)
-
     def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
         return conv_buffers(problem, self.workspace_bytes(problem, config))
 

@@ -276,17 +276,6 @@ __device__ inline void sync_threads() {
 // Plain accesses to memory stay on their side.
 __device__ inline void fence_compiler() { asm volatile("" ::: "memory"); }
 
-// Counts to `last` and starts over; returns what the count was. Whoever counts later sees what this thread
-// has stored or seen.
-__device__ inline uint32_t count_arrival(uint32_t* counter, uint32_t last) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(last)
-               : "memory");
-  return before;
-}
-
 // Programmatic dependent launch. CUTLASS's header for these (cutlass/arch/grid_dependency_control.h) takes
 // more than a second to compile.
 __device__ inline void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -19,19 +19,17 @@ constexpr int REDUCE_BATCH = 4;   // splits whose loads a thread has under way t
 constexpr int REDUCE_BLOCKS = 6;  // of a multiprocessor: with more, registers are too few for a batch
 
 // The sum of the splits `split`, `split + lanes`, ... of four neighbouring elements, which lie `step` apart.
-// BATCH of them are loaded together.
-template <int BATCH = REDUCE_BATCH>
 __device__ inline float4 add_splits(const float* from, size_t step, int split, int splits, int lanes) {
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-  for (; split < splits; split += BATCH * lanes, from += BATCH * step) {
-    float4 v[BATCH];
+  for (; split < splits; split += REDUCE_BATCH * lanes, from += REDUCE_BATCH * step) {
+    float4 v[REDUCE_BATCH];
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
+    for (int b = 0; b < REDUCE_BATCH; ++b) {
       v[b] = load_l2_or_zero(split + b * lanes < splits, from + b * step);
     }
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) add_partial(sum, v[b]);
+    for (int b = 0; b < REDUCE_BATCH; ++b) add_partial(sum, v[b]);
   }
   return sum;
 }

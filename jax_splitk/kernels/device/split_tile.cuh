@@ -5,13 +5,7 @@
 //   1  in the workspace: fp32 partial sums, added by a second kernel, which is resident by then
 //   2  in a cluster, whose blocks are the splits of one tile: each keeps its sums in its shared memory, and
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
-//   3  in clusters, and the clusters in the workspace: a block stores its cluster's sums of its part of the
-//      rows, and the last block that comes to a part adds those of all clusters, in their order. One launch.
 // and SPLITS (the cluster's size; 1 elsewhere).
-//
-// Who is last is counted in variables of the module, which start over by themselves: whenever the kernel has
-// run, they are 0 again. No two runs of it may overlap, so each call site has the module for itself
-// (`DevicePlan.counts`). A kernel that does not end normally takes the context and its variables with it.
 
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
@@ -92,7 +86,7 @@ __device__ inline void stage_sums(uint32_t sums, int warpgroup, const Accumulato
 
 // Four neighbouring sums: of this block, or those of all blocks of the cluster in their order.
 __device__ inline float4 sums_at(uint32_t address) {
-#if REDUCTION >= 2
+#if REDUCTION == 2
   float4 v[SPLITS];
 #pragma unroll
   for (int split = 0; split < SPLITS; ++split) v[split] = load_cluster(address, split);
@@ -116,51 +110,6 @@ __device__ inline void store_rows(uint32_t sums, int first, int rows, const Insi
   }
 }
 
-#if REDUCTION == 3
-__device__ uint32_t arrivals[MAX_PARTS];
-
-// Where the clusters of a tile meet: in the workspace, as [tile][part of its rows][cluster][row][column].
-struct Meeting {
-  float* partials;
-  int tile, cluster, clusters;
-};
-
-// By all consumers, once each has its sums; `part`: the block's rank in the cluster.
-template <class Inside, class Store>
-__device__ inline void store_last(uint32_t stages, const Meeting& at, int part, int warpgroup,
-                                  const Accumulator& acc, const Inside& inside, const Store& store) {
-  constexpr int ROWS = TILE_M / SPLITS, PART = ROWS * TILE_N;
-  static_assert(TILE_M % SPLITS == 0, "all parts are of as many rows");
-  constexpr int BATCH = 8;
-  const int number = at.tile * SPLITS + part, thread = threadIdx.x - 128;
-  float* sums = at.partials + size_t(number) * at.clusters * PART;
-  sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
-  stage_sums(stages, warpgroup, acc);
-  cute::cluster_arrive();
-  cute::cluster_wait();
-  const auto store_sums = [&](int row, int column, const float4& v) {
-    const int i = (row - part * ROWS) * TILE_N + column;
-    *reinterpret_cast<float4*>(sums + size_t(at.cluster) * PART + i) = v;
-  };
-  store_rows(stages, part * ROWS, ROWS, inside, store_sums);
-  cute::cluster_arrive_relaxed();
-  __shared__ bool is_last;
-  sync_threads<CONSUMER_THREADS, 1>();  // all have stored
-  if (thread == 0) {
-    const uint32_t last = at.clusters - 1;
-    is_last = count_arrival(&arrivals[number], last) == last;
-  }
-  sync_threads<CONSUMER_THREADS, 1>();
-  if (is_last) {
-#pragma unroll 1
-    for (int i = thread; i < ROWS * CHUNKS; i += CONSUMER_THREADS) {
-      const int row = part * ROWS + i / CHUNKS, column = i % CHUNKS * 4;
-      if (inside(row, column)) store(row, column, add_splits<BATCH>(sums + i * 4, PART, 0, at.clusters, 1));
-    }
-  }
-  cute::cluster_wait();  // shared memory stays until all have read it
-}
-#else
 // By all consumers, once each has its sums.
 template <class Inside, class Store>
 __device__ inline void store_tile(uint32_t stages, int split, int warpgroup, const Accumulator& acc,
@@ -181,11 +130,10 @@ __device__ inline void store_tile(uint32_t stages, int split, int warpgroup, con
 #endif
 }
 #endif
-#endif
 
 // The producer warps' part in what a cluster's consumers do.
 __device__ inline void join_cluster() {
-#if REDUCTION >= 2
+#if REDUCTION == 2
   __syncwarp();
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();

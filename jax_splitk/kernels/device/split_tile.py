@@ -2,17 +2,14 @@
 
 A thread block computes one tile of one split. Splits take turns at the blocks of the reduction, which are 128 bytes of
 a row. They meet in the workspace, where a second kernel adds the fp32 partial sums (programmatic dependent launch), or
-in a thread-block cluster through distributed shared memory: one launch and no workspace. Or clusters of splits meet so,
-and the clusters in the workspace, where the last thread block adds them: one launch for many splits. Always they are
-added in a fixed order, so that the result is deterministic, bit for bit.
+in a thread-block cluster through distributed shared memory: one launch and no workspace. Either way they are added in a
+fixed order, so that the result is deterministic, bit for bit.
 
-The methods are those of CUTLASS's split-k and parallel reduction ("Efficient GEMM in CUDA" in its documentation), and
-the last block's that of CUDA's sample threadFenceReduction.
+The methods are those of CUTLASS's split-k and parallel reduction ("Efficient GEMM in CUDA" in its documentation).
 """
 
 import abc
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -37,13 +34,12 @@ from jax_splitk.runtime.target import Target
 
 BOX = 64  # elements along m or n of a box of an operand that is not K-major
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
-MAX_PARTS = 1024  # of tiles, each added by a block of its own, the last one that comes to it
 # Blocks of the reduction of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
 MAX_ELEMENTS = 2**31 - 1 - 2**20  # of an array; 32-bit integers count them, and what tiles have beyond
 MAX_GRID_YZ = 65535
 SWIZZLES = {32: 1, 64: 2, 128: plan.SWIZZLE_128B}  # CUtensorMapSwizzle by a row's bytes
-REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2, "last_block": 3}  # macro REDUCTION
+REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +49,11 @@ class SplitTile(WgmmaTile):
     Attributes:
       tile_m, tile_n, stages: see `WgmmaTile`.
       splits: parts into which the reduction is cut; none may be empty.
-      reduction: where the splits meet: "none" (there is one), "workspace", "cluster", or "last_block": in clusters, and
-        these in the workspace.
+      reduction: where the splits meet: "none" (there is one), "workspace" or "cluster".
     """
 
     splits: int = 1
     reduction: str = "none"
-
-    @property
-    def cluster(self) -> int:
-        """Thread blocks of a cluster: splits of a tile. It divides the rows of every tile, and the splits."""
-        if self.reduction == "last_block":
-            return math.gcd(self.splits, MAX_CLUSTER)
-        return self.splits if self.reduction == "cluster" else 1
-
-    @property
-    def partial_sets(self) -> int:
-        """Partial sums of a tile in the workspace."""
-        return self.splits // self.cluster if self.reduction in ("workspace", "last_block") else 0
 
 
 def least_stages(tile_m: int, tile_n: int) -> int:
@@ -130,7 +113,6 @@ class Costs(TileCosts):
         however little there is to do.
       cluster_bytes_per_sm, epilogue_bytes_per_sm: a second, of a tile's sums in a cluster, and without splits.
       cluster_loss: multiprocessors that clusters of so many blocks leave empty.
-      arrival_seconds: of clusters' meeting in the workspace, however little there is to do.
     """
 
     hbm_bytes_per_second: float
@@ -142,7 +124,6 @@ class Costs(TileCosts):
     cluster_bytes_per_sm: float
     epilogue_bytes_per_sm: float
     cluster_loss: dict[int, int]
-    arrival_seconds: float
 
 
 class _Sums(Protocol):
@@ -163,11 +144,9 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     Attributes:
       kernel: the main one's name; that of the one that adds partial sums is "reduce_" and this.
-      reductions: those that its device code knows.
     """
 
     kernel: ClassVar[str]
-    reductions: ClassVar[tuple[str, ...]] = tuple(REDUCTIONS)
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
         """(tile_m, tile_n) that there are."""
@@ -202,25 +181,16 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
         if (reason := tile_refusal(config, self.tiles(problem))) is not None:
             return reason
-        reason = field_refusal(config, stages=self.stage_counts(config), reduction=self.reductions)
+        reason = field_refusal(config, stages=self.stage_counts(config), reduction=tuple(REDUCTIONS))
         if reason is not None:
             return reason
         if (config.splits == 1) != (config.reduction == "none"):
             return f"reduction {config.reduction!r} of {config.splits} splits; accepted: 'none' of 1, others of more"
         if config.reduction == "cluster" and config.splits > MAX_CLUSTER:
             return f"splits {config.splits} in a cluster; accepted: at most {MAX_CLUSTER}"
-        if config.reduction == "last_block" and (reason := self._last_block_refusal(problem, config)) is not None:
-            return reason
-        if config.partial_sets and (sums := self._partial_stride(problem, config)) > MAX_ELEMENTS:
+        if config.reduction == "workspace" and (sums := self._partial_stride(problem, config)) > MAX_ELEMENTS:
             return f"{sums} partial sums of a split; accepted: at most {MAX_ELEMENTS}"
         return split_k.splits_refusal(config.splits, self.chains(problem, config)[0], "blocks of k", uneven=True)
-
-    def _last_block_refusal(self, problem: _Problem, config: _Config) -> str | None:
-        if config.cluster == 1 or config.partial_sets == 1:
-            return f"splits {config.splits} in several clusters; accepted: even numbers that are not 2, 4 or 8"
-        if (parts := self.thread_blocks(problem, config) * config.cluster) > MAX_PARTS:
-            return f"{parts} parts of tiles with a last block; accepted: at most {MAX_PARTS}"
-        return None
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -243,25 +213,18 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
                 yield dataclasses.replace(config, splits=splits, reduction="cluster")
         for splits in sorted({min(splits, blocks) for splits in wanted} - {0, 1}):
             yield dataclasses.replace(config, splits=splits, reduction="workspace")
-        for cluster, each in itertools.product((2, 4, 8), range(1, config.blocks_per_sm + 1)):
-            room = (target.cores - self.costs(target).cluster_loss[cluster]) * each // tiles
-            clusters = min(room, blocks) // cluster
-            clusters -= cluster < MAX_CLUSTER and clusters % 2 == 0  # else the clusters of so many splits are larger
-            if (splits := clusters * cluster) >= max(MAX_CLUSTER + 1, least):
-                yield dataclasses.replace(config, splits=splits, reduction="last_block")
 
     def depths(self, tile_m: int, tile_n: int) -> list[int]:
         """Stages that are worth a try."""
         return depths(tile_m, tile_n)
 
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
-        """Of every tile the best few ways to split by the model, and the best with a last block."""
+        """Of every tile the best few ways to split by the model."""
         found: list[_Config] = []
         for whole in self.whole(problem):
             splits = self._splits(problem, whole, target)
-            legal = [c for c in dict.fromkeys(splits) if self.config_refusal(problem, c) is None]
-            legal.sort(key=lambda c: self.estimate(problem, c, target))
-            found += legal[:4] + [c for c in legal[4:] if c.reduction == "last_block"][:1]
+            legal = [c for c in splits if self.config_refusal(problem, c) is None]
+            found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
         return found
 
     def whole(self, problem: _Problem) -> Iterator[_Config]:
@@ -270,18 +233,19 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             yield from (self.Config(tile_m, tile_n, stages) for stages in self.depths(tile_m, tile_n))
 
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> list[_Config]:
-        """A stage less, other reductions, and split counts nearby."""
+        """A stage less, the other reduction, and split counts nearby."""
         blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
         found = [dataclasses.replace(config, stages=config.stages - 1)]
         if config.splits > 1:
-            found += varied(config, reduction=[r for r in self.reductions if r not in ("none", config.reduction)])
+            other = "cluster" if config.reduction == "workspace" else "workspace"
+            found.append(dataclasses.replace(config, reduction=other))
             near = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2}
             near = {min(splits, blocks) for splits in near if splits >= max(2, least)} - {1, config.splits}
             found += varied(config, splits=sorted(near))
         return found
 
     def swept(self, config: Any, splits: int) -> list[Any]:
-        meeting = [name for name in self.reductions if (name == "none") == (splits == 1)]
+        meeting = [name for name in REDUCTIONS if (name == "none") == (splits == 1)]
         return varied(dataclasses.replace(config, splits=splits), reduction=meeting)
 
     def _longest(self, problem: _Problem, config: _Config, at_a_time: int) -> int:
@@ -297,8 +261,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         costs: Costs = self.costs(target)
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
-        if config.cluster > 1:
-            resident -= costs.cluster_loss[config.cluster] * config.blocks_per_sm
+        if config.reduction == "cluster":
+            resident -= costs.cluster_loss[config.splits] * config.blocks_per_sm
             steps = self._longest(problem, config, resident) * config.blocks_per_sm
         else:
             steps = self._longest(problem, config, target.cores)
@@ -308,10 +272,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         seconds = max(seconds, problem.bytes_moved / (costs.hbm_bytes_per_second * share)) + costs.launch_seconds
         if config.reduction == "workspace":
             seconds += costs.reduce_seconds + 2 * self.workspace_bytes(problem, config) / costs.partial_bytes_per_second
-        elif config.cluster > 1:
+        elif config.reduction == "cluster":
             seconds += costs.cluster_seconds + config.tile_m * config.tile_n * 4 * waves / costs.cluster_bytes_per_sm
-            part_bytes = config.partial_sets * config.tile_m * config.tile_n * 4 / config.cluster
-            seconds += bool(part_bytes) * costs.arrival_seconds + part_bytes / costs.l2_bytes_per_sm
         else:
             seconds += config.tile_m * config.tile_n * 4 * waves / costs.epilogue_bytes_per_sm
         return seconds
@@ -319,8 +281,10 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
-        """fp32 partial sums, one set for each split or cluster, where they meet there."""
-        return config.partial_sets * self._partial_stride(problem, config) * 4
+        """fp32 partial sums, one set for each split, where they meet there."""
+        if config.reduction != "workspace":
+            return 0
+        return config.splits * self._partial_stride(problem, config) * 4
 
     def _partial_stride(self, problem: _Problem, config: _Config) -> int:
         """Elements from one split's partial sums to the next's: whole tiles."""
@@ -333,26 +297,22 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             **field_macros(config, "tile_m", "tile_n", "stages"),
             "CTAS_PER_SM": config.blocks_per_sm,
             "REDUCTION": REDUCTIONS[config.reduction],
-            "SPLITS": config.cluster,
-            **({"MAX_PARTS": MAX_PARTS} if config.reduction == "last_block" else {}),
+            "SPLITS": config.splits if config.reduction == "cluster" else 1,
         }
 
-    def counts(self, problem: _Problem, config: _Config) -> bool:
-        return config.reduction == "last_block"
-
     def launches(self, problem: _Problem, config: _Config) -> tuple[plan.Launch, ...]:
+        in_workspace = config.reduction == "workspace"
         args, epilogue = self.args(problem, config).param(), self.epilogue_params(problem)
         out, partials = map(plan.Pointer, range(len(self.buffers(problem, config)))[-2:])
-        to = {"workspace": (partials,), "last_block": (partials, out, *epilogue)}
         main = plan.Launch(
             kernel=self.kernel,
             grid=self.grid(problem, config),
             block=(config.threads, 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args, *to.get(config.reduction, (out, *epilogue))),
+            params=(plan.MapParam(0), plan.MapParam(1), args, *((partials,) if in_workspace else (out, *epilogue))),
             shared_bytes=config.shared_bytes,
-            cluster=(1, 1, config.cluster),
+            cluster=(1, 1, config.splits if config.reduction == "cluster" else 1),
         )
-        if config.reduction != "workspace":
+        if not in_workspace:
             return (main,)
         lanes = split_k.reduce_lanes(self._partial_stride(problem, config) // 4, config.splits)
         reduce = plan.Launch(

@@ -157,10 +157,6 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
         const __grid_constant__ Args g, float* partials) {
-#elif REDUCTION == 3
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, float* partials, Output* out EPILOGUE_PARAMETERS) {
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
@@ -199,10 +195,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     consume<Wgmma, cute::conditional_t<A_MN, MnMajor, KMajor>, cute::conditional_t<B_MN, MnMajor, KMajor> >(
         stages, pipeline, blocks, block_at, acc);
 #endif
-    [[maybe_unused]] const int tiles = gridDim.x * gridDim.y, batches = gridDim.z / g.splits.value;
-    [[maybe_unused]] const int tile = work.batch * tiles + blockIdx.y * gridDim.x + blockIdx.x;
 #if REDUCTION == 1
     launch_dependent_grids();
+    const int tiles = gridDim.x * gridDim.y, batches = gridDim.z / g.splits.value;
+    const int tile = work.batch * tiles + blockIdx.y * gridDim.x + blockIdx.x;
     store_partials(partials, size_t(work.split) * batches * tiles + tile, acc);
 #else
     const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
@@ -213,12 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       Output* to = result_at(g, out, work.batch, work.m, work.n, row, column);
       epilogue.store(out, to, work.m + row, work.n + column, {v.x, v.y, v.z, v.w});
     };
-#if REDUCTION == 3
-    const Meeting at = {partials, tile, work.split / SPLITS, g.splits.value / SPLITS};
-    store_last(stages, at, work.split % SPLITS, warpgroup, acc, inside, store);
-#else
     store_tile(stages, work.split, warpgroup, acc, inside, store);
-#endif
 #endif
   }
 }

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.device import split_k, split_tile
+from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import as_wgrad, refusals, tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
-from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, emulator, tf32
@@ -61,9 +60,7 @@ def test_refuses_what_it_cannot_compute(changes: dict[str, object], reason: str)
         (Config(64, 64, 8, 1, "cluster"), "reduction 'cluster' of 1 splits"),
         (Config(64, 64, 8, 9, "cluster"), "splits 9 in a cluster; accepted: at most 8"),
         (Config(64, 64, 8, 2000, "workspace"), "splits 2000; accepted for 1024 blocks of k"),
-        (Config(64, 64, 8, 2, "turns"), "reduction turns; accepted: none, workspace, cluster, last_block"),
-        (Config(64, 64, 8, 9, "last_block"), "splits 9 in several clusters; accepted: even numbers that are"),
-        (Config(64, 64, 8, 8, "last_block"), "splits 8 in several clusters"),
+        (Config(64, 64, 8, 2, "turns"), "reduction turns; accepted: none, workspace, cluster"),
     ],
 )
 def test_refuses_configs(config: Config, reason: str) -> None:
@@ -94,51 +91,6 @@ def test_float32_is_rounded_to_nearest() -> None:
     exact = dots.exactly(problem, *(x.astype(np.float64) for x in operands))
     # Each operand's error is uniform in half a unit of 2**-10 to both sides, relative to values of 1 to 2.
     assert 1e-4 < np.linalg.norm(out - exact) / np.linalg.norm(exact) < 2**-11
-
-
-def test_many_tiles_have_no_last_blocks() -> None:
-    problem = dataclasses.replace(LONG, m=2048, n=1024)
-    assert FAMILY.config_refusal(problem, Config(64, 128, 4, 12, "last_block")) is None
-    refusal = FAMILY.config_refusal(problem, Config(64, 128, 4, 16, "last_block"))
-    assert refusal == "2048 parts of tiles with a last block; accepted: at most 1024"
-
-
-@pytest.mark.parametrize(("m", "n", "config"), [
-    (64, 64, Config(64, 64, 8, 32, "last_block")),
-    (72, 136, Config(64, 64, 6, 12, "last_block")),
-    (131, 72, Config(128, 128, 6, 10, "last_block")),
-], ids=str)  # fmt: skip
-def test_last_blocks_leave_their_counters_as_they_were(m: int, n: int, config: Config) -> None:
-    """Run after run of the same module, to the same bits; on integers exactly."""
-    problem = DotProblem(2, m, n, 2048, "bmk", "bnk", "bfloat16", "float32")
-    plan = FAMILY.plan(problem, config)
-    assert plan.counts and len(plan.launches) == 1
-    with seeded(74) as rng:
-        given = dots.as_given(problem, dots.integers(problem, rng))
-        normal = [rng.normal(size=x.shape).astype(x.dtype) for x in given]
-        found = []
-        for operands in (given, normal, normal, given):
-            out = np.zeros(problem.out_shape, np.float32)
-            emulator.run(plan, operands, [out], int(rng.integers(2**31)))
-            counters = emulator.variable(plan, "arrivals", np.uint32, split_tile.MAX_PARTS)
-            np.testing.assert_array_equal(counters, 0)
-            found.append(out)
-    np.testing.assert_array_equal(found[1], found[2])
-    want = dots.exactly(problem, *(np.asarray(x, np.float64) for x in given))
-    for out in (found[0], found[3]):
-        np.testing.assert_array_equal(out, want)
-
-
-def test_those_who_count_say_so() -> None:
-    problem = dataclasses.replace(LONG, m=64, n=64)
-    for config in FAMILY.candidates(problem, DEFAULT_CUDA):
-        assert FAMILY.plan(problem, config).counts == (config.reduction == "last_block")
-    for config, counts in ((Config(64, 64, 8, 8, "cluster"), 0), (Config(64, 64, 8, 16, "last_block"), 1)):
-        call = FAMILY.plan(problem, config).custom_call()
-        given = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in (problem.lhs_shape, problem.rhs_shape)]
-        run = jax.jit(lambda x, y, call=call: execute.call(call, problem, x, y))
-        assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("counts = true") == counts
-    assert any(config.reduction == "last_block" for config in FAMILY.candidates(problem, DEFAULT_CUDA))
 
 
 def test_sums_of_e4m3_are_held_twice() -> None:
@@ -189,10 +141,9 @@ def test_candidates_are_legal_and_stay_within_the_workspace() -> None:
             for config in candidates:
                 assert FAMILY.config_refusal(problem, config) is None
                 assert FAMILY.estimate(problem, config, DEFAULT_CUDA) > 0
-                sets = {"workspace": config.splits, "last_block": config.splits // config.cluster}
+                splits = config.splits if config.reduction == "workspace" else 0
                 tiles = math.prod(tma.tile_counts(problem, config)) * problem.batch
-                each = tiles * config.tile_m * config.tile_n * 4
-                assert FAMILY.workspace_bytes(problem, config) == sets.get(config.reduction, 0) * each
+                assert FAMILY.workspace_bytes(problem, config) == splits * tiles * config.tile_m * config.tile_n * 4
 
 
 def test_a_plan_covers_the_product() -> None:
@@ -218,8 +169,7 @@ def test_a_plan_covers_the_product() -> None:
 def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, Any]) -> None:
     problem = DotProblem(2, 128, 256, 4096, "bkm", "bkn", "bfloat16", "float32", **after)
     assert problem.epilogue
-    splits = ((1, "none"), (4, "cluster"), (4, "workspace"), (12, "last_block"))
-    for config in (Config(64, 64, 6, *each) for each in splits):
+    for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
         plan = FAMILY.plan(problem, config)
         operands = dot_reference.random_operands(problem, jax.random.key(0))
         *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
