@@ -36,6 +36,7 @@ _logger = logging.getLogger("jax_splitk")
 
 FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
 FEWEST = 6  # likewise at least, where the model is sure
+HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
 KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
@@ -280,18 +281,21 @@ def _measurement(contestant: Contestant) -> Measurement:
 
 def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
     """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
-    sure. The last third of them are the best of other kernel variants, if there are such: models err by whole tiles."""
+    sure. The last third of them are the best of other families and kernel variants, if there are such: models err by
+    whole tiles, and each in its own direction."""
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
-    compiled = set(list(dict.fromkeys(map(_variant, candidates)))[:KERNELS])
+    # The earlier of two with the same key is kept.
+    of_family = list({c.name: c for s, c in reversed(ranking) if s <= HOPELESS * ranking[0][0]}.values())
+    compiled = set(list(dict.fromkeys(map(_variant, [*of_family, *candidates])))[:KERNELS])
     candidates = [candidate for candidate in candidates if _variant(candidate) in compiled]
     best, others = candidates[: count * 2 // 3], candidates[count * 2 // 3 :]
     seen = {_variant(candidate) for candidate in best}
     # The later of two with the same key is kept.
     others_best = {_variant(c): c for c in reversed(others) if _variant(c) not in seen}
     new = [candidate for candidate in others if others_best.get(_variant(candidate)) == candidate]
-    return list(dict.fromkeys([*best, *new, *others]))[:count]
+    return list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
 
 
 def _variant(candidate: Candidate) -> Any:
