@@ -22,7 +22,7 @@ from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.tuning import agreement, store, tuner
+from jax_splitk.tuning import agreement, certainty, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from tests.command_line import command, refused, run, text
@@ -290,7 +290,11 @@ FORWARD = """
 """
 
 
-def test_explain_script_shows_forward_passes_where_kernels_are_faster(script: pathlib.Path, capsys: Any) -> None:
+def test_explain_script_shows_forward_passes_where_kernels_are_faster(
+    script: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster_xla = lambda candidate, seconds, problem, target: seconds / 2 if problem.batch == 256 else None  # noqa: E731
+    monkeypatch.setattr(certainty, "faster_xla", faster_xla)
     script.write_text(textwrap.dedent(FORWARD))
     assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
     (decision,) = run(capsys, "explain", script, "--platform", "cuda")["decisions"]

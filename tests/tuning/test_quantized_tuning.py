@@ -157,7 +157,10 @@ def test_lowering_measures_a_miss_once(cache: pathlib.Path, monkeypatch: pytest.
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_command_line(cache: pathlib.Path, capsys: Any) -> None:
+def test_command_line(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `tune` sets these for good in its own process: here they are put back.
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "")
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.1")
     found = run(capsys, "explain", as_json(PROBLEM, WGRAD))["decisions"]
     assert [d["problem"] for d in found] == [as_dict(PROBLEM), as_dict(WGRAD)]
     assert found[0]["config"] == dataclasses.asdict(select.select(PROBLEM, CPU, Options()).config)
