@@ -75,7 +75,8 @@ def define(
     def traced(*avals: Any, **params: Any) -> Any:
         out = abstract_eval(*avals, **params)
         with contextlib.suppress(Exception):  # it comes again at lowering
-            if not params["options"].quiet and only_xla(problem := problem_of(avals, params)) is None:
+            problem = routed(primitive, avals, params, "cuda")
+            if problem is not None and only_xla(problem) is None:
                 ahead.traced(served(problem, "cuda"), params["options"])
         return out
 

@@ -68,6 +68,7 @@ from jax_splitk.runtime.target import Target
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
 _NARROW = (16, 32)  # columns of tiles, where a group has no more
 _MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
+_FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
 _PERSISTENT = 5  # candidates
 _MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
@@ -245,6 +246,15 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
         slower, faster = max(each * tile, memory), min(each * tile, memory)
         return slower + costs.shadow * faster + ends + costs.launch_seconds
+
+    def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
+        """XLA's matrix products are as fast where tiles fill the machine by themselves."""
+        p = problem
+        if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:
+            return (
+                f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"
+            )
+        return None
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

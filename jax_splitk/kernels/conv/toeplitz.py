@@ -38,8 +38,6 @@ _INT32_MAX = 2**31 - 1
 _MAX_CANDIDATES, _MAX_OF_KIND = 32, 4
 # Pitches of channels and of eights of channels, modulo 8, by eights of a thread block.
 _PITCHES = {1: (4, 0), 2: (2, 4), 4: (1, 2)}
-# Share of the memory's rate that so many channels reach, by guess.
-_RATES = {8: 0.6, 16: 0.9, 32: 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ def _smallest(p: ConvProblem) -> Config:
 
 
 def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
-    """Clocks of an SM that a stage takes, by what takes them. Not fitted to measurements."""
+    """Clocks of an SM that a stage takes, by what takes them."""
     t = tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
@@ -200,17 +198,32 @@ def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
     }
 
 
-class ToeplitzConv(CudaFamily[ConvProblem, Config]):
-    """One input channel to each output channel, unit dilations.
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants; clocks are of one SM.
 
-    No GPU has run it yet.
+    Attributes:
+      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
+      hbm_bytes_per_second: of device memory, by the channels of a thread block.
+      clock: a second.
+      latency_clocks: of a stage's loads, while other thread blocks of the SM run.
+      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
     """
+
+    launch_seconds: float
+    ramp_seconds: float
+    hbm_bytes_per_second: dict[int, float]
+    clock: float
+    latency_clocks: float
+    shadow: float
+
+
+class ToeplitzConv(CudaFamily[ConvProblem, Config]):
+    """One input channel to each output channel, unit dilations."""
 
     ABI = 1
     file = "conv/toeplitz.cu"
     structs = (Args,)
-    competes = False  # not before a GPU has shown that whole steps gain
-    measured_only = True
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
@@ -295,17 +308,19 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
         return varied(config, each=(3 - config.each,), tiles=tiles, **halves)
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The largest of device memory, the busiest SM's stages and their latency. Not fitted to measurements."""
+        """The largest of device memory, the busiest SM's stages and their latency."""
+        costs: Costs = self.costs(target)
         t = tiling(problem, config)
         sharing = -(-t.blocks // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, self.blocks_per_sm(problem, config))
         clocks = sorted(_clocks(problem, config).values())
-        each = clocks[-1] + 0.3 * sum(clocks[:-1])
+        each = clocks[-1] + costs.shadow * sum(clocks[:-1])
         # A stage takes as long as its loads from the L2; others of the SM run meanwhile.
-        busy = t.stages * max(sharing * each, -(-sharing // together) * (600 + 0.5 * each)) / 1.7e9
-        memory = problem.bytes_moved / (3.8e12 * _RATES[config.channels])
-        ramp = 1.5e-6 * -(-sharing // together)
-        return 2e-6 + ramp + max(busy, memory) + 0.15 * min(busy, memory)
+        busy = t.stages * max(sharing * each, -(-sharing // together) * (costs.latency_clocks + 0.5 * each))
+        busy /= costs.clock
+        memory = problem.bytes_moved / costs.hbm_bytes_per_second[config.channels]
+        ramp = costs.ramp_seconds * -(-sharing // together)
+        return costs.launch_seconds + ramp + max(busy, memory) + costs.shadow * min(busy, memory)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
         return 0
@@ -347,5 +362,5 @@ class DgradToeplitz(ToeplitzConv):
     name = "dgrad_toeplitz"
 
 
-FPROP = FpropToeplitz(Config)
-DGRAD = DgradToeplitz(Config)
+FPROP = FpropToeplitz(Config, Costs)
+DGRAD = DgradToeplitz(Config, Costs)
