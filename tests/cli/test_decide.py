@@ -293,7 +293,7 @@ FORWARD = """
 def test_explain_script_shows_forward_passes_where_kernels_are_faster(
     script: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faster_xla = lambda candidate, seconds, problem, target: seconds / 2 if problem.batch == 256 else None  # noqa: E731
+    faster_xla = lambda _, seconds, problem, *__, **___: seconds / 2 if problem.batch == 256 else None  # noqa: E731
     monkeypatch.setattr(certainty, "faster_xla", faster_xla)
     script.write_text(textwrap.dedent(FORWARD))
     assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
