@@ -28,6 +28,7 @@ COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, q
 # By benchmark: what its cases are, and how a title and the axis name them.
 NAMES = {
     "wgrad": ("Weight gradients", "N, H=W, C -> K, filter", " (bfloat16 where not said)"),
+    "conv": ("Passes of convolutions", "pass N, size, C -> K, filter", " (bfloat16 where not said)"),
     "dot": ("Products with a long reduction", "m x n x k", ""),
 }
 
@@ -64,10 +65,24 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return reports[0] | {"results": list(results.values())}
 
 
+def _pass_label(case: dict[str, Any]) -> str:
+    """A pass of a convolution of one to three dimensions: pass, N, size, C -> K, filter."""
+    (inputs, outputs), groups = case["channels"], case["groups"]
+    depthwise = groups == inputs == outputs > 1
+    size, kernel = ("x".join(map(str, case[name])) for name in ("size", "kernel"))
+    steps = f" {'input dilation' if case['transposed'] else 'stride'} {case['steps']}" if case["steps"] > 1 else ""
+    channels = f"{inputs} depthwise" if depthwise else f"{inputs} -> {outputs}"
+    in_groups = f", {groups} groups" if groups > 1 and not depthwise else ""
+    dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
+    return f"{case['which']} {case['batch']}, {size}, {channels}, {kernel}{steps}{in_groups}{dtype}"
+
+
 def label(case: dict[str, Any]) -> str:
     """A convolution of a report in the tables' notation: N, H=W, C -> K, filter; a product: m x n x k."""
     if "k" in case:
         return f"{case['m']} x {case['n']} x {case['k']}"
+    if "which" in case:
+        return _pass_label(case)
     rows, columns = case["kernel"]
     groups, inputs, outputs = case["groups"], case["in_channels"], case["out_channels"]
     depthwise = groups == inputs == outputs > 1
@@ -248,8 +263,8 @@ def models_table(report: dict[str, Any]) -> str:
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-CHARTS = {"wgrad": chart, "dot": chart, "quantized": quantized_chart, "models": models_chart}
-TABLES = {"wgrad": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
+CHARTS = {"wgrad": chart, "conv": chart, "dot": chart, "quantized": quantized_chart, "models": models_chart}
+TABLES = {"wgrad": xla_table, "conv": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
 
 
 def existing_file(text: str) -> pathlib.Path:

@@ -20,11 +20,21 @@ def test_links(path: pathlib.Path) -> None:
             assert anchor in markdown.anchors(target), f"{link}: no such heading"
 
 
+# Whose tables the results' page has.
+REPORTS = (
+    "wgrad_h200.json",
+    "conv_h200.json",
+    "models_h200.json",
+    "quantized_h200_[0-9]*.json",
+    "quantized_h200_e4m3_*.json",
+)
+
+
 def test_the_readme_is_short() -> None:
     assert len((markdown.ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
-@pytest.mark.parametrize("pattern", ["wgrad_h200.json", "quantized_h200_[0-9]*.json", "quantized_h200_e4m3_*.json"])
+@pytest.mark.parametrize("pattern", REPORTS)
 def test_the_results_page_has_the_figures_of_the_reports(pattern: str, tmp_path: pathlib.Path) -> None:
     """`python -m benchmarks.plot REPORT.json ... NAME.md` makes its tables."""
     plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
