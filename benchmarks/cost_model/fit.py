@@ -135,13 +135,14 @@ def judged(found: Iterable[Record], fitted: Mapping[str, Family]) -> Judgement |
 
 
 def fit_families(
-    seen: Sequence[Record], held: Sequence[Record], names: Sequence[str] = ()
+    seen: Sequence[Record], held: Sequence[Record], names: Sequence[str] = (), least: int = LEAST_RECORDS
 ) -> tuple[dict[str, Family], list[list[str]]]:
-    """The families (of these names, or all) with new constants, and rows of a table of what it gave."""
+    """The families (of these names, or all; with at least so many problems) with new constants, and rows of a table of
+    what it gave."""
     found, rows = {}, [["family", "problems", "times", "mean error", "held out, before", "after"]]
     for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
         times = times_of(seen, family) if not names or family.name in names else []
-        if family.Costs is None or len({t.problem for t in times}) < LEAST_RECORDS:
+        if family.Costs is None or len({t.problem for t in times}) < least:
             continue
         found[family.name] = family.with_costs(fit(family, times))
         others = times_of(held, family)
@@ -202,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, default=HELD_OUT, metavar="SHARE", help="of the problems; 0.2")
     parser.add_argument("--keep", action="store_true", help="constants: fit uncertainties and XLA only")
     parser.add_argument("--families", nargs="*", default=[], metavar="NAME", help="whose constants are fitted; all")
+    least = f"problems of a family that is fitted; {LEAST_RECORDS}"
+    parser.add_argument("--least", type=int, default=LEAST_RECORDS, metavar="N", help=least)
     parser.add_argument("--shipped", action="store_true", help="also the rows of an H200's tables and of data/")
     options = parser.parse_args(argv)
     paths = [*options.sweeps, *(sorted(records.DATA.glob("*.jsonl")) if options.shipped else ())]
@@ -214,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     old = constants.read(kind)
     held = [record for record in found if records.is_held_out(record.problem, options.held_out)]
     seen = [record for record in found if not records.is_held_out(record.problem, options.held_out)]
-    fitted, rows = ({}, []) if options.keep else fit_families(seen, held, options.families)
+    fitted, rows = ({}, []) if options.keep else fit_families(seen, held, options.families, options.least)
     print(markdown(rows) if rows else "")
     for name, some in (("fitted", seen), ("held out", held)):
         before, after = judged(some, {}), judged(some, fitted)
