@@ -244,6 +244,8 @@ def _toeplitz_passes() -> Iterator[Run]:
         yield Run(family, p, toeplitz.Config(*config))
     strided = conv((11, 20), (5, 7), (24, 24), groups=24, padding=3, stride=2, out_dtype=HALF)
     yield Run(toeplitz.FPROP, ConvFpropProblem(**vars(strided)), toeplitz.Config(16, 1, 2, 4, 1, 2))
+    causal = conv((40,), (4,), (16, 16), groups=16, padding=3, batch=5)
+    yield Run(toeplitz.DGRAD, ConvDgradProblem(**vars(causal)), toeplitz.Config(8, 1, 2, 5, 1, 2))
 
 
 def _grouped_passes() -> Iterator[Run]:

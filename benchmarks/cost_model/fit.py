@@ -180,11 +180,20 @@ def xla_rows(before: Mapping[str, Any], after: Mapping[str, Any], found: Sequenc
     return rows
 
 
-def model(old: Mapping[str, Any], seen: Sequence[Record], held: Sequence[Record], fitted: Mapping[str, Family]) -> Any:
+def model(
+    old: Mapping[str, Any],
+    seen: Sequence[Record],
+    held: Sequence[Record],
+    fitted: Mapping[str, Family],
+    names: Sequence[str] = (),
+    ops: Sequence[str] = (),
+) -> Any:
     """A device's file: constants of what was fitted, uncertainties by what was held out, or by all, of every family
-    that was measured, and XLA's time."""
+    (of these names, or all) that was measured, and XLA's time (of these operations, or all)."""
     families = {name: dict(value) for name, value in old["families"].items()}
     for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
+        if names and family.name not in names:
+            continue
         new, held_times = fitted.get(family.name, family), times_of(held, family)
         tested = len({t.problem for t in held_times}) >= LEAST_RECORDS
         times = held_times if tested else times_of([*seen, *held], family)
@@ -193,7 +202,8 @@ def model(old: Mapping[str, Any], seen: Sequence[Record], held: Sequence[Record]
             given = dataclasses.asdict(new.costs(times[0].target)) if family.name in fitted else entry["constants"]
             of_class = uncertainties(new, times, 0.0 if tested else UNTESTED)
             families[family.name] = {"uncertainty": of_class, "constants": given}
-    return {"families": families, "xla": {**old["xla"], **fit_xla(seen)}}
+    of_xla = {op: found for op, found in fit_xla(seen).items() if not ops or op in ops}
+    return {"families": families, "xla": {**old["xla"], **of_xla}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=True, help="the package's file, or another")
     parser.add_argument("--held-out", type=float, default=HELD_OUT, metavar="SHARE", help="of the problems; 0.2")
     parser.add_argument("--keep", action="store_true", help="constants: fit uncertainties and XLA only")
-    parser.add_argument("--families", nargs="*", default=[], metavar="NAME", help="whose constants are fitted; all")
+    parser.add_argument("--families", nargs="*", default=[], metavar="NAME", help="that are fitted; all")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="OP", help="operations whose XLA time is fitted; all")
     least = f"problems of a family that is fitted; {LEAST_RECORDS}"
     parser.add_argument("--least", type=int, default=LEAST_RECORDS, metavar="N", help=least)
     parser.add_argument("--shipped", action="store_true", help="also the rows of an H200's tables and of data/")
@@ -223,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         before, after = judged(some, {}), judged(some, fitted)
         count = 0 if before is None else before.count
         print(f"regret of the first choice (mean / 99% / worst), {count} problems {name}: {before}, then {after}")
-    new = model(old, seen, held, fitted)
+    new = model(old, seen, held, fitted, options.families, options.xla)
     print(markdown(xla_rows(old["xla"], new["xla"], held)))
     if options.write is not None:
         path = cost_model.path_for(kind) if options.write is True else options.write

@@ -111,7 +111,7 @@ class Patch(CudaFamily[ConvProblem, Config]):
         if (reason := reason or refusals.empty_dimensions(p)) is not None:
             return reason
         if p.taps == 1:
-            return "a filter of one pixel; accepted: larger ones"
+            return "a filter of one tap; accepted: more"  # as fast by im2col
         if p.window_strides != p.kernel_spatial:
             return f"a filter of {p.kernel_spatial} with strides {p.window_strides}; accepted: strides of its size"
         if any(d != 1 and k != 1 for d, k in zip(p.rhs_dilation, p.kernel_spatial, strict=True)):
@@ -239,11 +239,6 @@ class WgradPatch(Patch):
 
     name = "wgrad_patch"
     PATCH = 3
-
-    def problem_refusal(self, problem: ConvProblem) -> str | None:
-        if problem.taps == 1:
-            return "a filter of one tap; accepted: more"  # as fast by wgrad_im2col
-        return super().problem_refusal(problem)
 
     def dot(self, problem: ConvProblem) -> DotProblem:
         p = problem

@@ -11,7 +11,7 @@
 #include "device/wgmma_tile.cuh"
 
 constexpr int COLUMN_BOXES = SWAP ? M_BLOCKS : N_BLOCKS;  // of the result
-constexpr int PACKED_BYTES = M_BLOCKS * N_BLOCKS * BLOCK_BYTES;
+[[maybe_unused]] constexpr int PACKED_BYTES = M_BLOCKS * N_BLOCKS * BLOCK_BYTES;
 
 __device__ inline uint32_t chunk_at(uint32_t tile, int row_box, int column_box, int row, int chunk) {
   return tile + (row_box * COLUMN_BOXES + column_box) * BLOCK_BYTES + row * 128 + (chunk ^ row % 8) * 16;

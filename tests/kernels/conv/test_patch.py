@@ -108,7 +108,7 @@ def test_what_only_some_passes_refuse() -> None:
     rest = [problem(kind, (13, 20), (4, 4), 4, 24) for kind in KINDS]
     assert [OF[p.op].refusal(p) is None for p in rest] == [True, False, True]
     one = [problem(kind, (13, 20), (1, 1), 8, 24) for kind in KINDS]
-    assert all("a filter of one pixel" in str(OF[p.op].refusal(p)) for p in one)
+    assert all("a filter of one tap" in str(OF[p.op].refusal(p)) for p in one)
     odd = problem(ConvFpropProblem, (13, 21), (4, 4), 2, 24)
     assert str(patch.FPROP.refusal(odd)).startswith("21 columns of 2 channels in a row of the input")
 
