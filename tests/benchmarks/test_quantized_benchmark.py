@@ -240,7 +240,7 @@ def test_table_and_chart_show_the_faster_of_two(tmp_path: pathlib.Path, capsys: 
     assert plot.main([str(results / "wgrad_h200.json"), str(out)]) == 0
     assert out.read_text().startswith("| N, ")
     assert plot.main([str(results / "partitioned_h200x2.json"), str(out)]) == 2
-    assert "accepted: of benchmarks.wgrad, dot, quantized, models" in capsys.readouterr().err
+    assert "accepted: of benchmarks.wgrad, conv, dot, quantized, models" in capsys.readouterr().err
 
 
 def test_chart_marks_where_others_become_faster() -> None:
