@@ -268,8 +268,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         yield from super().whole(problem)
         for taps, (tile_m, tile_n) in itertools.product(self._shared(problem)[1:], self.tiles(problem)):
             config = Config(tile_m, tile_n, 0, taps=taps)
-            depths = {self.stage_counts(config)[-1:], self.stage_counts(config, blocks_per_sm=2)[-1:]}
-            yield from (dataclasses.replace(config, stages=of[0]) for of in depths if of)
+            counts = [self.stage_counts(config), self.stage_counts(config, blocks_per_sm=2)]
+            # In one order in every process: of equal estimates the first decides.
+            depths = sorted({of[-1] for of in counts if of})
+            yield from (dataclasses.replace(config, stages=stages) for stages in depths)
 
     def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
         if config.workers:

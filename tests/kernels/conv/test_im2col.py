@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -273,3 +276,21 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
         if config.workers:  # of several tiles each
             config = dataclasses.replace(config, workers=int(rng.integers(1, config.workers + 1)))
         emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
+
+
+ORDER = """
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.kernels.conv.test_im2col import FAMILIES, ConvFpropProblem, problem
+p = problem(ConvFpropProblem, (28, 28), (3, 3), 64, 64, batch=8, padding=1)
+print(FAMILIES[p.op].candidates(p, DEFAULT_CUDA))
+"""
+
+
+def test_candidates_come_in_one_order_in_every_process() -> None:
+    """Of equal estimates the first decides, and the processes of a job must decide alike."""
+    runs = []
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", ORDER], env=environment, capture_output=True, text=True, check=True)
+        runs.append(done.stdout)
+    assert "taps=3" in runs[0] and len(set(runs)) == 1
