@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -286,16 +286,21 @@ def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Ca
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
-    # The earlier of two with the same key is kept.
-    of_family = list({c.name: c for s, c in reversed(ranking) if s <= HOPELESS * ranking[0][0]}.values())
+    of_family = _firsts((c for s, c in ranking if s <= HOPELESS * ranking[0][0]), lambda c: c.name)
     compiled = set(list(dict.fromkeys(map(_variant, [*of_family, *candidates])))[:KERNELS])
     candidates = [candidate for candidate in candidates if _variant(candidate) in compiled]
     best, others = candidates[: count * 2 // 3], candidates[count * 2 // 3 :]
     seen = {_variant(candidate) for candidate in best}
-    # The later of two with the same key is kept.
-    others_best = {_variant(c): c for c in reversed(others) if _variant(c) not in seen}
-    new = [candidate for candidate in others if others_best.get(_variant(candidate)) == candidate]
+    new = _firsts((candidate for candidate in others if _variant(candidate) not in seen), _variant)
     return list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
+
+
+def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -> list[Candidate]:
+    """The first of each kind."""
+    found: dict[Any, Candidate] = {}
+    for candidate in candidates:
+        found.setdefault(kind(candidate), candidate)
+    return list(found.values())
 
 
 def _variant(candidate: Candidate) -> Any:

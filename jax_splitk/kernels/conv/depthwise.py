@@ -185,14 +185,13 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
         products = math.prod(g.kernel[1:]) * (config.columns * channels / g.lhs_dilation[2] + unpack)
         loads = rows * _read(g, config) * (costs.load_instructions + unpack)
         row = planes * (products + loads) + config.columns * up * costs.store_instructions
-        steps = _strips(problem, config)[0] * config.rows * again * row
-        threads = _items(problem, config) / _strips(problem, config)[0]
-        issued = threads * steps / (128 * costs.clock * target.cores)
-        warps = _items(problem, config) / 32
+        items = _items(problem, config)
+        issued = items * config.rows * again * row / (128 * costs.clock * target.cores)
+        warps = items / 32
         resident = target.cores * min(48, 2048 // (8 * -(-_registers(problem, config) // 8)))
         waves = math.ceil(warps / resident)
         waiting = waves * config.rows * again * planes * costs.warp_seconds
-        partly = max(1.0, waves / (warps / resident))
+        partly = waves / (warps / resident)
         memory = problem.bytes_moved / costs.hbm_bytes_per_second
         return costs.launch_seconds + max(memory, l2, issued * partly, waiting)
 

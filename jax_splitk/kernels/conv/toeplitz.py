@@ -279,7 +279,7 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
         return max(1, _blocks_per_sm(problem, config))
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """The best by the model, few of each kind: it is not fitted to measurements."""
+        """The best by the model, few of each kind."""
         found = [c for c in self._variants(problem) if self.config_refusal(problem, c) is None]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):

@@ -13,6 +13,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import execute
+from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, gpu_wgrad, poison
 from tests.problems import SEED
 from tests.random_problems import device_plan
@@ -27,6 +28,14 @@ def operands(p: ConvProblem, integers: bool, seed: int = 0) -> tuple[jax.Array, 
 
 def exact(p: ConvProblem, x: jax.Array, w: jax.Array) -> np.ndarray:
     return float64.ON_HOST[p.op](p, np.asarray(x, np.float64), np.asarray(w, np.float64))
+
+
+def best_of_kinds(family: Family, p: ConvProblem, kind: Callable[[Any], Any], count: int) -> list[Any]:
+    """The best configs by the model, of other kinds each."""
+    found: dict[Any, Any] = {}
+    for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
+        found.setdefault(kind(config), config)
+    return list(found.values())[:count]
 
 
 def check_integers(family: Family, p: ConvProblem, configs: Sequence[Any], seed: int = 0) -> None:

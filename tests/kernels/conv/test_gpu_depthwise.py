@@ -8,7 +8,6 @@ import pytest
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.kernels.conv import on_gpu
 from tests.kernels.conv.test_depthwise import BOTH, CASES, FAMILIES, problem
 
@@ -30,11 +29,7 @@ NETWORKS = [
 
 
 def configs(p: ConvProblem, count: int) -> list[Any]:
-    """The best by the model, of other columns each."""
-    family, found = FAMILIES[p.op], {}
-    for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
-        found.setdefault(config.columns, config)
-    return list(found.values())[:count]
+    return on_gpu.best_of_kinds(FAMILIES[p.op], p, lambda c: c.columns, count)
 
 
 def device_code() -> set[compiler.Source]:

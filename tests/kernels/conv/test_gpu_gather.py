@@ -51,11 +51,7 @@ def drawn() -> list[tuple[ConvProblem, Any]]:
 
 
 def configs(p: ConvProblem, count: int) -> list[Any]:
-    """The best by the model, of other blocks each."""
-    found: dict[Any, Any] = {}
-    for config in FAMILY.candidates(p, DEFAULT_CUDA):
-        found.setdefault((config.tile_n, config.consumers), config)
-    return list(found.values())[:count]
+    return on_gpu.best_of_kinds(FAMILY, p, lambda c: (c.tile_n, c.consumers), count)
 
 
 def device_code() -> set[compiler.Source]:

@@ -9,7 +9,6 @@ import pytest
 
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.kernels.conv import on_gpu
 from tests.kernels.conv.test_grouped import BOTH, CASES, FAMILIES, NETWORKS, problem, random_config, random_problem
 from tests.problems import seeded
@@ -26,11 +25,7 @@ PARTS = 20
 
 
 def configs(p: ConvProblem, count: int) -> list[Any]:
-    """The best by the model, of other kinds each."""
-    found: dict[tuple[Any, ...], Any] = {}
-    for config in FAMILIES[p.op].candidates(p, DEFAULT_CUDA):
-        found.setdefault((config.in_block, config.units, config.strips, config.resident), config)
-    return list(found.values())[:count]
+    return on_gpu.best_of_kinds(FAMILIES[p.op], p, lambda c: (c.in_block, c.units, c.strips, c.resident), count)
 
 
 @functools.cache

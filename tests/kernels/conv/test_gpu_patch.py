@@ -10,7 +10,6 @@ import pytest
 from jax_splitk.kernels.dot.tma import Config
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.kernels.conv import on_gpu
 from tests.kernels.conv.test_patch import CASES, HALF, KINDS, OF, fitting, problem, random_problem
 from tests.problems import seeded
@@ -51,11 +50,7 @@ def drawn(kind: type[Any]) -> list[tuple[ConvProblem, Config]]:
 
 
 def configs(p: ConvProblem, count: int) -> list[Any]:
-    """The best by the model, of other tiles each."""
-    family, found = OF[p.op], {}
-    for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
-        found.setdefault((config.tile_m, config.tile_n, config.reduction), config)
-    return list(found.values())[:count]
+    return on_gpu.best_of_kinds(OF[p.op], p, lambda c: (c.tile_m, c.tile_n, c.reduction), count)
 
 
 def device_code() -> set[compiler.Source]:

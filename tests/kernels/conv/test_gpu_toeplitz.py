@@ -9,7 +9,6 @@ import pytest
 
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.kernels.conv import on_gpu
 from tests.kernels.conv.test_toeplitz import BOTH, CASES, FAMILIES, NETWORKS, random_config, random_problem
 from tests.problems import seeded
@@ -23,11 +22,7 @@ PARTS = 10
 
 
 def configs(p: ConvProblem, count: int) -> list[Any]:
-    """The best by the model, of other kinds each."""
-    found: dict[tuple[Any, ...], Any] = {}
-    for config in FAMILIES[p.op].candidates(p, DEFAULT_CUDA):
-        found.setdefault((config.channels, config.each, config.step), config)
-    return list(found.values())[:count]
+    return on_gpu.best_of_kinds(FAMILIES[p.op], p, lambda c: (c.channels, c.each, c.step), count)
 
 
 @functools.cache
