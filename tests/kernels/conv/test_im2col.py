@@ -291,6 +291,7 @@ def test_candidates_come_in_one_order_in_every_process() -> None:
     runs = []
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", ORDER], env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", ORDER]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         runs.append(done.stdout)
     assert "taps=3" in runs[0] and len(set(runs)) == 1
