@@ -1,43 +1,63 @@
-"""What `benchmarks.wgrad` and `benchmarks.dot` share: a case's figures, the run over all cases, and its arguments."""
+"""What `benchmarks.wgrad`, `conv` and `dot` share: a case's figures, the run over all cases, and the report."""
 
 import argparse
 import dataclasses
+import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 
 import jax_splitk
 from benchmarks import ceilings, report, timing
-from benchmarks.report import on_gpu, rate, say
-from jax_splitk.ops.explanation import Decision
-from jax_splitk.tuning.entry import Entry
+from benchmarks.cases import find
+from benchmarks.measured import Measured
+from benchmarks.report import on_gpu, say
+from jax_splitk import kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """One case's figures. Times in microseconds; `ours_error` and `xla_error` are relative, against float64.
+class Result(Measured):
+    """One case's figures. Errors are relative, against float64 where a benchmark does not say otherwise."""
 
-    Where the problem was tuned, `regret` is how much slower the cost model's first choice was than our fastest
-    candidate (0.05 for 5%), and `tuning_seconds` what that took.
-    """
-
-    case: Any
-    implementation: str
-    config: str
-    why: str
-    ours: timing.Timing
     xla: timing.Timing
-    floor_us: float | None
-    workspace_bytes: int
     ours_temp_bytes: int
     xla_temp_bytes: int
     ours_error: float | None
     xla_error: float | None
-    regret: float | None
-    tuning_seconds: float | None
+
+    FIGURES: ClassVar[tuple[str, ...]] = (*Measured.FIGURES, "speedup")
+
+    @classmethod
+    def measured(
+        cls,
+        case: Any,
+        shapes: Sequence[tuple[int, ...]],
+        ours: Callable[..., jax.Array],
+        xla: Callable[..., jax.Array],
+        errors: Callable[..., Sequence[float | None]],
+        quick: bool,
+    ) -> Self:
+        """Compiles, times and checks one case.
+
+        Args:
+          case: its `problem()` is what both functions, of arrays of `shapes`, compute.
+          errors: of the compiled functions and their arguments, each one's error.
+          quick: fewer rounds.
+        """
+        given = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes]
+        compiled = {"ours": jax.jit(ours).lower(*given).compile(), "xla": jax.jit(xla).lower(*given).compile()}
+        # After the compilation, which tunes what no cache has, if tuning is on.
+        (decision,) = jax_splitk.explain(ours, *given).decisions
+        limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
+        input_sets = timing.random_input_sets(shapes, case.dtype, **limits)
+        times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
+        temp_ours, temp_xla = (report.temp_bytes(compiled[name]) for name in ("ours", "xla"))
+        ours_error, xla_error = errors(compiled.values(), *input_sets[-1])
+        entry = report.tuning_entry(case.problem())
+        return cls(case, decision, entry, times["ours"], times["xla"], temp_ours, temp_xla, ours_error, xla_error)
 
     @property
     def speedup(self) -> float:
@@ -45,134 +65,136 @@ class Result:
         return self.xla.us / self.ours.us
 
     @property
-    def tflops(self) -> float:
-        return self.case.problem().flops / self.ours.us * 1e-6
-
-    @property
-    def gbytes(self) -> float:
-        return self.case.problem().bytes_moved / self.ours.us * 1e-3
-
-    @property
-    def share_of_floor(self) -> float | None:
-        return None if self.floor_us is None else self.floor_us / self.ours.us
-
-    def as_json(self, *more: str) -> dict[str, Any]:
-        """Fields and figures, with the properties `more`."""
-        figures = ("speedup", "tflops", "gbytes", "share_of_floor", *more)
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in figures}
+    def wrong(self) -> str | None:
+        """Why the case failed although it was measured."""
+        return None
 
 
-_Result = TypeVar("_Result", bound=Result)
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A benchmark against XLA.
 
-
-def measure(
-    case: Any,
-    shapes: Sequence[tuple[int, ...]],
-    ours: Callable[..., jax.Array],
-    xla: Callable[..., jax.Array],
-    errors: Callable[..., Sequence[float | None]],
-    quick: bool,
-) -> tuple[dict[str, Any], Decision, Entry | None]:
-    """Compiles, times and checks one case.
-
-    Args:
-      case: its `problem()` is what both functions, of arrays of `shapes`, compute.
-      errors: of the compiled functions and their arguments, each one's error.
-      quick: fewer rounds.
-
-    Returns:
-      The fields of a `Result`; which kernel it is; what the caches have, None where nothing was tuned.
+    Attributes:
+      name: of its module.
+      ops: of its problems.
+      cases, groups: all of them, and of one, the groups that it belongs to.
+      cut: what is less of the cases on the CPU, as `shrunk` makes them.
+      run: of (case, implementation, whether fewer rounds do), the result.
+      columns: of the table: each name, and a result's cell.
+      summary: of the results, further entries of the report, and lines for people.
     """
-    given = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes]
-    compiled = {"ours": jax.jit(ours).lower(*given).compile(), "xla": jax.jit(xla).lower(*given).compile()}
-    # After the compilation, which tunes what no cache has, if tuning is on.
-    (decision,) = jax_splitk.explain(ours, *given).decisions
-    entry = report.tuning_entry(case.problem())
-    limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
-    input_sets = timing.random_input_sets(shapes, case.dtype, **limits)
-    times = timing.compare(compiled, input_sets, rounds=3 if quick else 7)
-    ours_error, xla_error = errors(compiled.values(), *input_sets[-1])
-    fields = {
-        "case": case,
-        "implementation": decision.implementation,
-        "config": "" if decision.config is None else str(decision.config),
-        "why": decision.why,
-        **times,
-        "floor_us": report.floor_us(case.problem()),
-        "workspace_bytes": decision.workspace_bytes,
-        **{f"{name}_temp_bytes": report.temp_bytes(function) for name, function in compiled.items()},
-        "ours_error": ours_error,
-        "xla_error": xla_error,
-        "regret": None if entry is None else entry.regret,
-        "tuning_seconds": None if entry is None else entry.metadata.get("seconds"),
-    }
-    return fields, decision, entry
 
+    name: str
+    about: str
+    ops: tuple[str, ...]
+    cases: Sequence[Any]
+    groups: Callable[[Any], Iterable[str]]
+    cut: str
+    shrunk: Callable[[Any], Any]
+    run: Callable[[Any, str | None, bool], Any]
+    columns: Mapping[str, Callable[[Any], str]]
+    summary: Callable[[Sequence[Any]], tuple[dict[str, Any], Iterable[str]]]
 
-def run_all(
-    cases: Sequence[Any], run: Callable[[Any], _Result], save: Callable[[Sequence[_Result], dict[str, str]], None]
-) -> tuple[list[_Result], dict[str, str]]:
-    """The results, and what went wrong, by case. `save` gets both after every case, so that a run that is cut short
-    loses nothing."""
-    results: list[_Result] = []
-    failures: dict[str, str] = {}
-    for case in report.progress(cases):
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The command; its exit status."""
+        options = self._arguments(argv)
         try:
-            results.append(run(case))
-            say(_perf_line(results[-1]))
-        except Exception as error:  # one case must not cost the others
-            failures[case.name] = traceback.format_exc()
-            say(f" > {case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        save(results, failures)
-    return results, failures
+            names = [name for part in options.cases for name in part.split(",") if name]
+            selected = find(names, self.cases, self.groups)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(2) from None
+        if options.list:
+            print("\n".join(f"{case.name}: {', '.join(self.groups(case))}" for case in selected))
+            return 0
+        if options.quick and not on_gpu():
+            selected = [self.shrunk(case) for case in selected]
+        results, failures = self._run_all(selected, options)
+        if results:
+            say("\n" + self.table(results) + "\n")
+        for line in self.summary(results)[1]:
+            say(line)
+        if (found := ceilings.measured()) is not None:
+            rates = f"matrix product {found.flops * 1e-12:.0f} TFLOP/s, copy {found.bytes * 1e-12:.2f} TB/s"
+            say(f"in the same run: {rates}")
+        say(report.regret_line(results))
+        for name, what in failures.items():
+            say(f"failed: {name}: {what.splitlines()[-1]}")
+        return 1 if failures else 0
+
+    def _arguments(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        about = f"{self.about}: jax_splitk and XLA."
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=about)
+        parser.add_argument("--cases", nargs="*", default=[], help="names or groups (also separated by commas); all")
+        parser.add_argument("--list", action="store_true", help="print the cases and their groups, and end")
+        report.add_quick_and_json(parser, f"fewer rounds, and on the CPU {self.cut}")
+        choices = ("auto", "cutlass", "host", "xla")
+        parser.add_argument("--implementation", choices=choices, default="auto", help="ours; auto")
+        return parser.parse_args(argv)
+
+    def _run_all(self, cases: Sequence[Any], options: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
+        """The results, and what went wrong, by case. The report is written after every case, so that a run that is cut
+        short loses nothing."""
+        implementation = None if options.implementation == "auto" else options.implementation
+        results: list[Any] = []
+        failures: dict[str, str] = {}
+        for case in report.progress(cases):
+            try:
+                results.append(self.run(case, implementation, options.quick))
+                say(f"{results[-1].line()} | XLA {results[-1].xla.us:.1f} us | {results[-1].speedup:.2f}x XLA")
+                if results[-1].wrong is not None:
+                    failures[case.name] = results[-1].wrong
+            except Exception as error:  # one case must not cost the others
+                failures[case.name] = traceback.format_exc()
+                say(report.failed_line(case.name, error))
+            if options.json:
+                report.write(options.json, self._report(options, results, failures))
+        return results, failures
+
+    def _report(
+        self, options: argparse.Namespace, results: Sequence[Any], failures: Mapping[str, str]
+    ) -> dict[str, Any]:
+        return {
+            "benchmark": self.name,
+            "environment": report.environment(),
+            "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
+            "quick": options.quick,
+            "implementation": options.implementation,
+            "abi": {family.name: family.ABI for op in self.ops for family in kernels.families(op)},
+            **self.summary(results)[0],
+            "results": [result.as_json() for result in results],
+            "failures": failures,
+        }
+
+    def table(self, results: Sequence[Any]) -> str:
+        """In Markdown."""
+        return report.markdown([[*self.columns], *([cell(r) for cell in self.columns.values()] for r in results)])
 
 
-def _perf_line(result: Result) -> str:
-    spread = f"{result.ours.low_us:.1f}..{result.ours.high_us:.1f}"
-    return (
-        f" > {result.case.name} ({result.implementation}): {result.ours.us:.1f} us ({spread}) | "
-        f"{rate(result.tflops)} TFLOP/s | {rate(result.gbytes)} GB/s | XLA {result.xla.us:.1f} us | "
-        f"{result.speedup:.2f}x XLA"
-    )
+def error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
 
 
-def parser(module: str, about: str, cases: str, cut: str) -> argparse.ArgumentParser:
-    """The arguments of both. `cases`: how they are named; `cut`: what is less of them on the CPU."""
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=f"{about}: jax_splitk and XLA.")
-    found.add_argument("--cases", nargs="*", default=[], help=cases)
-    report.add_quick_and_json(found, f"fewer rounds, and on the CPU {cut}")
-    found.add_argument(
-        "--implementation", choices=("auto", "cutlass", "host", "xla"), default="auto", help="ours; auto"
-    )
-    return found
+# Columns of several tables.
+WORKSPACE: Mapping[str, Callable[[Result], str]] = {
+    "workspace MiB": lambda r: f"{r.decision.workspace_bytes / 2**20:.1f}"
+}
+ERRORS: Mapping[str, Callable[[Result], str]] = {
+    "error": lambda r: error(r.ours_error),
+    "XLA error": lambda r: error(r.xla_error),
+}
+TIMES: Mapping[str, Callable[[Result], str]] = {
+    "ours us": lambda r: f"{r.ours.us:.1f}",
+    "XLA us": lambda r: f"{r.xla.us:.1f}",
+    "XLA/ours": lambda r: f"{r.speedup:.2f}",
+    "of floor": lambda r: report.percent(r.share_of_floor),
+}
 
 
-def concluded(results: Sequence[Result], failures: dict[str, str]) -> int:
-    """Says how good the cost model's choices were and what failed; the exit status."""
-    say(report.regret_line(results))
-    for name, what in failures.items():
-        say(f"failed: {name}: {what.splitlines()[-1]}")
-    return 1 if failures else 0
+def geometric_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each group of ratios that has some."""
+    return {name: statistics.geometric_mean(group) for name, group in groups.items() if group}
 
 
-def implementation(options: argparse.Namespace) -> str | None:
-    return None if options.implementation == "auto" else options.implementation
-
-
-def selected(find: Callable[[Iterable[str]], list[Any]], names: Iterable[str]) -> list[Any]:
-    """The cases of these names. An unknown one ends the process."""
-    try:
-        return find(names)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def header(options: argparse.Namespace) -> dict[str, Any]:
-    """What a report begins with."""
-    return {
-        "environment": report.environment(),
-        "ceilings": None if (measured := ceilings.measured()) is None else dataclasses.asdict(measured),
-        "quick": options.quick,
-        "implementation": options.implementation,
-    }
+def mean_lines(means: Mapping[str, float]) -> list[str]:
+    return [f"geometric mean of XLA/ours, {group}: {mean:.3f}" for group, mean in means.items()]

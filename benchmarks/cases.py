@@ -1,7 +1,7 @@
 """Named 2D convolutions: the shapes that the benchmarks report, and small odd ones for tests."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax import numpy as jnp
@@ -120,21 +120,8 @@ def _case(
     name = f"c{in_channels}k{out_channels}" + (f"g{groups}" if groups > 1 else "")
     name += f"_r{kernel}" + (f"s{stride}" if stride > 1 else "") + f"_{size}x{size}_b{batch}"
     name += f"_{dtype}" if dtype != "bfloat16" else ""
-    return Case(
-        name=name,
-        batch=batch,
-        height=size,
-        width=size,
-        in_channels=in_channels,
-        out_channels=out_channels,
-        kernel=(kernel, kernel),
-        stride=(stride, stride),
-        groups=groups,
-        dtype=dtype,
-        xla_us=xla_us,
-        floor_us=floor_us,
-        tags=tuple(tags.split()),
-    )
+    geometry = (batch, size, size, in_channels, out_channels, (kernel, kernel), (stride, stride), groups, dtype)
+    return Case(name, *geometry, xla_us, floor_us, tags=tuple(tags.split()))
 
 
 # ResNet-50 at batch 256 and 8, a diffusion UNet, large images, depthwise (ConvNeXt), grouped (ResNeXt).
@@ -225,20 +212,17 @@ SMALL_CASES: tuple[Case, ...] = (
 )
 
 
-def tags() -> list[str]:
-    """Every tag of the benchmark's cases, in order of appearance."""
-    return list(dict.fromkeys(tag for case in WGRAD_CASES for tag in case.tags))
-
-
-def find(selectors: Iterable[str]) -> list[Case]:
-    """The benchmark's cases with a name or tag among `selectors`, in the table's order; all for no selectors.
+def find(
+    selectors: Iterable[str],
+    among: Sequence[Any] = WGRAD_CASES,
+    groups: Callable[[Any], Iterable[str]] = lambda case: case.tags,
+) -> list[Any]:
+    """The cases with a name or a group among `selectors`, in the table's order; all for no selectors.
 
     Raises:
-      ValueError: a selector that is neither a name nor a tag.
+      ValueError: a selector that is neither.
     """
-    wanted = set(selectors)
-    known = {case.name for case in WGRAD_CASES} | set(tags())
-    if unknown := sorted(wanted - known):
-        accepted = f"the tags {', '.join(tags())} and the names {', '.join(c.name for c in WGRAD_CASES)}"
-        raise ValueError(f"cases={', '.join(unknown)}; accepted: {accepted}")
-    return [case for case in WGRAD_CASES if not wanted or wanted & {case.name, *case.tags}]
+    wanted, known = set(selectors), dict.fromkeys(group for case in among for group in groups(case))
+    if unknown := sorted(wanted - {case.name for case in among} - set(known)):
+        raise ValueError(f"cases={', '.join(unknown)}; accepted: {', '.join([*known, 'the names that --list prints'])}")
+    return [case for case in among if not wanted or wanted & {case.name, *groups(case)}]

@@ -3,8 +3,6 @@
 python -m benchmarks.conv [--cases GROUP_PASS_OR_NAME ...] [--quick] [--json FILE] [--implementation cutlass]
 """
 
-import argparse
-import dataclasses
 import functools
 import statistics
 import sys
@@ -16,31 +14,12 @@ import numpy as np
 from jax import lax
 
 import jax_splitk
-from benchmarks import against_xla, conv_cases, report
+from benchmarks import against_xla, conv_cases
+from benchmarks.against_xla import Benchmark, Result
 from benchmarks.conv_cases import GROUPS, Case
-from benchmarks.report import on_gpu, percent, say
-from jax_splitk import kernels
+from benchmarks.report import distance
 
 QUICK_CPU_FLOPS = 2e7
-
-
-@dataclasses.dataclass(frozen=True)
-class Result(against_xla.Result):
-    """One case's figures. `ours_error` is our difference from XLA, relative; the tests compare with float64.
-
-    Attributes:
-      family: whose kernel it is; None for XLA's.
-    """
-
-    family: str | None
-
-    @property
-    def group(self) -> str:
-        return self.case.group
-
-    @property
-    def name(self) -> str:
-        return self.case.name
 
 
 def functions(case: Case, implementation: str | None) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
@@ -66,70 +45,47 @@ def functions(case: Case, implementation: str | None) -> tuple[Callable[..., jax
 
 def run(case: Case, implementation: str | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
-    ours, xla = functions(case, implementation)
     shapes = case.as_given().operand_shapes
-    fields, decision, _ = against_xla.measure(case, shapes, ours, xla, _difference, quick)
-    return Result(**fields, family=decision.family)
+    return Result.measured(case, shapes, *functions(case, implementation), _difference, quick)
 
 
 def _difference(compiled: Iterable[Callable[..., Any]], *operands: jax.Array) -> tuple[float, None]:
+    """Ours from XLA's: the tests compare with float64."""
     ours, xla = (np.asarray(function(*operands), np.float32) for function in compiled)
-    return float(np.linalg.norm(ours - xla) / np.linalg.norm(xla)), None
+    return distance(ours, xla), None
 
 
-def table(results: Sequence[Result]) -> str:
-    rows = [["group", "case", "family", "ours us", "XLA us", "XLA/ours", "of floor", "difference", "config"]]
-    for r in results:
-        figures = (f"{r.ours.us:.1f}", f"{r.xla.us:.1f}", f"{r.speedup:.2f}", percent(r.share_of_floor))
-        rows.append([r.group, r.name, r.family or "xla", *figures, f"{r.ours_error:.1e}", r.config])
-    return report.markdown(rows)
-
-
-def summary(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+def summary(results: Sequence[Result]) -> tuple[dict[str, Any], list[str]]:
     """Of each group XLA's time over ours, in geometric mean and at least, and the goals."""
     found = {}
     for group, (mean, least) in GROUPS.items():
-        if speedups := [r.speedup for r in results if r.group == group]:
+        if speedups := [r.speedup for r in results if r.case.group == group]:
             figures = {"mean": statistics.geometric_mean(speedups), "least": min(speedups)}
             found[group] = {**figures, "goal": mean, "least_goal": least}
-    return found
+    line = "{}: XLA/ours {mean:.2f} (goal {goal}), least {least:.2f}"
+    return {"summary": found}, [line.format(group, **figures) for group, figures in found.items()]
 
 
-def write_report(options: argparse.Namespace, results: Sequence[Result], failures: dict[str, str]) -> None:
-    if options.json:
-        found = {
-            "benchmark": "conv",
-            **against_xla.header(options),
-            "abi": {f.name: f.ABI for kind in conv_cases.PASSES.values() for f in kernels.families(kind.op)},
-            "summary": summary(results),
-            "results": [result.as_json("group", "name") for result in results],
-            "failures": failures,
-        }
-        report.write(options.json, found)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = against_xla.parser(
-        "conv", "The three passes of convolutions", "groups, passes or names; all", "smaller cases (at most 20 MFLOP)"
-    )
-    parser.add_argument("--list", action="store_true", help="print the cases and their groups, and end")
-    options = parser.parse_args(argv)
-    selected = against_xla.selected(conv_cases.find, options.cases)
-    if options.list:
-        print("\n".join(f"{case.name}: {case.group}" for case in selected))
-        return 0
-    if options.quick and not on_gpu():
-        selected = [case.shrunk(QUICK_CPU_FLOPS) for case in selected]
-    results, failures = against_xla.run_all(
-        selected,
-        lambda case: run(case, against_xla.implementation(options), options.quick),
-        functools.partial(write_report, options),
-    )
-    if results:
-        say("\n" + table(results) + "\n")
-    for group, figures in summary(results).items():
-        say("{}: XLA/ours {mean:.2f} (goal {goal}), least {least:.2f}".format(group, **figures))
-    return against_xla.concluded(results, failures)
+BENCHMARK = Benchmark(
+    name="conv",
+    about="The three passes of convolutions",
+    ops=tuple(kind.op for kind in conv_cases.PASSES.values()),
+    cases=conv_cases.CONV_CASES,
+    groups=lambda case: (case.group, case.which),
+    cut="smaller cases (at most 20 MFLOP)",
+    shrunk=lambda case: case.shrunk(QUICK_CPU_FLOPS),
+    run=run,
+    columns={
+        "group": lambda r: r.case.group,
+        "case": lambda r: r.name,
+        "family": lambda r: r.decision.family or "xla",
+        **against_xla.TIMES,
+        "difference": lambda r: against_xla.error(r.ours_error),
+        "config": lambda r: r.config,
+    },
+    summary=summary,
+)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -153,17 +153,3 @@ def _cases() -> Iterator[Case]:
 
 
 CONV_CASES = tuple(_cases())
-
-
-def find(selectors: Iterable[str]) -> list[Case]:
-    """The cases of these groups, passes or names, in the table's order; all for no selectors.
-
-    Raises:
-      ValueError: a selector that is none of these.
-    """
-    wanted = set(selectors)
-    known = {word for case in CONV_CASES for word in (case.group, case.which, case.name)}
-    if unknown := sorted(wanted - known):
-        accepted = f"{', '.join([*GROUPS, *PASSES])} and the names that --list prints"
-        raise ValueError(f"cases={', '.join(unknown)}; accepted: {accepted}")
-    return [case for case in CONV_CASES if not wanted or wanted & {case.group, case.which, case.name}]

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks import report
-from benchmarks.models.layers import OURS, STOCK, Params
+from benchmarks.models.layers import OURS, STOCK, Params, cross_entropy
 from benchmarks.models.measure import Variant
 from benchmarks.models.resnet import TINY, Conv, Net, initial, logits
 from jax_splitk.runtime.plan import TARGETS
@@ -47,9 +47,7 @@ def train_step(conv: Conv, net: Net, over: str | None, state: Any, x: Any, label
     whole = (lambda value: value) if over is None else functools.partial(lax.pmean, axis_name=over)
 
     def loss(params: Params) -> jax.Array:
-        found = logits(conv, lambda y: whole(y.mean((0, 1, 2))), net, params, x)
-        picked = jnp.take_along_axis(jax.nn.log_softmax(found), labels[:, None], 1)
-        return whole(-picked.mean())
+        return whole(cross_entropy(logits(conv, lambda y: whole(y.mean((0, 1, 2))), net, params, x), labels))
 
     params, momentum = state
     value, gradients = jax.value_and_grad(loss)(params)

@@ -65,38 +65,25 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return reports[0] | {"results": list(results.values())}
 
 
-def _pass_label(case: dict[str, Any]) -> str:
-    """A pass of a convolution of one to three dimensions: pass, N, size, C -> K, filter."""
-    (inputs, outputs), groups = case["channels"], case["groups"]
-    depthwise = groups == inputs == outputs > 1
-    size, kernel = ("x".join(map(str, case[name])) for name in ("size", "kernel"))
-    steps = f" {'input dilation' if case['transposed'] else 'stride'} {case['steps']}" if case["steps"] > 1 else ""
-    channels = f"{inputs} depthwise" if depthwise else f"{inputs} -> {outputs}"
-    in_groups = f", {groups} groups" if groups > 1 and not depthwise else ""
-    dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
-    return f"{case['which']} {case['batch']}, {size}, {channels}, {kernel}{steps}{in_groups}{dtype}"
-
-
 def label(case: dict[str, Any]) -> str:
-    """A convolution of a report in the tables' notation: N, H=W, C -> K, filter; a product: m x n x k."""
+    """A convolution of a report in the tables' notation: pass, if there are several, and N, size, C -> K, filter; a
+    product: m x n x k."""
     if "k" in case:
         return f"{case['m']} x {case['n']} x {case['k']}"
     if "which" in case:
-        return _pass_label(case)
-    rows, columns = case["kernel"]
-    groups, inputs, outputs = case["groups"], case["in_channels"], case["out_channels"]
+        which, (inputs, outputs), size = f"{case['which']} ", case["channels"], case["size"]
+        steps, moved = case["steps"], "input dilation" if case["transposed"] else "stride"
+    else:
+        which, inputs, outputs = "", case["in_channels"], case["out_channels"]
+        steps, moved = case["stride"][0], "stride"
+        size = list(dict.fromkeys((case["height"], case["width"])))
+    groups, dtype = case["groups"], case["dtype"]
     depthwise = groups == inputs == outputs > 1
-    size = case["height"] if case["height"] == case["width"] else f"{case['height']}x{case['width']}"
-    stride = "" if set(case["stride"]) == {1} else f" stride {case['stride'][0]}"
-    return ", ".join(
-        [
-            *(str(case["batch"]), str(size)),
-            f"{inputs} depthwise" if depthwise else f"{inputs} -> {outputs}",
-            f"{rows}x{columns}{stride}",
-            *([f"{groups} groups"] if groups > 1 and not depthwise else []),
-            *([case["dtype"]] if case["dtype"] != "bfloat16" else []),
-        ]
-    )
+    size, kernel = ("x".join(map(str, sizes)) for sizes in (size, case["kernel"]))
+    parts = [f"{which}{case['batch']}", size, f"{inputs} depthwise" if depthwise else f"{inputs} -> {outputs}"]
+    parts += [f"{kernel} {moved} {steps}" if steps > 1 else kernel]
+    parts += [f"{groups} groups"] if groups > 1 and not depthwise else []
+    return ", ".join(parts if dtype == "bfloat16" else [*parts, dtype])
 
 
 def by_ratio(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,9 +23,10 @@ import jax
 import jax_splitk
 from benchmarks import quantized_products as contestants
 from benchmarks import report, timing
+from benchmarks.measured import Measured
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
-from benchmarks.report import H200_BYTES, H200_FLOPS, on_gpu, percent, rate, say
+from benchmarks.report import H200_BYTES, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.explain import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
@@ -59,52 +60,32 @@ class ConfigResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(Measured):
     """One case's figures. Times in microseconds.
 
     `times` has "ours" and whom it is compared with; `error` is ours, relative, against float64; `fp8_product` says
-    whether XLA's fp8 contestant is cuBLASLt's fp8 product (None: it did not take part). Where the problem was tuned,
-    `regret` is how much slower the cost model's first choice was than our fastest candidate.
+    whether XLA's fp8 contestant is cuBLASLt's fp8 product (None: it did not take part).
     """
 
-    case: Case
-    implementation: str
-    config: str
-    why: str
     times: dict[str, timing.Timing]
-    floor_us: float | None
-    workspace_bytes: int
     error: float
     fp8_product: bool | None
-    regret: float | None
-    tuning_seconds: float | None
     configs: list[ConfigResult]
 
+    FIGURES = (*Measured.FIGURES, "weight", "ratios", "share_of_bandwidth")
+
     @property
-    def us(self) -> float:
-        return self.times["ours"].us
+    def weight(self) -> str:
+        return self.case.weight
 
     @property
     def ratios(self) -> dict[str, float]:
         """Their times over ours: above 1 where we are faster."""
-        return {name: found.us / self.us for name, found in self.times.items() if name != "ours"}
-
-    @property
-    def tflops(self) -> float:
-        return self.case.problem().flops / self.us * 1e-6
-
-    @property
-    def gbytes(self) -> float:
-        return self.case.problem().bytes_moved / self.us * 1e-3
+        return {name: found.us / self.ours.us for name, found in self.times.items() if name != "ours"}
 
     @property
     def share_of_bandwidth(self) -> float | None:
         return None if self.floor_us is None else self.gbytes * 1e9 / H200_BYTES
-
-    def as_json(self) -> dict[str, Any]:
-        figures = ("ratios", "tflops", "gbytes", "share_of_bandwidth")
-        names = {"name": self.case.name, "weight": self.case.weight}
-        return names | dataclasses.asdict(self) | {name: getattr(self, name) for name in figures}
 
 
 @dataclasses.dataclass
@@ -207,7 +188,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     ours = bench.products["ours"]
     compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
     compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
-    decision, tuned = decide(case), report.tuning_entry(case.problem())
+    decision = decide(case)
     most = max(map(len, bench.weights.values()))
     xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
     functions = {
@@ -231,16 +212,12 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     target = target_for(local_platform())
     return Result(
         case=case,
-        implementation=decision.implementation,
-        config="" if decision.config is None else str(decision.config),
-        why=decision.why,
+        decision=decision,
+        entry=report.tuning_entry(case.problem()),
+        ours=times["ours"],
         times={name: found for name, found in times.items() if name not in tried},
-        floor_us=report.floor_us(case.problem(), H200_FLOPS * (2 if case.x_dtype == contestants.FP8 else 1)),
-        workspace_bytes=decision.workspace_bytes,
         error=error(case, functions["ours"], xs[ours.x(case)], bench),
         fp8_product=contestants.is_fp8_product(compiled["xla_fp8"]) if "xla_fp8" in compiled else None,
-        regret=None if tuned is None else tuned.regret,
-        tuning_seconds=None if tuned is None else tuned.metadata.get("seconds"),
         configs=[
             ConfigResult(
                 family=family.name,
@@ -280,12 +257,8 @@ def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], b
 
 
 def perf_line(result: Result) -> str:
-    ours = result.times["ours"]
     ratios = ", ".join(f"{TITLES[name]} {ratio:.2f}x" for name, ratio in result.ratios.items())
-    lines = [
-        f" > {result.case.name} ({result.implementation}): {ours.us:.1f} us ({ours.low_us:.1f}..{ours.high_us:.1f}) | "
-        f"{rate(result.tflops)} TFLOP/s | {rate(result.gbytes)} GB/s | {ratios}"
-    ]
+    lines = [f"{result.line()} | {ratios}"]
     best = sorted(result.configs, key=lambda found: found.us)
     for found in best[:SHOWN_CONFIGS]:
         lines.append(
@@ -303,15 +276,14 @@ def table(results: Sequence[Result]) -> str:
     header += ["TFLOP/s", "GB/s", "of 4.3 TB/s", "of floor", "workspace MiB", "error", "config"]
     rows = [header]
     for r in results:
-        floors = (r.share_of_bandwidth, None if r.floor_us is None else r.floor_us / r.us)
         rows.append(
             [
-                *(r.case.name, r.implementation, f"{r.us:.1f}"),
+                *(r.case.name, r.decision.implementation, f"{r.ours.us:.1f}"),
                 *(f"{r.times[name].us:.1f}" if name in r.times else "" for name in others),
                 *(f"{r.ratios[name]:.2f}" if name in r.times else "" for name in others),
                 *(rate(r.tflops), rate(r.gbytes)),
-                *map(percent, floors),
-                *(f"{r.workspace_bytes / 2**20:.1f}", f"{r.error:.1e}", r.config),
+                *map(percent, (r.share_of_bandwidth, r.share_of_floor)),
+                *(f"{r.decision.workspace_bytes / 2**20:.1f}", f"{r.error:.1e}", r.config),
             ]
         )
     return report.markdown(rows)
@@ -324,7 +296,8 @@ def crossovers(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
         rows = [result for result in results if result.case.weight == weight]
         names = dict.fromkeys(name for result in rows for name in result.ratios)
         found[weight] = {
-            name: crossover((r.case.rows, r.us, r.times[name].us) for r in rows if name in r.times) for name in names
+            name: crossover((r.case.rows, r.ours.us, r.times[name].us) for r in rows if name in r.times)
+            for name in names
         }
     return found
 
@@ -435,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(perf_line(results[-1]))
             except Exception as problem:  # one case must not cost the others
                 failures[case.name] = traceback.format_exc()
-                say(f" > {case.name}: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+                say(report.failed_line(case.name, problem))
             if options.json:  # after every case, so that a run that is cut short loses nothing
                 write_report(options.json, vars(options), results, failures | bench.failures)
         failures |= bench.failures

@@ -12,6 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from benchmarks.quantized_cases import Case
+from benchmarks.report import distance
 from jax_splitk.ops.quantized_matmul import quantized_matmul
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
@@ -189,4 +190,4 @@ def relative_error(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array,
     weight = np.asarray(dequantize(unpack(packed(piece, words[one], scale[one])), jnp.float32), np.float64)
     reference = np.asarray(x[rows].astype(jnp.float32), np.float64) @ weight
     found = np.asarray(out[rows, 64 * tile : 64 * tile + width].astype(jnp.float32), np.float64)
-    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
+    return distance(found, reference)

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 import jax_splitk
+from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import plan, toolchain
 from jax_splitk.runtime.target import local_platform, target_for
@@ -40,11 +42,12 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def floor_us(problem: Problem, flops: float = H200_FLOPS) -> float | None:
+def floor_us(problem: Problem) -> float | None:
     """What a problem takes on an H200 at the rates that large products and copies reach there, microseconds; None on
     other devices."""
     if "H200" not in jax.devices()[0].device_kind:
         return None
+    flops = H200_FLOPS * (2 if getattr(problem, "x_dtype", "") == E4M3 else 1)
     return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
 
 
@@ -52,6 +55,11 @@ def tuning_entry(problem: Problem) -> Entry | None:
     """What the caches have for the problem."""
     found = store.lookup(key_for(problem, target_for(local_platform())))
     return None if found is None else found[0]
+
+
+def distance(found: np.ndarray, reference: np.ndarray) -> float:
+    """||found - reference|| / ||reference||."""
+    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
 
 
 def temp_bytes(compiled: Any) -> int:
@@ -101,6 +109,11 @@ def regret_line(results: Sequence[Any]) -> str:
         f"regret of the cost model's first choice ({len(regrets)} tuned cases): mean {statistics.fmean(regrets):.1%}, "
         f"worst {max(regrets):.1%}; tuning {statistics.fmean(seconds):.1f} s a problem, at most {max(seconds):.1f}"
     )
+
+
+def failed_line(name: str, error: Exception) -> str:
+    """Of a case that raised."""
+    return f" > {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def progress(selected: Sequence[_T]) -> Iterator[_T]:

@@ -36,6 +36,7 @@ os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 import jax
 import pytest
 
+from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.tuning import session, store
 from tests.problems import SEED
@@ -67,6 +68,13 @@ def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
     """The writable layer of a cache of the test's own; all layers are empty."""
     return isolate(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def competing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernels of forward passes and input gradients as if they were faster than XLA's."""
+    monkeypatch.setattr(conv_host.ConvHost, "competes", True)
+    monkeypatch.setattr(conv_host.ConvHost, "unmeasured_refusal", lambda self, problem: None)
 
 
 @pytest.hookimpl(wrapper=True)

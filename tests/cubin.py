@@ -17,9 +17,11 @@ HMMA = 0x23C  # a warp's matrix product
 PRODUCTS = {HGMMA, HGMMA_REGISTERS, QGMMA, QGMMA_REGISTERS, HMMA}
 STMATRIX = 0x844
 GENERIC_LOAD, GENERIC_STORE = 0x980, 0x985
+GLOBAL_STORE = 0x986
 UBLKCP = 0x3BA  # a bulk copy into shared memory
 USETMAXREG = 0x9C8  # a warpgroup takes or gives registers; the immediate is how many a thread has from then on
 _SHT_NOBITS = 8
+_WIDTHS = (1, 1, 2, 2, 4, 8, 16)  # of an access to memory, by its three bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Kernel:
     @property
     def opcodes(self) -> collections.Counter[int]:
         return collections.Counter(int.from_bytes(i[:2], "little") & 0xFFF for i in self.instructions)
+
+    def widths(self, opcode: int) -> collections.Counter[int]:
+        """Bytes of a lane that each access to memory with that opcode has."""
+        words = [struct.unpack_from("<QQ", i) for i in self.instructions]
+        return collections.Counter(_WIDTHS[high >> 9 & 7] for low, high in words if low & 0xFFF == opcode)
 
     def immediates(self, opcode: int) -> list[int]:
         """The immediate of each instruction with that opcode, in order."""

@@ -31,8 +31,8 @@ from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, float64, products
-from tests.gpu_wgrad import with_splits
-from tests.problems import conv
+from tests.on_gpu import with_splits
+from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
 
 SEED = 7
@@ -219,33 +219,52 @@ def _depthwise_passes() -> Iterator[Run]:
         _passes(conv_depthwise),
         (
             ((9, 10), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
-            ((9, 11), (3, 5), {"stride": 2, "dtype": HALF, "out_dtype": HALF}, (2, 2)),
+            ((9, 11), (3, 5), {"padding": ((1, 2), (0, 3)), "stride": 2, "dtype": HALF, "out_dtype": HALF}, (2, 2)),
             ((8, 9), (7, 7), {"padding": 3}, (6, 64)),
             ((17,), (4,), {"padding": ((3, 0),), "dtype": "float32"}, (16, 1)),
             ((5, 6, 7), (3, 3, 3), {"padding": 1, "stride": (2, 1, 3), "out_dtype": "bfloat16"}, (6, 2)),
-            ((12, 9), (3, 4), {"rhs_dilation": (2, 1), "dtype": "float32", "out_dtype": HALF}, (4, 7)),
+            ((12, 9), (3, 4), {"padding": ((-1, 4), (5, -2)), "stride": (1, 2), "rhs_dilation": (2, 3),
+                               "dtype": "float32", "out_dtype": HALF}, (4, 7)),
+            ((6, 7), (2, 2), {"padding": ((0, 0), (1, 0)), "stride": (4, 3), "dtype": "float32"}, (12, 1)),
+            ((4, 9), (3, 3), {"padding": ((2, 3), (1, 2)), "lhs_dilation": (3, 2), "dtype": "float32"}, (4, 1)),
         ),
-    ):
-        p = kind(**vars(conv(size, kernel, (20, 20), groups=20, **changes)))
-        yield Run(family, p, conv_depthwise.Config(*config))
+    ):  # fmt: skip
+        yield Run(family, conv_of(kind, size, kernel, (20, 20), groups=20, **changes), conv_depthwise.Config(*config))
 
 
 def _toeplitz_passes() -> Iterator[Run]:
-    for (family, kind), (size, kernel, changes, config) in itertools.product(
+    """The steps are the strides of the forward pass that is computed: an input gradient's input is dilated by them."""
+    for (family, kind), (size, kernel, steps, given, config) in itertools.product(
         _passes(toeplitz),
         (
-            ((9, 18), (3, 3), {"padding": 1, "out_dtype": "bfloat16"}, (16, 2, 3, 9, 1, 2)),
-            ((12, 30), (7, 7), {"padding": 3, "batch": 3, "dtype": HALF, "out_dtype": HALF}, (8, 1, 4, 6, 1, 4)),
-            ((5, 6, 17), (3, 3, 3), {"padding": 1}, (16, 1, 2, 6, 2, 2)),
-            ((40,), (4,), {"padding": ((3, 0),), "batch": 5, "dtype": HALF}, (32, 2, 5, 3, 1, 2)),
+            ((9, 18), (3, 3), 1, {"padding": 1, "out_dtype": "bfloat16"}, (16, 2, 3, 9, 1, 2, 4)),
+            ((12, 30), (7, 7), 1, {"padding": 3, "batch": 3, "dtype": HALF, "out_dtype": HALF}, (8, 1, 4, 6, 1, 4, 1)),
+            ((5, 6, 17), (3, 3, 3), 1, {"padding": 1}, (16, 1, 2, 6, 2, 2, 1)),
+            ((40,), (4,), 1, {"padding": ((3, 0),), "batch": 5, "dtype": HALF}, (32, 2, 5, 3, 1, 2, 4)),
+            ((15, 37), (7, 5), 2, {"padding": ((3, 2), (1, 4))}, (16, 1, 2, 4, 1, 2, 1)),
+            ((12, 9), (5, 3), (2, 1), {"padding": ((-1, 4), (5, -2)), "out_dtype": "bfloat16"}, (16, 2, 2, 6, 1, 4)),
+            (
+                (11, 40),
+                (2, 10),
+                1,
+                {"padding": ((0, 1), (7, 0)), "dtype": HALF, "out_dtype": HALF},
+                (8, 2, 5, 11, 1, 4),
+            ),
+            (
+                (7, 5, 18),
+                (2, 1, 7),
+                (2, 1, 2),
+                {"padding": ((2, 0), (0, 0), (3, 3)), "out_dtype": HALF},
+                (8, 1, 1, 3, 2, 2, 1),
+            ),
+            ((16, 130), (1, 3), (2, 1), {"out_dtype": "bfloat16"}, (8, 1, 16, 8, 1, 2)),
+            ((4, 30), (3, 17), 1, {"padding": ((1, 1), (8, 8)), "out_dtype": HALF}, (8, 1, 4, 2, 1, 2)),
         ),
     ):
-        p = kind(**vars(conv(size, kernel, (24, 24), groups=24, **changes)))
-        yield Run(family, p, toeplitz.Config(*config))
-    strided = conv((11, 20), (5, 7), (24, 24), groups=24, padding=3, stride=2, out_dtype=HALF)
-    yield Run(toeplitz.FPROP, ConvFpropProblem(**vars(strided)), toeplitz.Config(16, 1, 2, 4, 1, 2))
-    causal = conv((40,), (4,), (16, 16), groups=16, padding=3, batch=5)
-    yield Run(toeplitz.DGRAD, ConvDgradProblem(**vars(causal)), toeplitz.Config(8, 1, 2, 5, 1, 2))
+        changes = {**given, "stride" if kind is ConvFpropProblem else "lhs_dilation": steps}
+        yield Run(family, conv_of(kind, size, kernel, (24, 24), groups=24, **changes), toeplitz.Config(*config))
+    causal = conv_of(ConvDgradProblem, (40,), (4,), (16, 16), groups=16, padding=3, batch=5)
+    yield Run(toeplitz.DGRAD, causal, toeplitz.Config(8, 1, 2, 5, 1, 2))
 
 
 def _grouped_passes() -> Iterator[Run]:
@@ -256,10 +275,15 @@ def _grouped_passes() -> Iterator[Run]:
             ((9, 11), (3, 3), 64, 4, {"padding": 1, "stride": 2, "dtype": HALF}, (16, 1, 3, 5, 1, 1, True, 2, 3)),
             ((40,), (5,), 64, 16, {"dtype": HALF, "out_dtype": HALF}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
             ((7, 7), (3, 3), 64, 2, {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, False, 2, 2)),
-            ((5, 6), (3, 2), 40, 20, {"rhs_dilation": (1, 2)}, (16, 2, 3, 2, 1, 1, True, 4, 2)),
+            ((12, 13), (3, 3), 40, 20, {"padding": ((2, 0), (-1, 3)), "rhs_dilation": (2, 3)},
+             (16, 2, 5, 6, 1, 1, True, 4, 4)),
+            ((6, 7), (2, 2), 96, 4, {"padding": ((0, 0), (1, 0)), "stride": (3, 2)}, (64, 1, 2, 3, 1, 1, False, 2, 1)),
+            ((5, 9), (3, 3), 64, 8, {"padding": ((2, 3), (1, 2)), "lhs_dilation": (2, 1), "out_dtype": "bfloat16"},
+             (64, 1, 3, 9, 2, 1, False, 2, 2)),
+            ((5, 4, 6), (3, 3, 2), 32, 4, {"padding": 1, "stride": (2, 1, 2)}, (16, 2, 2, 3, 1, 1, True, 3, 3)),
         ),
-    ):
-        p = kind(**vars(conv(size, kernel, (channels, channels), groups=groups, **changes)))
+    ):  # fmt: skip
+        p = conv_of(kind, size, kernel, (channels, channels), groups=groups, **changes)
         yield Run(family, p, conv_grouped.Config(*config))
 
 
@@ -299,14 +323,14 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
         (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 32), {"stride": 2}),
         (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
-        # Persistent thread blocks: fewer than tiles, one tile and several, phases with and without taps.
+        # Persistent thread blocks: fewer than tiles, one tile and several, with phases and without.
         (fprop, (9, 11), (3, 4), (72, 136), persistent(64, 256, True, 2), {"padding": 1, "batch": 8}),
         (fprop, (9, 11), (3, 3), (64, 128), persistent(256, 128, False, 2), {"padding": 1, "batch": 9, **half}),
         (fprop, (5, 6, 7), (3, 2, 3), (16, 320), persistent(128, 192, True, 3), {"padding": 1, "stride": (1, 2, 1)}),
         (dgrad, (70,), (5,), (72, 24), persistent(64, 64, True, 2), {"stride": 4, "padding": 2, "batch": 3}),
-        (dgrad, (9, 9), (1, 1), (24, 64), persistent(64, 128, False, 1), {"stride": 2, "batch": 7}),
+        (dgrad, (9, 9), (2, 2), (24, 64), persistent(64, 128, False, 1), {"stride": 2, "batch": 7}),
         (dgrad, (9, 11), (3, 3), (136, 72), persistent(128, 128, True, 1), {"padding": 1, "stride": 2, "batch": 5}),
-        (dgrad, (4, 5, 6), (3, 1, 3), (200, 40), persistent(192, 192, True, 1),
+        (dgrad, (4, 5, 6), (3, 2, 3), (200, 40), persistent(192, 192, True, 1),
          {"padding": ((1, 1), (0, 0), (1, 1)), "stride": 2, "batch": 7, **half}),
         (fprop, (13, 9), (1, 1), (136, 72), persistent(256, 64, True, 2), {"batch": 9}),
         (fprop, (9, 10), (3, 3), (32, 48), persistent(64, 128, True, 2), {"padding": 1, "batch": 5}),
@@ -338,7 +362,7 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
         (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
     ):  # fmt: skip
-        p = kind(**vars(conv(size, kernel, channels, **{"out_dtype": "bfloat16", **changes})))
+        p = conv_of(kind, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         yield Run(family, p, config)
 
 
@@ -353,22 +377,30 @@ def _patches() -> Iterator[Run]:
             ((20, 28), (2, 2), (40, 136), {"out_dtype": "bfloat16"}, (64, 128, 4, 2, "cluster")),
             ((4, 6, 8), (2, 3, 2), (4, 136), {"batch": 6}, (192, 64, 4, 2, "workspace")),
             ((2, 18, 4), (1, 9, 2), (8, 64), {"out_dtype": "bfloat16"}, (256, 64, 5)),
+            ((24,), (4,), (32, 136), {"batch": 22}, (64, 64, 4, 2, "cluster")),
         ),
     ):
-        p = kind(**vars(conv(size, kernel, channels, stride=kernel, **changes)))
+        p = conv_of(kind, size, kernel, channels, stride=kernel, **changes)
         yield Run(family, p, dot_tma.Config(*config))
 
 
 def _stems() -> Iterator[Run]:
+    half, narrow = {"dtype": HALF, "out_dtype": HALF}, {"out_dtype": "bfloat16"}
     for size, kernel, channels, changes, config in (
-        ((33, 40), (7, 7), (3, 64), {"stride": 2, "padding": 3, "out_dtype": "bfloat16"}, (2, 1, 64, 1, 8, 16, 2)),
-        ((15, 17), (3, 3), (3, 40), {"padding": 1, "dtype": HALF}, (1, 2, 32, 1, 8, 16, 4)),
-        ((12, 12), (3, 3), (16, 136), {"dtype": HALF, "out_dtype": HALF}, (2, 2, 256, 2, 6, 6, 2)),
-        ((90,), (10,), (1, 192), {"stride": 5}, (1, 4, 192, 3, 1, 18, 3)),
-        ((14, 15), (2, 3), (5, 24), {"rhs_dilation": (1, 2), "out_dtype": "bfloat16"}, (1, 1, 32, 1, 8, 8, 2)),
+        ((33, 40), (7, 7), (3, 64), {"stride": 2, "padding": 3, **narrow}, (2, 1, 64, 1, 8, 16, 2)),
+        ((15, 17), (3, 3), (3, 40), {"padding": 1, "dtype": HALF, "batch": 3}, (1, 2, 32, 1, 8, 16, 4)),
+        ((12, 12), (3, 3), (16, 136), {"padding": 1, "stride": 2, **half}, (2, 2, 256, 2, 6, 6, 2)),
+        ((90,), (10,), (1, 192), {"stride": 5, **narrow}, (1, 4, 192, 3, 1, 18, 3)),
+        ((14, 15), (2, 3), (5, 24), {"rhs_dilation": (1, 2), **narrow}, (1, 1, 32, 1, 8, 8, 2)),
+        ((20, 24), (4, 4), (3, 96), {"stride": 4, **half}, (1, 1, 96, 2, 5, 6, 3)),
+        ((9, 13), (5, 3), (1, 8), {"padding": ((2, 1), (0, 2)), **narrow}, (1, 1, 16, 1, 4, 13, 2)),
+        ((3, 8, 10), (3, 5, 5), (2, 72), {"padding": 2, "stride": (1, 2, 2), "batch": 1}, (3, 1, 128, 1, 4, 5, 2)),
+        ((6, 7), (3, 3), (4, 16), {"padding": 2, "lhs_dilation": (2, 3), **half}, (4, 1, 16, 1, 13, 16, 2)),
+        ((30, 64), (16, 16), (3, 64), {"padding": ((1, 1), (0, 0)), "stride": 16, **narrow}, (1, 1, 64, 2, 2, 4, 2)),
+        ((40, 21), (1, 1), (6, 56), narrow, (2, 2, 64, 1, 1, 256, 2)),
     ):
-        p = ConvFpropProblem(**vars(conv(size, kernel, channels, **changes)))
-        yield Run(conv_gather.FAMILY, p, conv_gather.Config(*config))
+        yield Run(conv_gather.FAMILY, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
+                  conv_gather.Config(*config))  # fmt: skip
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------
@@ -420,8 +452,8 @@ def _fp8() -> Iterator[Run]:
         (plain, fp8.Config(128, 32, 2, 2)),
         (plain, fp8.Config(128, 32, 2, 5)),
         (dataclasses.replace(plain, rows=150), fp8.Config(128, 32, 2, 4)),
-        (wide, fp8.Config(256, 64, 2, 6, multicast=2, chunk=64)),
-        (exact, fp8.Config(128, 192, 2, 2, multicast=2, chunk=64)),
+        (wide, fp8.Config(256, 64, 2, 6, multicast=2)),
+        (exact, fp8.Config(128, 192, 2, 2, multicast=2)),
         (channel, fp8.Config(128, 64, 2, 3)),
     ):
         yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config), case)
@@ -429,7 +461,7 @@ def _fp8() -> Iterator[Run]:
     deep = products.Case(40, 1088, 136, x_dtype=E4M3)
     for case, config in (
         (dataclasses.replace(plain, k=768), fp8.Config(128, 32, 3, 4, splits=2)),
-        (deep, fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2, chunk=64)),
+        (deep, fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2)),
         (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 4, 6, splits=3, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, config, case)
@@ -439,24 +471,24 @@ def _tiled() -> Iterator[Run]:
     plain = products.Case(17, 384, 136)
     zero = products.Case(20, 256, 100, "uint4", 64, "bfloat16", HALF, HALF, HALF)
     channel = products.Case(33, 300, 72, "int8", 300)
-    for case, tile_m, tile_n, scaling, blocks in (
-        (plain, 128, 32, "weight", 2),
-        (plain, 64, 32, "sum", 7),
-        (dataclasses.replace(plain, rows=150), 128, 32, "weight", 4),
-        (zero, 128, 32, "sum", 2),
-        (channel, 64, 64, "channel", 5),
-        (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, "sum", 3),
-        (products.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, "sum", 3),
-        (products.Case(9, 256, 70, "nf4", 128), 64, 16, "weight", 2),
-        (products.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, "sum", 2),
+    for case, tile_m, tile_n, blocks in (
+        (plain, 128, 32, 2),
+        (dataclasses.replace(plain, scale_dtype="float32"), 64, 32, 7),
+        (dataclasses.replace(plain, rows=150), 128, 32, 4),
+        (zero, 128, 32, 2),
+        (channel, 64, 64, 5),
+        (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, 3),
+        (products.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, 3),
+        (products.Case(9, 256, 70, "nf4", 128), 64, 16, 2),
+        (products.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, 2),
     ):
-        config = tiled.Config(tile_m, tile_n, 2, blocks, scaling=scaling)
+        config = tiled.Config(tile_m, tile_n, 2, blocks)
         yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
     deep = dataclasses.replace(plain, k=768)
     for case, tile, splits in (
-        (plain, tiled.Config(128, 32, 2, 0, scaling="weight"), 3),
-        (deep, tiled.Config(64, 64, 8, 0, k_warpgroups=2, scaling="weight"), 2),
-        (deep, tiled.Config(128, 32, 4, 0, k_warpgroups=2, scaling="weight"), 3),
+        (plain, tiled.Config(128, 32, 2, 0), 3),
+        (deep, tiled.Config(64, 64, 8, 0, k_warpgroups=2), 2),
+        (deep, tiled.Config(128, 32, 4, 0, k_warpgroups=2), 3),
     ):
         yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 

@@ -91,3 +91,10 @@ def conv(
         "float32",
     )  # fmt: skip
     return dataclasses.replace(made, **fields)
+
+
+def conv_of(
+    kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: tuple[int, int] = (64, 64), **more: Any
+) -> Any:
+    """The same of another pass: a problem of that class."""
+    return kind(**vars(conv(size, kernel, channels, **more)))

@@ -23,7 +23,7 @@ LONGEST_FUNCTION = 70  # lines, of the package
 # What a module of the package may hold that changes.
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
-    "runtime/compiler.py": ["_memory", "_in_flight", "_pool"],  # machine code that was compiled or read, each once
+    "runtime/compiler.py": ["_memory", "_in_flight", "pool"],  # machine code that was compiled or read, each once
     "tuning/session.py": ["_session"],  # what a process remembers of its tuning
 }
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")

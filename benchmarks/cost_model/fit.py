@@ -23,7 +23,7 @@ from benchmarks.cost_model import constants, records, xla_fit
 from benchmarks.cost_model.records import Record
 from benchmarks.report import markdown
 from jax_splitk import kernels
-from jax_splitk.kernels import Family, cost_model, xla
+from jax_splitk.kernels import Family, catalogue, cost_model, xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
@@ -140,7 +140,7 @@ def fit_families(
     """The families (of these names, or all; with at least so many problems) with new constants, and rows of a table of
     what it gave."""
     found, rows = {}, [["family", "problems", "times", "mean error", "held out, before", "after"]]
-    for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
+    for family in dict.fromkeys(f for op in catalogue.FAMILIES for f in kernels.families(op)):
         times = times_of(seen, family) if not names or family.name in names else []
         if family.Costs is None or len({t.problem for t in times}) < least:
             continue
@@ -157,7 +157,7 @@ def fit_families(
 def fit_xla(seen: Sequence[Record]) -> dict[str, Any]:
     """Of every operation."""
     with_xla = [record for record in seen if record.xla_us is not None]
-    by_op = {op: [record for record in with_xla if record.problem.op == op] for op in kernels.FAMILIES}
+    by_op = {op: [record for record in with_xla if record.problem.op == op] for op in catalogue.FAMILIES}
     return {op: xla_fit.fit(found) for op, found in by_op.items() if len(found) >= LEAST_RECORDS}
 
 
@@ -191,7 +191,7 @@ def model(
     """A device's file: constants of what was fitted, uncertainties by what was held out, or by all, of every family
     (of these names, or all) that was measured, and XLA's time (of these operations, or all)."""
     families = {name: dict(value) for name, value in old["families"].items()}
-    for family in dict.fromkeys(f for op in kernels.FAMILIES for f in kernels.families(op)):
+    for family in dict.fromkeys(f for op in catalogue.FAMILIES for f in kernels.families(op)):
         if names and family.name not in names:
             continue
         new, held_times = fitted.get(family.name, family), times_of(held, family)

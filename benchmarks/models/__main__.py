@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f" > {model.title}: {times}, {found['ratio']:.2f} times as fast")
         except Exception as error:  # one model must not cost the others
             failures[model.name] = traceback.format_exc()
-            say(f" > {model.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            say(report.failed_line(model.name, error))
         if options.out:  # after every model, so that a run that is cut short loses nothing
             write(options.out, results, failures)
     if measured:

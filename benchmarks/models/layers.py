@@ -108,11 +108,11 @@ class Weights:
 
 
 def batch_norm(x: jax.Array, p: Params) -> jax.Array:
-    return _normalized(x, p, tuple(range(x.ndim - 1)))
+    return normalized(x, p, _mean(tuple(range(x.ndim - 1))))
 
 
 def layer_norm(x: jax.Array, p: Params) -> jax.Array:
-    return _normalized(x, p, (x.ndim - 1,))
+    return normalized(x, p, _mean((x.ndim - 1,)))
 
 
 def group_norm(x: jax.Array, p: Params, groups: int) -> jax.Array:
@@ -120,14 +120,17 @@ def group_norm(x: jax.Array, p: Params, groups: int) -> jax.Array:
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     axes = (*range(1, x.ndim - 1), x.ndim)
     parts = {name: value.reshape(groups, -1) for name, value in p.items()}
-    return _normalized(grouped, parts, axes).reshape(x.shape)
+    return normalized(grouped, parts, _mean(axes)).reshape(x.shape)
 
 
-def _normalized(x: jax.Array, p: Params, axes: tuple[int, ...]) -> jax.Array:
+def _mean(axes: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    return lambda y: y.mean(axes, keepdims=True)
+
+
+def normalized(x: jax.Array, p: Params, mean: Callable[[jax.Array], jax.Array]) -> jax.Array:
     y = x.astype(jnp.float32)
-    center = y.mean(axes, keepdims=True)
-    variance = jnp.square(y).mean(axes, keepdims=True) - jnp.square(center)
-    factor = p["scale"] * lax.rsqrt(variance + 1e-5)
+    center = mean(y)
+    factor = p["scale"] * lax.rsqrt(mean(jnp.square(y)) - jnp.square(center) + 1e-5)
     return (y * factor + (p["bias"] - center * factor)).astype(x.dtype)
 
 

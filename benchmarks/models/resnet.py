@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from benchmarks.models.layers import Data, Layers, Model, Params, cross_entropy, normals
+from benchmarks.models.layers import Data, Layers, Model, Params, Weights, cross_entropy, normalized, normals
 
 Conv = Callable[[jax.Array, jax.Array, int], jax.Array]
 
@@ -28,12 +28,10 @@ TINY = Net((1, 1), 8, 32, 10)
 
 def initial(net: Net) -> Params:
     """Random float32 weights, the last scale of each block 0."""
-    rng = np.random.default_rng(0)
+    w = Weights()
 
-    def conv(size: int, channels: int, features: int, gain: float = 1.0) -> Params:
-        deviation = (2 / (size * size * features)) ** 0.5
-        weight = rng.normal(0, deviation, (size, size, channels, features)).astype(np.float32)
-        return {"w": weight, "scale": np.full(features, gain, np.float32), "bias": np.zeros(features, np.float32)}
+    def conv(size: int, channels: int, features: int, scale: float = 1.0) -> Params:
+        return {"w": w.conv((size, size), channels, features), **w.norm(features, scale)}
 
     params: Params = {"stem": conv(7, 3, net.width)}
     channels = net.width
@@ -49,20 +47,14 @@ def initial(net: Net) -> Params:
                 parts["shortcut"] = conv(1, channels, 4 * inner)
             params[f"stage{stage}.{block}"] = parts
             channels = 4 * inner
-    deviation = channels**-0.5
-    weight = rng.uniform(-deviation, deviation, (channels, net.classes)).astype(np.float32)
-    return params | {"head": {"w": weight, "bias": np.zeros(net.classes, np.float32)}}
+    return params | {"head": {"w": w.dense(channels, net.classes), "bias": np.zeros(net.classes, np.float32)}}
 
 
 def logits(conv: Conv, mean: Callable[[jax.Array], jax.Array], net: Net, params: Params, x: jax.Array) -> jax.Array:
     """`mean` is over all but the last axis, of the whole batch."""
 
     def layer(x: jax.Array, p: Params, stride: int = 1) -> jax.Array:
-        out = conv(x, p["w"], stride)
-        y = out.astype(jnp.float32)
-        center = mean(y)
-        factor = p["scale"] * lax.rsqrt(mean(jnp.square(y)) - jnp.square(center) + 1e-5)
-        return (y * factor + (p["bias"] - center * factor)).astype(out.dtype)
+        return normalized(conv(x, p["w"], stride), p, mean)
 
     x = jax.nn.relu(layer(x, params["stem"], 2))
     x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")

@@ -84,7 +84,7 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
         if arguments.json:
             stack.enter_context(_stdout_on_stderr())
         exact = measure and isinstance(what, list)  # problems that are named are measured themselves
-        watched = stack.enter_context(session().watching(again=measure and arguments.again, exact=exact))
+        watched = stack.enter_context(session().watching(again=measure and arguments.again, exact=exact, alone=measure))
         failures: list[str] = []
         target = target_for(platform)
         if isinstance(what, list):

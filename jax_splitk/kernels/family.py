@@ -24,7 +24,7 @@ _PLATFORMS = {"cutlass": "cuda", "host": "cpu"}
 
 
 class Family(abc.ABC, Generic[_Problem, _Config]):
-    """One way to compute an operation's problems. `kernels.FAMILIES`, or `kernels.register`, has an instance.
+    """One way to compute an operation's problems. `kernels.catalogue.FAMILIES` has an instance.
 
     Attributes:
       name: no other family has it.
@@ -34,14 +34,15 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
       competes: whether passes of a convolution that the caller did not name may be the family's.
     """
 
-    name: ClassVar[str]
-    implementation: ClassVar[str]
-    ABI: ClassVar[int]
+    name: str
+    implementation: str
+    ABI: int
     competes: ClassVar[bool] = True
 
-    def __init__(self, config: type[_Config], costs: type[Any] | None = None) -> None:
+    def __init__(self, config: type[_Config], costs: type[Any] | None = None, name: str | None = None) -> None:
         """With a frozen dataclass of its configs, and one of its cost model's constants, if those are data of the
-        package (see `cost_model`)."""
+        package (see `cost_model`); and with its name, where its class has none."""
+        self.name = name or self.name
         self.Config = config
         self.Costs = costs
         self._costs: Any = None
@@ -62,7 +63,6 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
 
     def target_refusal(self, target: Target | None) -> str | None:
         """Why the family cannot run on `target`."""
-        del target
         return None
 
     @abc.abstractmethod
@@ -75,6 +75,10 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
 
     def unmeasured_refusal(self, problem: _Problem) -> str | None:
         """Why XLA is preferred where nothing was measured; None where the family is."""
+        return None
+
+    def measurement_refusal(self, problem: _Problem) -> str | None:
+        """Why a miss is not worth a measurement: XLA is known to be as fast. None where it is worth one."""
         del problem
         return None
 
@@ -111,9 +115,9 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """How far the logarithms of its estimates usually lie from those of the times (their standard deviation)."""
         return cost_model.uncertainty(self.name, xla.class_of(problem), target)
 
-    @abc.abstractmethod
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
         """Bytes of the custom call's last result, which it may use as it likes."""
+        return 0
 
     @abc.abstractmethod
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan | CustomCall:
@@ -137,7 +141,6 @@ class CudaFamily(Family[_Problem, _Config]):
 
     def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
         """Thread blocks that share a multiprocessor (CTAS_PER_SM in device code)."""
-        del problem, config
         return 1
 
     @abc.abstractmethod
@@ -150,7 +153,6 @@ class CudaFamily(Family[_Problem, _Config]):
 
     def maps(self, problem: _Problem, config: _Config) -> tuple[TiledMap | Im2colMap, ...]:
         """Tensor maps of the buffers."""
-        del problem, config
         return ()
 
     @abc.abstractmethod
@@ -159,7 +161,6 @@ class CudaFamily(Family[_Problem, _Config]):
 
     def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
         """The structs."""
-        del problem, config
         return self.structs
 
     def source(self, problem: _Problem, config: _Config) -> Source:
@@ -172,6 +173,47 @@ class CudaFamily(Family[_Problem, _Config]):
         given = (problem, config)
         label = f"{self.name} {config}"
         return DevicePlan(self.source(*given), self.buffers(*given), self.maps(*given), self.launches(*given), label)
+
+
+class Translated(Family[_Problem, _Config]):
+    """A family whose problems are those of another one, with its configs, estimates and kernels."""
+
+    def __init__(self, inner: Family[Any, _Config], name: str | None = None) -> None:
+        """With the other family."""
+        super().__init__(inner.Config, name=name)
+        self.inner, self.implementation, self.ABI = inner, inner.implementation, inner.ABI
+
+    @abc.abstractmethod
+    def translated(self, problem: _Problem) -> Any:
+        """The other family's problem."""
+
+    def target_refusal(self, target: Target | None) -> str | None:
+        return self.inner.target_refusal(target)
+
+    def problem_refusal(self, problem: _Problem) -> str | None:
+        return self.inner.problem_refusal(self.translated(problem))
+
+    def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
+        return self.inner.config_refusal(self.translated(problem), config)
+
+    def candidates(self, problem: _Problem, target: Target) -> Sequence[_Config]:
+        return self.inner.candidates(self.translated(problem), target)
+
+    def neighbours(self, problem: _Problem, config: _Config, target: Target) -> Sequence[_Config]:
+        return self.inner.neighbours(self.translated(problem), config, target)
+
+    def swept(self, config: _Config, splits: int) -> Sequence[_Config]:
+        return self.inner.swept(config, splits)
+
+    def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
+        return self.inner.estimate(self.translated(problem), config, target)
+
+    def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
+        return self.inner.workspace_bytes(self.translated(problem), config)
+
+    def plan(self, problem: _Problem, config: _Config) -> DevicePlan | CustomCall:
+        plan = self.inner.plan(self.translated(problem), config)
+        return dataclasses.replace(plan, label=f"{self.name} {config}") if isinstance(plan, DevicePlan) else plan
 
 
 def conv_buffers(problem: ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:

@@ -121,7 +121,6 @@ class HostFamily(Family[_Problem, _Config]):
 
     def neighbours(self, problem: _Problem, config: Any, target: Target) -> list[Any]:
         """Each of the config's numbers doubled and halved."""
-        del target
         numbers = dataclasses.asdict(config).items()
         found = [dataclasses.replace(config, **{name: n}) for name, value in numbers for n in (value // 2, 2 * value)]
         return [changed for changed in found if self.config_refusal(problem, changed) is None]

@@ -226,7 +226,8 @@ def conv_general_dilated(
     """`jax.lax.conv_general_dilated` whose passes are `conv_fprop`, `conv_dgrad` and `conv_wgrad`.
 
     The first twelve parameters are lax's, in lax's order. Where no kernel is faster, the forward pass and the input
-    gradient are lax's operations to the letter, and so is forward mode. Works under every
+    gradient are lax's operations to the letter, and so is forward mode; but an input whose padding crops one side of a
+    dimension and extends the other is padded before, since XLA:CPU may compute wrong numbers. Works under every
     transformation of lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map.
     Under vmap a mapped input widens the batch of one convolution and of one weight gradient, and a mapped weight makes
     groups (with a mapped input) or more output channels (without).
@@ -272,7 +273,7 @@ def conv_general_dilated(
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
     if out_sharding is not None:
         out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return bind_fprop(lhs, rhs, conv, compute, out_dtype, out_sharding, options.of_another_pass(), options)
+    return bind_fprop(lhs, rhs, conv, compute, out_dtype, out_sharding, options.of_another_pass(alone=True), options)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: str = ", or compute_dtype=") -> None:

@@ -3,24 +3,19 @@
 It is bilinear in (g, rhs); its transposes are the other passes of the convolution.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
-from jax import numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
-from jax_splitk.ops import lowering, partitioning
-from jax_splitk.ops.conv_primitives import between_layouts, bind_fprop, bind_wgrad, conv_dgrad_p, problem_of, rule_of
-from jax_splitk.ops.folding import fold_into, unfold_from
+from jax_splitk.ops import partitioning
+from jax_splitk.ops.conv_primitives import between_layouts, bind_fprop, bind_wgrad, conv_dgrad_p, define, rule_of
 from jax_splitk.problems.conv_passes import ConvDgradProblem
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
-from jax_splitk.runtime.plan import CustomCall
 
 _rule_of = rule_of(ConvDgradProblem)
 
@@ -59,40 +54,6 @@ def _transpose_rhs(ct: jax.Array, g: jax.Array, rhs: Any, **params: Any) -> jax.
 ad.defbilinear(conv_dgrad_p, _transpose_g, _transpose_rhs)
 
 
-# ---- batching ------------------------------------------------------------------------------------------------------
-
-
-def _batch(axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
-    """One gradient more: a mapped g alone widens the batch, a mapped weight alone the input channels, and both together
-    are groups. A config is for the gradient that the caller sees, so it gets a loop."""
-    (g, rhs), (g_dim, rhs_dim) = args, dims
-    conv, shape = params["convolution"], params["lhs_shape"]
-    specs, groups = conv.dimension_numbers, 1
-    batch_dim, channel_dim = specs.lhs_spec[:2]
-    size = g.shape[g_dim] if g_dim is not None else rhs.shape[rhs_dim or 0]
-    if size == 0:
-        return _compat.vary_like(jnp.zeros((0, *shape), params["out_dtype"]), g, rhs), 0
-    if params["options"].config is not None:
-        pair = tuple(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
-        return lax.map(lambda pair: conv_dgrad_p.bind(*pair, **params), pair), 0
-    if rhs_dim is None:
-        # Where groups are of the batch, the output's batch is a part of each.
-        g, widened, groups = fold_into(g, g_dim or 0, specs.out_spec[0]), batch_dim, conv.batch_group_count
-    elif g_dim is None:
-        rhs, widened, groups = fold_into(rhs, rhs_dim, specs.rhs_spec[1]), channel_dim, conv.feature_group_count
-    else:
-        g, rhs = fold_into(g, g_dim, specs.out_spec[1]), fold_into(rhs, rhs_dim, specs.rhs_spec[0])
-        which = "batch_group_count" if conv.batch_group_count > 1 else "feature_group_count"
-        conv = dataclasses.replace(conv, **{which: getattr(conv, which) * size})
-        widened = batch_dim if conv.batch_group_count > 1 else channel_dim
-    params["lhs_shape"] = tuple(n * size if i == widened else n for i, n in enumerate(shape))
-    params |= {"convolution": conv, "out_sharding": _compat.mapped_sharding(params["out_sharding"], axis, widened)}
-    return unfold_from(conv_dgrad_p.bind(g, rhs, **params), widened, size, groups), widened
-
-
-batching.fancy_primitive_batchers[conv_dgrad_p] = _batch
-
-
 # ---- lowering ------------------------------------------------------------------------------------------------------
 
 
@@ -102,8 +63,8 @@ def _with_xla(problem: Any, params: dict[str, Any], out: Any) -> Callable[..., j
         lhs = _type(of_g, of_rhs, params, g.dtype)
         if problem is None and params["out_sharding"] is not None:
             lhs = lhs.update(sharding=params["out_sharding"])
-        conv = lambda lhs: params["convolution"](lhs, rhs, out_sharding=_compat.explicit_sharding(of_g))  # noqa: E731
-        return jax.linear_transpose(conv, lhs)(g)[0].astype(params["out_dtype"])
+        found = params["convolution"].transposed(g, lhs, rhs, _compat.explicit_sharding(of_g))
+        return found.astype(params["out_dtype"])
 
     dtype = params["out_dtype"]
     if problem is None or problem.dtype == dtype or not _compat.is_known(*problem.input_spatial):
@@ -112,9 +73,4 @@ def _with_xla(problem: Any, params: dict[str, Any], out: Any) -> Callable[..., j
     return between_layouts(ConvDgradProblem, problem, params, out, run)
 
 
-def _with_kernel(problem: Any, params: dict[str, Any], out: Any, custom_call: CustomCall) -> Callable[..., jax.Array]:
-    run = lambda *operands: execute.call(custom_call, problem, *operands)  # noqa: E731
-    return between_layouts(ConvDgradProblem, problem, params, out, run)
-
-
-lowering.define(conv_dgrad_p, _abstract_eval, problem_of(ConvDgradProblem), _with_xla, _with_kernel, _rule_of)
+define(conv_dgrad_p, ConvDgradProblem, _abstract_eval, _with_xla)

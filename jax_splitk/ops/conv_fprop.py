@@ -4,6 +4,7 @@ It is linear in each operand. It takes operands of any floating dtypes and conve
 a cotangent has its operand's dtype without a conversion that is differentiated.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,25 +12,14 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from jax_splitk.ops import lowering, partitioning
-from jax_splitk.ops.conv_primitives import (
-    between_layouts,
-    bind_dgrad,
-    bind_wgrad,
-    conv_dgrad_p,
-    conv_fprop_p,
-    problem_of,
-    rule_of,
-)
-from jax_splitk.ops.convolution import grouped
-from jax_splitk.ops.folding import fold_into, unfold_from
+from jax_splitk.ops import partitioning
+from jax_splitk.ops.conv_primitives import bind_dgrad, bind_wgrad, conv_dgrad_p, conv_fprop_p, define, rule_of
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime import _compat, execute
-from jax_splitk.runtime.plan import CustomCall
+from jax_splitk.runtime import _compat
 
 _rule_of = rule_of(ConvFpropProblem)
 
@@ -55,6 +45,7 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
     # What a transpose keeps of an operand is its conversion, which may be smaller.
     lhs, rhs = (x.astype(params["compute_dtype"]) for x in primals)
+    params["options"] = dataclasses.replace(params["options"], alone=False)
     out = conv_fprop_p.bind(lhs, rhs, **params)
     lhs_dot, rhs_dot = tangents
     terms = []
@@ -99,44 +90,6 @@ for primitive in (conv_fprop_p, conv_dgrad_p):
     pe.partial_eval_jaxpr_custom_rules[primitive] = _saved_as_laxs
 
 
-# ---- batching --------------------------------------------------------------------------------------------------------
-
-
-def _batch(axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
-    """One convolution more: a mapped input alone widens the batch, a mapped weight alone the output channels, and both
-    together are groups."""
-    (lhs, rhs), (lhs_dim, rhs_dim) = args, dims
-    conv = params["convolution"]
-    specs, out_groups = conv.dimension_numbers, 1
-    size = lhs.shape[lhs_dim] if lhs_dim is not None else rhs.shape[rhs_dim or 0]
-    if size == 0:
-        return _empty(args, dims, params), 0
-    if params["options"].config is not None:
-        pair = tuple(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
-        return lax.map(lambda pair: conv_fprop_p.bind(*pair, **params), pair), 0
-    if rhs_dim is None:
-        lhs, out_dim = fold_into(lhs, lhs_dim or 0, specs.lhs_spec[0], conv.batch_group_count), specs.out_spec[0]
-    elif lhs_dim is None:
-        out_groups, out_dim = conv.feature_group_count * conv.batch_group_count, specs.out_spec[1]
-        rhs = fold_into(rhs, rhs_dim, specs.rhs_spec[0], out_groups)
-    else:
-        conv, lhs = grouped(conv, lhs, lhs_dim, size)
-        rhs, out_dim = fold_into(rhs, rhs_dim, specs.rhs_spec[0]), specs.out_spec[1]
-    params |= {"convolution": conv, "out_sharding": _compat.mapped_sharding(params["out_sharding"], axis, out_dim)}
-    return unfold_from(conv_fprop_p.bind(lhs, rhs, **params), out_dim, size, out_groups), out_dim
-
-
-def _empty(args: Sequence[jax.Array], dims: Sequence[int | None], params: dict[str, Any]) -> jax.Array:
-    """Results of no mapped operands."""
-    shapes = ([n for i, n in enumerate(x.shape) if i != dim] for x, dim in zip(args, dims, strict=True))
-    one = [jax.ShapeDtypeStruct(tuple(shape), x.dtype) for shape, x in zip(shapes, args, strict=True)]
-    out = jax.eval_shape(lambda lhs, rhs: _lax(lhs, rhs, params), *one)
-    return _compat.vary_like(jnp.zeros((0, *out.shape), out.dtype), *args)
-
-
-batching.fancy_primitive_batchers[conv_fprop_p] = _batch
-
-
 # ---- lowering --------------------------------------------------------------------------------------------------------
 
 
@@ -145,9 +98,4 @@ def _with_xla(problem: Any, params: dict[str, Any], out: Any) -> Callable[..., j
     return lambda lhs, rhs: _lax(lhs, rhs, params, params["out_sharding"] if problem is None else None)
 
 
-def _with_kernel(problem: Any, params: dict[str, Any], out: Any, custom_call: CustomCall) -> Callable[..., jax.Array]:
-    run = lambda *operands: execute.call(custom_call, problem, *operands)  # noqa: E731
-    return between_layouts(ConvFpropProblem, problem, params, out, run)
-
-
-lowering.define(conv_fprop_p, _abstract_eval, problem_of(ConvFpropProblem), _with_xla, _with_kernel, _rule_of)
+define(conv_fprop_p, ConvFpropProblem, _abstract_eval, _with_xla)

@@ -11,14 +11,15 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.ops import lowering
+from jax_splitk.ops import conv_batching, lowering
 from jax_splitk.ops.convolution import Convolution, integers, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.conv_passes import ConvFpropProblem, canonical
 from jax_splitk.problems.conv_reference import mirrored
-from jax_splitk.problems.conv_wgrad import ConvProblem, Pairs
-from jax_splitk.runtime import _compat
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, Pairs
+from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.tuning.options import Options
 
 conv_fprop_p = lowering.Primitive("conv_fprop")
@@ -127,10 +128,6 @@ def as_written(kind: type[ConvProblem], avals: Sequence[Any], params: dict[str, 
     )
 
 
-def problem_of(kind: type[ConvProblem]) -> Callable[[Sequence[Any], dict[str, Any]], ConvProblem]:
-    return lambda avals, params: canonical(as_written(kind, avals, params))
-
-
 # ---- partitioning --------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +224,30 @@ def between_layouts(
     return between
 
 
-def is_canonical(problem: ConvProblem, params: dict[str, Any]) -> bool:
-    """Whether operands and result of an equation are in the layouts of its problem."""
-    conv = params["convolution"]
+def define(
+    primitive: lowering.Primitive,
+    kind: type[ConvProblem],
+    abstract_eval: Callable[..., Any],
+    with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
+) -> None:
+    """Gives the primitive of a pass its rule for vmap, and what `lowering.define` gives."""
+
+    def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvProblem:
+        return canonical(as_written(kind, avals, params))
+
+    def with_kernel(
+        problem: ConvProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
+    ) -> Callable[..., jax.Array] | None:
+        if kind is ConvWgradProblem and _is_canonical(problem, params["convolution"]):
+            return None
+        run = lambda *operands: execute.call(custom_call, problem, *operands)  # noqa: E731
+        return between_layouts(kind, problem, params, out, run)
+
+    conv_batching.define(primitive, kind)
+    lowering.define(primitive, abstract_eval, problem_of, with_xla, with_kernel, rule_of(kind))
+
+
+def _is_canonical(problem: ConvProblem, conv: Convolution) -> bool:
+    """Whether operands and result are in the layouts of their problem."""
     plain = all(order == tuple(range(len(order))) for order in _orders(conv.dimension_numbers).values())
     return plain and conv.batch_group_count == 1 and len(conv.window_strides) == problem.rank

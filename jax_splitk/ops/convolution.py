@@ -12,8 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops.folding import fold_into
-from jax_splitk.problems.conv_reference import lax_conv, lax_precision, precision_name
+from jax_splitk.problems.conv_reference import lax_conv, lax_precision, padded, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import integer
@@ -36,11 +35,29 @@ class Convolution:
     precision: str
 
     def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        out_dtype: DTypeLike | None = None,
+        out_sharding: Any = None,
+        also: Sequence[int] = (),
     ) -> jax.Array:
+        """lax's convolution; for `also` see `padded`."""
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments["precision"] = lax_precision(self.precision)
+        if not isinstance(self.padding, str):
+            axes = self.dimension_numbers.lhs_spec[2:]
+            lhs, *changed = padded(lhs, axes, self.padding, self.lhs_dilation, also)
+            arguments["padding"], arguments["lhs_dilation"] = changed
         return lax_conv(lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding)
+
+    def transposed(self, g: jax.Array, lhs: Any, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The cotangent of an input of the type `lhs`: lax's, for whose convolution see `padded`, too. It crops where
+        this one extends the low side by a window or more."""
+        windows = dilated([rhs.shape[i] for i in self.dimension_numbers.rhs_spec[2:]], self.rhs_dilation)
+        pairs = [] if isinstance(self.padding, str) else zip(self.padding, windows, strict=True)
+        far = [i for i, ((low, _), window) in enumerate(pairs) if low >= window]
+        return jax.linear_transpose(lambda lhs: self(lhs, rhs, out_sharding=out_sharding, also=far), lhs)(g)[0]
 
     def out_type(self, lhs: Any, rhs: Any, out_dtype: DTypeLike, out_sharding: Any) -> Any:
         """The type of the result for operands of these types, which have one dtype."""
@@ -50,19 +67,6 @@ class Convolution:
         arguments |= {"padding": _sides(self, *spatial), "preferred_element_type": jnp.dtype(out_dtype)}
         aval, _ = lax.conv_general_dilated_p.abstract_eval(lhs, rhs, **arguments, out_sharding=out_sharding)
         return aval
-
-
-def grouped(conv: Convolution, lhs: jax.Array, axis: int, size: int) -> tuple[Convolution, jax.Array]:
-    """The convolution, and its input, where each of `size` inputs along the mapped `axis` has a weight of its own: one
-    with so many more groups. The output channels of the weight and of the output take the axis as their greatest."""
-    specs = conv.dimension_numbers
-    if conv.batch_group_count > 1:
-        return dataclasses.replace(conv, batch_group_count=conv.batch_group_count * size), fold_into(
-            lhs, axis, specs.lhs_spec[0]
-        )
-    return dataclasses.replace(conv, feature_group_count=conv.feature_group_count * size), fold_into(
-        lhs, axis, specs.lhs_spec[1]
-    )
 
 
 def convolution(

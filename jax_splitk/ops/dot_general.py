@@ -10,8 +10,8 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_splitk.ops import dot_epilogue, dot_primitive
-from jax_splitk.ops.dot_epilogue import Epilogue
+from jax_splitk.ops import dot_primitive
+from jax_splitk.ops.dot_primitive import Epilogue
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished
@@ -165,27 +165,21 @@ def _routed(
         if options.explicit and options.implementation != "xla":
             raise NotImplementedError(f"dot_general: {reason}. Use implementation=None or 'xla'.")
         _logger.info("dot_general: XLA (%s)", reason)
-        given = (x, y, dimension_numbers, precision, preferred)
-        return _finished(lax.dot_general(*given, **_given(out_sharding=out_sharding)), x, y, dimension_numbers, *after)
+        out = lax.dot_general(x, y, dimension_numbers, precision, preferred, out_sharding=out_sharding)
+        return _finished(out, x, y, dimension_numbers, *after)
     dimensions = _canonical(x, y, dimension_numbers)
     common = jnp.promote_types(x.dtype, y.dtype)
     compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
+    epilogue, operands = _epilogue(x, y, dimensions, *after)
     params: dict[str, Any] = {
         "dimensions": dimensions,
+        "epilogue": epilogue,
         "out_dtype": preferred or (compute if common == E4M3 else common),
         "compute_dtype": jnp.dtype(compute).name,
         "precision": lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
         "options": options,
     }
-    epilogue, operands = _epilogue(x, y, dimensions, *after)
-    operands = _compat.vary_alike((x, y, *operands))
-    if epilogue == Epilogue():
-        return dot_primitive.bind(*operands, **params)
-    return dot_epilogue.bind(operands, epilogue, **params)
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
+    return dot_primitive.bind(_compat.vary_alike((x, y, *operands)), **params)
 
 
 def _left_to_lax(
@@ -249,14 +243,11 @@ def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers:
 
 def _canonical(x: jax.Array, y: jax.Array, dimension_numbers: Any) -> DimensionNumbers:
     """Plain tuples of dimensions; raises TypeError, as lax does, where they do not belong to the operands."""
-    jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *_of_one_dtype(x, y))
+    of_one_dtype = (jax.ShapeDtypeStruct(of.shape, x.dtype) for of in (x, y))
+    jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *of_one_dtype)
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
 
     def plain(dims: Sequence[int]) -> tuple[int, ...]:
         return tuple(int(i) for i in dims)
 
     return (plain(lhs_contracting), plain(rhs_contracting)), (plain(lhs_batch), plain(rhs_batch))
-
-
-def _of_one_dtype(x: jax.Array, y: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(y.shape, x.dtype)

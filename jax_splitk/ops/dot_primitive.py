@@ -1,108 +1,163 @@
-"""The `dot_general` primitive: its type, its transformation rules and its lowering. It is bilinear, and its transposes
-are products of the same kind."""
+"""The `dot_general` primitive: a product, and of its sums activation(sum + bias) + residual, the epilogue.
 
-from collections.abc import Callable, Sequence
+Operands are lhs, rhs, the bias and the residual, as far as there are any. A bias has the shape of the free dimensions
+of lhs ("m") or rhs ("n"). Where an epilogue cannot go with the product (a bias that is mapped with both operands, an
+activation that is differentiated, a platform without a kernel for it), XLA computes it of the sums of the product
+alone. That is bilinear, and its transposes are products of the same kind.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops import dot_product, lowering, partitioning
+from jax_splitk.ops.folding import mapped_size, one_by_one
 from jax_splitk.ops.partitioning import Rule
-from jax_splitk.problems import dot_layout
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
-from jax_splitk.problems.dot_reference import wide_dtype
-from jax_splitk.runtime import _compat, execute
+from jax_splitk.problems.dot_reference import finished
+from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import CustomCall
 
 dot_general_p = lowering.Primitive("jax_splitk_dot_general")
 
 
-def bind(lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers, out_dtype: Any, **params: Any) -> jax.Array:
-    """The product of operands that are rounded to `compute_dtype`."""
-    return dot_general_p.bind(lhs, rhs, dimensions=dimensions, out_dtype=jnp.dtype(out_dtype).name, **params)
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """As in `DotProblem`."""
+
+    bias: str = "none"
+    activation: str = "none"
+    residual: bool = False
+
+    def named(self, operands: Sequence[Any]) -> tuple[Any, Any]:
+        """(bias, residual) of the operands after lhs and rhs; None for one that is not there."""
+        bias = None if self.bias == "none" else operands[0]
+        return bias, operands[-1] if self.residual else None
 
 
-def with_lax(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, params: dict[str, Any]) -> jax.Array:
-    """The product in plain lax."""
-    dtype = params["compute_dtype"]
-    wide = wide_dtype(dtype, out_dtype)  # lax does not narrow
-    precision = params["precision"]
-    out = lax.dot_general(
-        lhs.astype(dtype), rhs.astype(dtype), params["dimensions"], precision=precision, preferred_element_type=wide
-    )
-    return out.astype(out_dtype)
+NO_EPILOGUE = Epilogue()
 
 
-def rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
-    """Every dimension may be divided; a contracting one that is leaves a sum."""
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
-    names: list[dict[int, str]] = []
-    pairs = ((lhs_contracting, lhs_batch, "m"), (rhs_contracting, rhs_batch, "n"))
-    for aval, (contracting, batch, letter) in zip(avals, pairs, strict=True):
-        free = free_dimensions(aval.ndim, contracting, batch)
-        named = (("k", contracting), ("b", batch), (letter, free))
-        names.append({dim: f"{kind}{place}" for kind, dims in named for place, dim in enumerate(dims)})
-    operands = tuple(tuple(of[dim] for dim in sorted(of)) for of in names)
-    of_result = (f"b{i}" for i in range(len(lhs_batch)))
-    result = (*of_result, *(name for dims in operands for name in dims if name[0] in "mn"))
-    units = {name: aval.shape[dim] for aval, of in zip(avals, names, strict=True) for dim, name in of.items()}
-    return Rule(operands, result, units, lambda params, parts: params)
+def bind(
+    operands: Sequence[jax.Array], dimensions: DimensionNumbers, epilogue: Epilogue, out_dtype: Any, **params: Any
+) -> jax.Array:
+    """The value for operands of which lhs and rhs are rounded to `compute_dtype`."""
+    params |= {"dimensions": dimensions, "epilogue": epilogue, "out_dtype": jnp.dtype(out_dtype).name}
+    return dot_general_p.bind(*operands, **params)
 
 
-def type_of_product(lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
-    """Without a sharding."""
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
-    of_lhs = (*lhs_batch, *free_dimensions(lhs.ndim, lhs_contracting, lhs_batch))
-    of_rhs = free_dimensions(rhs.ndim, rhs_contracting, rhs_batch)
-    shape = (*(lhs.shape[i] for i in of_lhs), *(rhs.shape[i] for i in of_rhs))
-    return _compat.like(lhs if _compat.aval_vma(lhs) else rhs, shape, params["out_dtype"])
+def _finished(sums: jax.Array, operands: Sequence[jax.Array], params: dict[str, Any]) -> jax.Array:
+    """The result, of sums and all operands."""
+    bias, residual = params["epilogue"].named(operands[2:])
+    if params["epilogue"].bias == "m":
+        bias = bias.reshape(*bias.shape, *[1] * len(_free(operands, params)[1]))
+    return finished(sums, bias, params["epilogue"].activation, residual).astype(params["out_dtype"])
 
 
-def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
-    out = type_of_product(lhs, rhs, params)
-    return partitioning.with_explicit_sharding(out, rule_of, (lhs, rhs), params)
+def _free(operands: Sequence[Any], params: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The free dimensions of lhs and rhs."""
+    contracting, batch = params["dimensions"]
+    lhs, rhs = (free_dimensions(operands[i].ndim, contracting[i], batch[i]) for i in range(2))
+    return lhs, rhs
 
 
-def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> DotProblem:
-    """The canonical problem of an equation, from the types of its operands and its parameters."""
-    shapes = [tuple(_compat.static_or_symbolic(size) for size in aval.shape) for aval in avals]
-    lhs, rhs = dot_layout.operands(shapes[0], shapes[1], params["dimensions"])
-    return DotProblem(
-        batch=lhs.size("b"),
-        m=lhs.size("m"),
-        n=rhs.size("n"),
-        k=lhs.size("k"),
-        lhs_order=lhs.order,
-        rhs_order=rhs.order,
-        dtype=params["compute_dtype"],
-        out_dtype=params["out_dtype"],
-        precision=params["precision"].name.lower() if params["compute_dtype"] == "float32" else "default",
+def _of_product(operands: Sequence[Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the product alone, whose sums are of the epilogue's dtype."""
+    out_dtype = _problem_of(operands, params).product.out_dtype
+    return {**params, "epilogue": NO_EPILOGUE, "out_dtype": out_dtype}
+
+
+def _composed(*operands: jax.Array, **params: Any) -> jax.Array:
+    """The value by a product of its own."""
+    return _finished(bind(operands[:2], **_of_product(operands, params)), operands, params)
+
+
+def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """That of the product. Where the reduction is divided, the epilogue is of the sum over the devices."""
+    product, epilogue = dot_product.rule_of(avals[:2], params), params["epilogue"]
+    bias = () if epilogue.bias == "none" else (tuple(x for x in product.result if x[0] == epilogue.bias),)
+    residual = (product.result,) if epilogue.residual else ()
+
+    def divided(params: dict[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
+        if not any(name in parts for name in product.reductions):
+            return params
+        return _of_product(avals, params)
+
+    def finish(sums: jax.Array, *operands: jax.Array) -> jax.Array:
+        return _finished(sums, operands, params)
+
+    return Rule((*product.operands, *bias, *residual), product.result, product.units, divided, finish)
+
+
+def _abstract_eval(*avals: Any, **params: Any) -> Any:
+    out = dot_product.type_of(avals[0], avals[1], params)
+    return partitioning.with_explicit_sharding(out, _rule_of, avals, params)
+
+
+def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> DotProblem:
+    epilogue = params["epilogue"]
+    bias, residual = (None if x is None else jnp.dtype(x.dtype).name for x in epilogue.named(avals[2:]))
+    return dataclasses.replace(
+        dot_product.problem_of(avals[:2], params),
+        bias=epilogue.bias,
+        bias_dtype=bias or "none",
+        activation=epilogue.activation,
+        residual_dtype=residual or "none",
     )
 
 
 # ---- differentiation -----------------------------------------------------------------------------------------------
 
 
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
+    """An activation is differentiated at the sums, which are kept; all else is linear, and stays in the kernel."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    if params["epilogue"].activation != "none":
+
+        def of_moving(*given: jax.Array) -> jax.Array:
+            changed = dict(zip(moving, given, strict=True))
+            return _composed(*(changed.get(i, x) for i, x in enumerate(primals)), **params)
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    out = dot_general_p.bind(*primals, **params)
+    terms: list[jax.Array] = []
+    for i in moving:
+        if i < 2:
+            lhs, rhs = (tangents[0], primals[1]) if i == 0 else (primals[0], tangents[1])
+            terms.append(dot_general_p.bind(lhs, rhs, **{**params, "epilogue": NO_EPILOGUE}))
+        elif i == 2 and params["epilogue"].bias != "none":
+            alone = {**params, "epilogue": Epilogue(params["epilogue"].bias)}
+            zeros = jnp.zeros_like(out, dtype=_problem_of(primals, params).epilogue_dtype)
+            terms.append(_finished(zeros, (*primals[:2], tangents[i]), alone))
+        else:
+            terms.append(tangents[i].astype(out.dtype))
+    return out, sum(terms[1:], start=terms[0])
+
+
 # The operand being solved for arrives as a placeholder that has only a type, `.aval`.
 
 
-def _transpose_lhs(ct: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
-    return _cotangent(ct, lhs.aval, rhs, params["dimensions"], params)
-
-
-def _transpose_rhs(ct: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
+def _transpose(ct: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> tuple[Any, ...]:
+    """Of a product alone, which is what `_jvp` leaves to be transposed."""
+    if rest or params["epilogue"] != NO_EPILOGUE:
+        raise NotImplementedError("the transpose of a product with an epilogue, which is not linear")
+    if isinstance(ct, ad.Zero):
+        return None, None
+    if ad.is_undefined_primal(lhs):
+        return _cotangent(ct, lhs.aval, rhs, params["dimensions"], params), None
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
     free = free_dimensions(lhs.ndim, lhs_contracting, lhs_batch)
     # As the result of rhs's product with lhs.
     batch, last = len(lhs_batch), ct.ndim
     order = (*range(batch), *range(batch + len(free), last), *range(batch, batch + len(free)))
     swapped = ((rhs_contracting, lhs_contracting), (rhs_batch, lhs_batch))
-    return _cotangent(ct, rhs.aval, lhs, swapped, params, tuple(order))
+    return None, _cotangent(ct, rhs.aval, lhs, swapped, params, order)
 
 
 def _cotangent(
@@ -129,46 +184,51 @@ def _cotangent(
         params["compute_dtype"], out_dtype = "bfloat16", "float32"
     # The result is written in x's order where one of the two orders of the operands gives it.
     if in_y_order and x_free and in_y_order[0] < x_free[0]:
-        out = bind(y, ct, ((y_free, ct_y), (y_batch, ct_batch)), out_dtype, **params)
+        out = bind((y, ct), ((y_free, ct_y), (y_batch, ct_batch)), out_dtype=out_dtype, **params)
         axes = (*x_batch, *in_y_order, *x_free)
     else:
-        out = bind(ct, y, ((ct_y, y_free), (ct_batch, y_batch)), out_dtype, **params)
+        out = bind((ct, y), ((ct_y, y_free), (ct_batch, y_batch)), out_dtype=out_dtype, **params)
         axes = (*x_batch, *x_free, *in_y_order)
     return out.transpose(tuple(int(i) for i in np.argsort(axes))).astype(x.dtype)
 
 
-ad.defbilinear(dot_general_p, _transpose_lhs, _transpose_rhs)
+ad.primitive_jvps[dot_general_p] = _jvp
+ad.primitive_transposes[dot_general_p] = _transpose
 
 
 # ---- batching ------------------------------------------------------------------------------------------------------
 
 
 def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
-    """Two batched operands have one more batch dimension, a single one has one more free dimension."""
-    (lhs, rhs), (lhs_dim, rhs_dim) = args, dims
-    if params["options"].config is not None:  # chosen for the product that the caller sees
-        size = lhs.shape[lhs_dim] if lhs_dim is not None else rhs.shape[rhs_dim or 0]
-        pair = (batching.bdim_at_front(lhs, lhs_dim, size), batching.bdim_at_front(rhs, rhs_dim, size))
-        return lax.map(lambda pair: dot_general_p.bind(*pair, **params), pair), 0
-    params["dimensions"], place = with_mapped(params["dimensions"], (lhs.ndim, rhs.ndim), (lhs_dim, rhs_dim))
-    return dot_general_p.bind(lhs, rhs, **params), place
+    """Two mapped operands have one more batch dimension, a single one has one more free dimension, and what is mapped
+    with a bias is its dimension."""
+    lhs_dim, rhs_dim, epilogue = dims[0], dims[1], params["epilogue"]
+    if params["options"].config is not None:
+        return one_by_one(dot_general_p, args, dims, params), 0
+    size = mapped_size(args, dims)
+    bias, residual = epilogue.named(tuple(zip(args[2:], dims[2:], strict=True)))
+    of_bias = (epilogue.bias == "m" and rhs_dim is None) or (epilogue.bias == "n" and lhs_dim is None)
+    if (lhs_dim is None and rhs_dim is None) or (bias is not None and bias[1] is not None and not of_bias):
+        return jax.vmap(lambda *each: _composed(*each, **params), tuple(dims))(*args), 0
+    ranks = (args[0].ndim, args[1].ndim)
+    params["dimensions"], place = dot_product.with_mapped(params["dimensions"], ranks, (lhs_dim, rhs_dim))
+    rest = []
+    if bias is not None:
+        free = _free(args, params)[0 if epilogue.bias == "m" else 1]
+        at = free.index(lhs_dim if epilogue.bias == "m" else rhs_dim) if of_bias else None
+        rest.append(bias[0] if at is None else _with_dimension(bias, at, size))
+    if residual is not None:
+        rest.append(_with_dimension(residual, place, size))
+    return dot_general_p.bind(*args[:2], *rest, **params), place
 
 
-def with_mapped(
-    dimensions: DimensionNumbers, ranks: tuple[int, int], mapped: tuple[int | None, int | None]
-) -> tuple[DimensionNumbers, int]:
-    """The dimensions of operands of these ranks that have a mapped one more, and where it is in the result."""
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimensions
-    lhs_dim, rhs_dim = mapped
-    after = lambda those, dim: tuple(i + (dim is not None and i >= dim) for i in those)  # noqa: E731
-    contracting = (after(lhs_contracting, lhs_dim), after(rhs_contracting, rhs_dim))
-    batch = (after(lhs_batch, lhs_dim), after(rhs_batch, rhs_dim))
-    if lhs_dim is not None and rhs_dim is not None:
-        return (contracting, ((lhs_dim, *batch[0]), (rhs_dim, *batch[1]))), 0
-    lhs_free, rhs_free = (free_dimensions(ranks[i], contracting[i], batch[i]) for i in range(2))
-    if lhs_dim is not None:
-        return (contracting, batch), len(batch[0]) + lhs_free.index(lhs_dim)
-    return (contracting, batch), len(batch[0]) + len(lhs_free) + rhs_free.index(rhs_dim or 0)
+def _with_dimension(operand: tuple[jax.Array, int | None], place: int, size: int) -> jax.Array:
+    """An operand with its mapped dimension at `place`, or repeated along one there."""
+    x, dim = operand
+    if dim is not None:
+        return jnp.moveaxis(x, dim, place)
+    shape = (*x.shape[:place], size, *x.shape[place:])
+    return jnp.broadcast_to(jnp.expand_dims(x, place), shape)
 
 
 batching.primitive_batchers[dot_general_p] = _batch
@@ -178,31 +238,26 @@ batching.primitive_batchers[dot_general_p] = _batch
 
 
 def _with_xla(problem: DotProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
-    del problem, out
-    return lambda lhs, rhs: with_lax(lhs, rhs, params["out_dtype"], params)
+    del out
+
+    def product_and_epilogue(*operands: jax.Array) -> jax.Array:
+        dtype = _problem_of(operands, params).product.out_dtype
+        return _finished(dot_product.with_lax(operands[0], operands[1], dtype, params), operands, params)
+
+    return product_and_epilogue
 
 
 def _with_kernel(
     problem: DotProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
 ) -> Callable[..., jax.Array]:
-    def between_reshapes(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        given = as_of_problem(problem, lhs, rhs, params["dimensions"])
-        return execute.call(custom_call, problem, *given).reshape(out.shape)
+    def between_reshapes(*operands: jax.Array) -> jax.Array:
+        given = dot_product.as_of_problem(problem, operands[0], operands[1], params["dimensions"])
+        # Of a product alone there are none.
+        rest = [x.reshape(shape) for x, (shape, _) in zip(operands[2:], problem.epilogue_operands, strict=False)]
+        result = execute.call(custom_call, problem, *given, *rest).reshape(out.shape)
+        return result if problem.epilogue else _finished(result, operands, params)
 
     return between_reshapes
 
 
-def as_of_problem(
-    problem: DotProblem, lhs: jax.Array, rhs: jax.Array, dimensions: DimensionNumbers
-) -> tuple[jax.Array, jax.Array]:
-    """The operands as the problem has them."""
-
-    def given(x: jax.Array, layout: dot_layout.Operand) -> jax.Array:
-        moved = x if layout.transpose is None else x.transpose(layout.transpose)
-        return moved.astype(problem.dtype).reshape(layout.shape)
-
-    of_lhs, of_rhs = dot_layout.operands(lhs.shape, rhs.shape, dimensions)
-    return given(lhs, of_lhs), given(rhs, of_rhs)
-
-
-lowering.define(dot_general_p, _abstract_eval, problem_of, _with_xla, _with_kernel, rule_of)
+lowering.define(dot_general_p, _abstract_eval, _problem_of, _with_xla, _with_kernel, _rule_of)

@@ -1,7 +1,13 @@
-"""A mapped axis (vmap) as a part of a dimension that an operation has anyway, and back."""
+"""A mapped axis (vmap) as a part of a dimension that an operation has anyway, and back; or as a loop."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax import lax
 from jax import numpy as jnp
+from jax.extend import core
+from jax.interpreters import batching
 
 
 def fold_into(x: jax.Array, axis: int, into: int, groups: int = 1) -> jax.Array:
@@ -23,3 +29,18 @@ def unfold_from(x: jax.Array, dim: int, size: int, groups: int = 1) -> jax.Array
         x = x.reshape(*x.shape[:dim], groups, size, channels // groups, *rest)
         return jnp.moveaxis(x, dim + 1, dim).reshape(*x.shape[:dim], size, channels, *rest)
     return x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *rest)
+
+
+def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
+    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
+    return size
+
+
+def one_by_one(
+    primitive: core.Primitive, operands: Sequence[jax.Array], dims: Sequence[int | None], params: dict[str, Any]
+) -> jax.Array:
+    """The results along a mapped axis, which comes out in front, by a loop: a config is for the operation that the
+    caller sees."""
+    size = mapped_size(operands, dims)
+    in_front = tuple(batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True))
+    return lax.map(lambda each: primitive.bind(*each, **params), in_front)

@@ -17,12 +17,13 @@ from jax.interpreters import mlir
 from jax_splitk import kernels
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import ahead
+from jax_splitk.tuning import agreement, ahead
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select, would_serve
@@ -91,7 +92,8 @@ def define(
             problem = served(problem, platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
-                division = division_rule(ctx, primitive, params, platform)
+                laxs = stays_laxs(ctx, problem, params["options"], platform)
+                division = laxs or division_rule(ctx, primitive, params, platform)
                 if isinstance(division, Rule):
                     return partitioning.lower(ctx, primitive, division, params, problem, operands)
                 undivided = division
@@ -206,6 +208,21 @@ def choose(
     return select(problem, target, options, measure=measure, final=final)
 
 
+def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, final: bool = True) -> str | None:
+    """Why a quiet pass under automatic partitioning is lax's, divided or not: no kernel is chosen for the whole, nor
+    for a device's part if all devices divide its batch. None where one is. `final`: it will be lowered."""
+    if not options.quiet or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
+        return None
+    parts, devices = [problem], _compat.device_count(ctx)
+    if problem.batch % devices == 0:
+        parts.append(dataclasses.replace(problem, batch=problem.batch // devices))
+    # In a job all processes must find the same; nothing is measured for it.
+    target, unmeasured = target_for(platform), dataclasses.replace(options, alone=True)
+    agreed = final and target.is_local and agreement.needed()
+    chosen = (select(part, target, unmeasured, measure=agreed).candidate for part in parts)
+    return "no kernel is chosen for it" if all(candidate == XLA for candidate in chosen) else None
+
+
 def division_rule(ctx: Any, primitive: Primitive, params: dict[str, Any], platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
     problem, options = primitive.problem_of(ctx.avals_in, params), params["options"]
@@ -213,8 +230,6 @@ def division_rule(ctx: Any, primitive: Primitive, params: dict[str, Any], platfo
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):
         return f"no kernel for platform {platform}"
-    if options.quiet and select(problem, target_for(platform), options).candidate == XLA:
-        return "no kernel is chosen for the whole"
     return only_xla(problem) or partitioning.refusal(ctx) or primitive.rule_of(ctx.avals_in, params)
 
 

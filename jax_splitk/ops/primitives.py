@@ -1,12 +1,11 @@
 """The primitives of all operations, each with its rules."""
 
-from jax_splitk.ops import conv_dgrad, conv_fprop, conv_wgrad, dot_epilogue, dot_primitive, quantized_primitive
+from jax_splitk.ops import conv_dgrad, conv_fprop, conv_wgrad, dot_primitive, quantized_primitive
 
 PRIMITIVES = (
     conv_fprop.conv_fprop_p,
     conv_dgrad.conv_dgrad_p,
     conv_wgrad.conv_wgrad_p,
     dot_primitive.dot_general_p,
-    dot_epilogue.dot_epilogue_p,
     quantized_primitive.quantized_matmul_p,
 )

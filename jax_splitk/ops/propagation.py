@@ -54,10 +54,11 @@ class _Marked:
     division: Division | None = None
 
 
-def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
-    """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered."""
+def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *, every: bool) -> list[Operation]:
+    """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered;
+    `every`: quiet passes for which no kernel is chosen as the others, divided."""
     marked: list[_Marked] = []
-    rules = tuple((primitive, _marking(primitive, platform, marked)) for primitive in PRIMITIVES)
+    rules = tuple((primitive, _marking(primitive, platform, marked, every)) for primitive in PRIMITIVES)
     with ahead.looking_on():
         traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
     parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
@@ -73,16 +74,19 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) ->
 # ---- lowering to markers -------------------------------------------------------------------------------------------
 
 
-def _marking(primitive: lowering.Primitive, platform: str, marked: list[_Marked]) -> Callable[..., Any]:
+def _marking(primitive: lowering.Primitive, platform: str, marked: list[_Marked], every: bool) -> Callable[..., Any]:
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if lowering.routed(primitive, ctx.avals_in, params, platform) is None:
+        problem = lowering.routed(primitive, ctx.avals_in, params, platform)
+        if problem is None:
             return lowering.in_lax(primitive, ctx, operands, params)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
         equation, rule = _Marked(primitive, shapes, params), None
         if _compat.is_automatically_partitioned(ctx):
-            found = lowering.division_rule(ctx, primitive, params, platform)
+            options = params["options"]
+            laxs = None if every else lowering.stays_laxs(ctx, problem, options, platform, final=False)
+            found = laxs or lowering.division_rule(ctx, primitive, params, platform)
             if isinstance(found, Rule):
                 explicit, sizes = partitioning.explicit_division(found, ctx.avals_in), partitioning.mesh_of(ctx).shape
                 equation = dataclasses.replace(equation, rule=found, sizes=dict(sizes), division=explicit)

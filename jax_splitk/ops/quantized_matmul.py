@@ -91,18 +91,8 @@ def quantized_matmul(
     back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, options)
     _check_limit(x, layout, options)
     x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
-    out = _matmul(_Call(layout, out_dtype, options, back), x.reshape(-1, k), leaves, back_leaves)
+    out = _matmul(layout, out_dtype, options, back, x.reshape(-1, k), leaves, back_leaves)
     return out.reshape(*x.shape[:-1], features)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Everything static about one product."""
-
-    layout: Layout
-    out_dtype: np.dtype
-    options: Options
-    back: Back | None
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
@@ -141,9 +131,17 @@ def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
         raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")
 
 
-@functools.partial(jax.jit, static_argnums=0)  # one computation also outside jit
-def _matmul(call: _Call, x: jax.Array, leaves: Leaves, back_leaves: Leaves | None) -> jax.Array:
-    given = (x, leaves, call.layout, call.out_dtype, call.options)
-    if call.back is None or back_leaves is None:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one computation also outside jit
+def _matmul(
+    layout: Layout,
+    out_dtype: np.dtype,
+    options: Options,
+    back: Back | None,
+    x: jax.Array,
+    leaves: Leaves,
+    back_leaves: Leaves | None,
+) -> jax.Array:
+    given = (x, leaves, layout, out_dtype, options)
+    if back is None or back_leaves is None:
         return quantized_primitive.bind(*given)
-    return bind_paired(*given, back_leaves, call.back)
+    return bind_paired(*given, back_leaves, back)

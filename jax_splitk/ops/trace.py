@@ -19,11 +19,13 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
         return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
 
 
-def operations(jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str) -> list[Operation]:
+def operations(
+    jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *, every: bool = False
+) -> list[Operation]:
     """Our operations in `jaxpr`, the trace of `fn(*args, **kwargs)`, in its order; of a program for several devices, as
-    each device computes them."""
+    each device computes them. `every`: quiet passes, too, for which no kernel is chosen (`propagation.operations`)."""
     if _spans_devices(jaxpr, (args, kwargs)):
-        found = propagation.operations(fn, args, kwargs, platform)
+        found = propagation.operations(fn, args, kwargs, platform, every=every)
     else:
         found = [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr, platform)]
     return [_served(each, platform) for each in found]

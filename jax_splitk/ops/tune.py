@@ -56,10 +56,11 @@ def tune(
       ...     dw = jax.jit(wgrad)(jnp.ones(x.shape), jnp.ones(x.shape))
     """
     wanted: collections.Counter[tuple[Problem, int]] = collections.Counter()
-    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform()):
+    target = target_for(local_platform())
+    for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform(), every=True):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
-        if ours and lowering.only_xla(found.problem) is None:
+        if ours and lowering.only_xla(found.problem) is None and decide.foregone(found.problem, target) is None:
             wanted[(found.problem, options.workspace_limit)] += 1
     return _tune_all(wanted, seconds, again, counted=True)
 

@@ -1,7 +1,7 @@
 """The same operations in plain lax: what the fallback runs and what kernels are checked against."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -39,22 +39,28 @@ def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
     return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
 
 
-def _cropped(
-    lhs: jax.Array, problem: ConvWgradProblem, specs: lax.ConvDimensionNumbers
-) -> tuple[jax.Array, list[tuple[int, int]]]:
-    """lhs and its padding, which crops no low side where it extends the high one.
+def padded(
+    lhs: jax.Array,
+    axes: Sequence[int],
+    padding: Sequence[tuple[Any, Any]],
+    dilation: Sequence[int],
+    also: Sequence[int] = (),
+) -> tuple[jax.Array, list[tuple[Any, Any]], list[int]]:
+    """lhs, its padding and its dilation, for the same convolution, which crops no low side where it extends the high
+    one: lhs is padded before there, and where `also` says, by their numbers among `axes`.
 
-    XLA:CPU of jaxlib 0.10 and 0.11 computes such a convolution wrongly, or ends the process. What is cropped is sliced
-    off before: maybe everything, which leaves an empty array.
+    XLA:CPU of jaxlib 0.10 and 0.11 computes such a convolution wrongly, or ends the process.
     """
-    padding = wgrad_padding(problem)
-    for i, (axis, dilation) in enumerate(zip(specs.lhs_spec[2:], problem.lhs_dilation, strict=True)):
+    padding, dilation = list(padding), list(dilation)
+    before = [(0, 0, 0)] * lhs.ndim
+    for i, axis in enumerate(axes):
         low, high = padding[i]
-        if low < 0 < high:
-            dropped = min(-(low // dilation), lhs.shape[axis])
-            lhs = lax.slice_in_dim(lhs, dropped, None, axis=axis)
-            padding[i] = (low + dropped * dilation, high)
-    return lhs, padding
+        if i in also or (_compat.is_known(low, high) and low < 0 < high):
+            before[axis] = (low, high, dilation[i] - 1)
+            padding[i], dilation[i] = (0, 0), 1
+    if any(sides != (0, 0, 0) for sides in before):
+        lhs = lax.pad(lhs, _compat.vary_like(jnp.zeros((), lhs.dtype), lhs), before)
+    return lhs, padding, dilation
 
 
 def conv_wgrad(
@@ -66,47 +72,47 @@ def conv_wgrad(
     features. Strides and kernel dilation change places. Unlike through `jax.vjp`, the result's dtype can be chosen.
     """
     specs = specs or NHWC_SPECS[problem.rank]
-    cropped, padding = _cropped(lhs, problem, specs)
-    if problem.reduction_size == 0 or 0 in cropped.shape:  # XLA refuses a window, and jax an image, without pixels
+    if problem.reduction_size == 0 or 0 in lhs.shape:  # XLA refuses a window, and jax an image, without pixels
         zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype)
         return _compat.vary_like(zeros, lhs, g)
-    feature_groups, batch_groups = problem.batch_group_count, problem.feature_group_count
-    # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    out = lax_conv(
-        cropped,
+    lhs, padding, dilation = padded(lhs, specs.lhs_spec[2:], wgrad_padding(problem), problem.lhs_dilation)
+    return _convolved(
+        lhs,
         g,
+        problem,
         window_strides=problem.rhs_dilation,
         padding=padding,
-        lhs_dilation=problem.lhs_dilation,
+        lhs_dilation=dilation,
         rhs_dilation=problem.window_strides,
         dimension_numbers=lax.ConvDimensionNumbers(
             _swap_first_two(specs.lhs_spec), _swap_first_two(specs.out_spec), _swap_first_two(specs.rhs_spec)
         ),
-        feature_group_count=feature_groups,
-        batch_group_count=batch_groups,
-        precision=lax_precision(problem.precision),
-        preferred_element_type=wider(problem.dtype, problem.out_dtype),
+        feature_group_count=problem.batch_group_count,
+        batch_group_count=problem.feature_group_count,
     )
-    return out.astype(problem.out_dtype)
+
+
+def _convolved(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem, **window: Any) -> jax.Array:
+    """lax does not narrow: a result of fewer bits than the operands is converted afterwards."""
+    precision, wide = lax_precision(problem.precision), wider(problem.dtype, problem.out_dtype)
+    return lax_conv(lhs, rhs, **window, precision=precision, preferred_element_type=wide).astype(problem.out_dtype)
 
 
 def conv_fprop(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:
     """The convolution, in canonical layouts."""
-    # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
-    out = lax_conv(
+    lhs, padding, dilation = padded(lhs, range(1, lhs.ndim - 1), problem.padding, problem.lhs_dilation)
+    return _convolved(
         lhs,
         rhs,
+        problem,
         window_strides=problem.window_strides,
-        padding=problem.padding,
-        lhs_dilation=problem.lhs_dilation,
+        padding=padding,
+        lhs_dilation=dilation,
         rhs_dilation=problem.rhs_dilation,
         dimension_numbers=NHWC_SPECS[problem.rank],
         feature_group_count=problem.feature_group_count,
         batch_group_count=problem.batch_group_count,
-        precision=lax_precision(problem.precision),
-        preferred_element_type=wider(problem.dtype, problem.out_dtype),
     )
-    return out.astype(problem.out_dtype)
 
 
 def conv_dgrad(g: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:

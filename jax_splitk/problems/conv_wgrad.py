@@ -5,8 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jax import numpy as jnp
-
+from jax_splitk.problems.problem import MOST, nbytes, require_fields
 from jax_splitk.runtime.arguments import quoted, require
 
 Pairs = tuple[tuple[int, int], ...]
@@ -63,15 +62,11 @@ class ConvProblem:
             value, least = getattr(self, name), int(name in window)
             valid = _integers(value, least) and len(value) == rank
             require(valid, f"{name}={value!r}", f"{rank} integers of at least {least}")
-        for name in ("batch", "in_channels", "out_channels", "feature_group_count", "batch_group_count"):
-            value, least = getattr(self, name), int(name != "batch")
-            require(_integers((value,), least), f"{name}={value!r}", f"an integer of at least {least}")
+        sizes = ("in_channels", "out_channels", "feature_group_count", "batch_group_count")
+        require_fields(self, {"batch": 0, **dict.fromkeys(sizes, 1)}, {"dtype": DTYPES, "out_dtype": DTYPES})
         pairs = self.padding if isinstance(self.padding, tuple) else ()
         valid = len(pairs) == rank and all(_integers(pair, None) and len(pair) == 2 for pair in pairs)
         require(valid, f"padding={self.padding!r}", f"{rank} pairs of integers")
-        for name in ("dtype", "out_dtype"):
-            value = getattr(self, name)
-            require(isinstance(value, str) and value in DTYPES, f"{name}={value!r}", quoted(DTYPES))
         parts = self.precision.split(",") if isinstance(self.precision, str) else []
         valid = len(parts) in (1, 2) and len(set(parts)) == len(parts) and set(parts) <= set(PRECISIONS)
         require(valid, f"precision={self.precision!r}", f"{quoted(PRECISIONS)} or two different ones, 'lhs,rhs'")
@@ -143,8 +138,8 @@ class ConvProblem:
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        inputs = sum(map(math.prod, self.operand_shapes)) * jnp.dtype(self.dtype).itemsize
-        return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
+        inputs = sum(nbytes(shape, self.dtype) for shape in self.operand_shapes)
+        return inputs + nbytes(self.out_shape, self.out_dtype)
 
     def __str__(self) -> str:
         sizes = {"lhs": self.lhs_shape, "g": self.g_shape, "kernel": self.kernel_spatial, "stride": self.window_strides}
@@ -184,7 +179,7 @@ class ConvWgradProblem(ConvProblem):
 
 def _integers(values: object, least: int | None) -> bool:
     return isinstance(values, tuple) and all(
-        type(value) is int and (least is None or value >= least) and abs(value) < 2**40 for value in values
+        type(value) is int and (least is None or value >= least) and abs(value) < MOST for value in values
     )
 
 

@@ -1,14 +1,12 @@
 """A matrix product with a batch, as kernels see it: a frozen, hashable, canonical description."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
-from jax import numpy as jnp
 
 from jax_splitk.problems.conv_wgrad import DTYPES, PRECISIONS
-from jax_splitk.runtime.arguments import quoted, require
+from jax_splitk.problems.problem import nbytes, require_fields
 
 # The orders of an operand's dimensions in memory that kernels read without a transpose: all but those whose last
 # dimension is the batch.
@@ -64,10 +62,6 @@ class DotProblem:
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and values: for problems that come from files or
         command lines."""
-        for name in ("batch", "m", "n", "k"):
-            value = getattr(self, name)
-            valid = type(value) is int and 0 <= value < 2**40
-            require(valid, f"{name}={value!r}", "an integer of at least 0")
         choices = {
             "lhs_order": LHS_ORDERS,
             "rhs_order": RHS_ORDERS,
@@ -79,8 +73,7 @@ class DotProblem:
             "activation": ("none", *ACTIVATIONS),
             "residual_dtype": ("none", *DTYPES),
         }
-        for name, accepted in choices.items():
-            require(getattr(self, name) in accepted, f"{name}={getattr(self, name)!r}", quoted(accepted))
+        require_fields(self, dict.fromkeys(("batch", "m", "n", "k"), 0), choices)
 
     @property
     def epilogue(self) -> str:
@@ -144,9 +137,8 @@ class DotProblem:
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        inputs = (math.prod(self.lhs_shape) + math.prod(self.rhs_shape)) * jnp.dtype(self.dtype).itemsize
-        inputs += sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.epilogue_operands)
-        return inputs + math.prod(self.out_shape) * jnp.dtype(self.out_dtype).itemsize
+        operands = ((self.lhs_shape, self.dtype), (self.rhs_shape, self.dtype), *self.epilogue_operands)
+        return sum(nbytes(*array) for array in (*operands, (self.out_shape, self.out_dtype)))
 
     def __str__(self) -> str:
         batch = f"{self.batch}x " if self.batch != 1 else ""

@@ -6,8 +6,6 @@ from jax import numpy as jnp
 
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
 
-_PRECISIONS = {"default": lax.Precision.DEFAULT, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
-
 
 def wide_dtype(dtype: str, out_dtype: str) -> str:
     """Of lax's product."""
@@ -36,7 +34,8 @@ def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.
     dimensions = (((left.index("k"),), (right.index("k"),)), ((left.index("b"),), (right.index("b"),)))
     # lax does not narrow: a result of fewer bits than the operands is converted afterwards.
     wide = wide_dtype(problem.dtype, problem.out_dtype)
-    out = lax.dot_general(lhs, rhs, dimensions, precision=_PRECISIONS[problem.precision], preferred_element_type=wide)
+    precision = lax.Precision[problem.precision.upper()]
+    out = lax.dot_general(lhs, rhs, dimensions, precision=precision, preferred_element_type=wide)
     return out.astype(problem.out_dtype)
 
 

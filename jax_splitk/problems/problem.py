@@ -1,7 +1,15 @@
-"""What every problem offers."""
+"""What every problem offers, and what problems share."""
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
+
+from jax import numpy as jnp
+
+from jax_splitk.runtime.arguments import quoted, require
+
+MOST = 2**40  # sizes are below it
 
 
 class Problem(Protocol):
@@ -11,7 +19,7 @@ class Problem(Protocol):
 
     @property
     def op(self) -> str:
-        """The operation's name, a key of `OPERATIONS` and of `kernels.FAMILIES`."""
+        """The operation's name, a key of `OPERATIONS` and of `kernels.catalogue.FAMILIES`."""
         ...
 
     @property
@@ -36,3 +44,19 @@ class Problem(Protocol):
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and belong together."""
         ...
+
+
+def nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Of an array."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def require_fields(problem: Any, least: Mapping[str, int], choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError unless the fields of `least` are integers of at least that, and those of `choices` among
+    these."""
+    for name, low in least.items():
+        value = getattr(problem, name)
+        require(type(value) is int and low <= value < MOST, f"{name}={value!r}", f"an integer of at least {low}")
+    for name, accepted in choices.items():
+        value = getattr(problem, name)
+        require(isinstance(value, str) and value in accepted, f"{name}={value!r}", quoted(accepted))

@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax import numpy as jnp
-
+from jax_splitk.problems.problem import nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
-from jax_splitk.runtime.arguments import quoted, require
+from jax_splitk.runtime.arguments import require
 
 X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -39,7 +38,7 @@ class QuantizedMatmulProblem:
     Products that are XLA's on every platform (see `refusal`) are described too, to appear where the others do.
 
     As the kernels see it, it is D[m, n] = sum over k of A[m, k] B[k, n] with A the transposed weight (m over features),
-    B the transposed activation (n over rows): see `gemm_shape`. The result is [rows, features].
+    B the transposed activation (n over rows). The result is [rows, features].
 
     Attributes:
       rows: n, number of activation rows.
@@ -72,10 +71,7 @@ class QuantizedMatmulProblem:
         For problems that come from files or command lines, where only those that a kernel may compute are accepted;
         those that come from arrays are right by construction.
         """
-        for name, least in (("rows", 0), ("k", 1), ("features", 1), ("group_size", 1)):
-            value = getattr(self, name)
-            valid = type(value) is int and least <= value < 2**40
-            require(valid, f"{name}={value!r}", f"an integer of at least {least}")
+        least = {"rows": 0, "k": 1, "features": 1, "group_size": 1}
         names = {
             "x_dtype": X_DTYPES,
             "out_dtype": OUT_DTYPES,
@@ -83,8 +79,7 @@ class QuantizedMatmulProblem:
             "scale_dtype": SCALE_DTYPES,
             "zero_dtype": ("none", *SCALE_DTYPES),
         }
-        for name, accepted in names.items():
-            require(getattr(self, name) in accepted, f"{name}={getattr(self, name)!r}", quoted(accepted))
+        require_fields(self, least, names)
         valid = self.zero_dtype == "none" or FORMATS[self.qtype].integer
         require(valid, f"zero_dtype={self.zero_dtype!r} with {self.qtype}", "'none', for this format")
         valid = self.group_size in (*GROUP_SIZES, self.k)
@@ -155,22 +150,16 @@ class QuantizedMatmulProblem:
         return (self.rows, self.features)
 
     @property
-    def gemm_shape(self) -> tuple[int, int, int]:
-        """(M, N, K) of the product: (features, rows, k)."""
-        return self.features, self.rows, self.k
-
-    @property
     def flops(self) -> int:
         return 2 * self.rows * self.k * self.features
 
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        scales = self.groups * self.features * jnp.dtype(self.scale_dtype).itemsize
-        zeros = 0 if self.zero_dtype == "none" else self.groups * self.features * jnp.dtype(self.zero_dtype).itemsize
-        weight = self.k * self.features * self.bits // 8
-        x = self.rows * self.k * jnp.dtype(self.x_dtype).itemsize
-        return weight + scales + zeros + x + self.rows * self.features * jnp.dtype(self.out_dtype).itemsize
+        groups, zeros = (self.groups, self.features), () if self.zero_dtype == "none" else (self.zero_dtype,)
+        arrays = [(self.x_shape, self.x_dtype), (self.out_shape, self.out_dtype)]
+        arrays += [(groups, dtype) for dtype in (self.scale_dtype, *zeros)]
+        return self.k * self.features * self.bits // 8 + sum(nbytes(*array) for array in arrays)
 
     def __str__(self) -> str:
         packed = "" if self.layout else "unpacked "

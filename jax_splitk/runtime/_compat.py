@@ -90,14 +90,16 @@ def is_automatically_partitioned(ctx: Any) -> bool:
     (ShardingContext) from code inside a fully manual shard_map (SPMDAxisContext).
     """
     axis_context = getattr(ctx.module_context, "axis_context", None)
-    devices = getattr(axis_context, "num_devices", None)
-    if devices is not None:
-        return devices > 1
     mesh = getattr(axis_context, "mesh", None)
-    if mesh is not None:
-        manual = getattr(axis_context, "manual_axes", frozenset())
-        return mesh.size > 1 and frozenset(mesh.axis_names) != frozenset(manual)
-    return False
+    manual = mesh is not None and frozenset(mesh.axis_names) == frozenset(getattr(axis_context, "manual_axes", ()))
+    return device_count(ctx) > 1 and not manual
+
+
+def device_count(ctx: Any) -> int:
+    """Of the program that is lowered."""
+    axis_context = getattr(ctx.module_context, "axis_context", None)
+    devices = getattr(axis_context, "num_devices", None)
+    return devices if devices is not None else getattr(getattr(axis_context, "mesh", None), "size", 1)
 
 
 def is_inside_shard_map() -> bool:

@@ -8,7 +8,6 @@ finds what others compiled.
 
 import atexit
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -71,7 +70,7 @@ class Kernel:
 # for each core.
 _memory: dict[str, Compiled] = {}
 _in_flight: dict[str, threading.Lock] = {}
-_pool = Pool()
+pool = Pool()  # compilations
 
 _WATCH_SECONDS = 0.2
 
@@ -86,7 +85,7 @@ def compile_source(source: Source) -> Compiled:
     key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):  # one thread compiles, the others wait for its result
         if key not in _memory:
-            _memory[key] = _found(source) or _kept(source, _pool.take(key) or _machine_code(source, in_worker=False))
+            _memory[key] = _found(source) or _kept(source, pool.take(key) or _machine_code(source, in_worker=False))
     return _memory[key]
 
 
@@ -109,7 +108,7 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
                 raise concurrent.futures.CancelledError
             running = concurrent.futures.wait(running, _WATCH_SECONDS).not_done
     finally:
-        _pool.drop(missing)
+        pool.drop(missing)
     return [compile_source(source) for source in sources]
 
 
@@ -121,33 +120,18 @@ def compile_ahead(sources: Iterable[Source]) -> None:
             _submit(key, source, urgent=False)
 
 
-def drop_ahead() -> None:
-    """Does without what `compile_ahead` was given, as far as that has not begun."""
-    _pool.drop_ahead()
-
-
-def queued() -> int:
-    """How many compilations wait for a core."""
-    return _pool.queued
-
-
-def sparing(cores: int) -> contextlib.AbstractContextManager[None]:
-    """Leaves so many cores to a measurement, while the block runs; but what somebody waits for is compiled on all."""
-    return _pool.sparing(cores)
-
-
 def _submit(key: str, source: Source, *, urgent: bool) -> Any:
-    return _pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)
+    return pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)
 
 
 def _start_anew() -> None:
     """In a forked process, which has none of the threads."""
-    _pool.__init__()
+    pool.__init__()
     _in_flight.clear()
 
 
 os.register_at_fork(after_in_child=_start_anew)
-atexit.register(_pool.close)
+atexit.register(pool.close)
 
 
 def held(source: Source) -> Compiled | None:

@@ -27,7 +27,7 @@ def mode() -> str:
     """`JAX_SPLITK_CACHE_MODE`, for decisions and machine code alike: "update" (the default) reads and writes, "read"
     never writes, "off" does neither, "frozen" reads, and a problem without a decision is an error. Raises ValueError
     for any other word."""
-    return settings.word("JAX_SPLITK_CACHE_MODE", "update")
+    return settings.word("JAX_SPLITK_CACHE_MODE")
 
 
 # Where warnings go that are not given now; None for the log.
@@ -83,15 +83,10 @@ def no_place() -> str:
     return "there is no home folder for a cache: set JAX_SPLITK_CACHE_DIR; nothing that is decided or compiled is kept"
 
 
-def read_only_folders() -> list[pathlib.Path]:
-    """Those of `JAX_SPLITK_CACHE_PATH`."""
-    return [folder for path in settings.read_only_caches() if (folder := settings.expanded(path)) is not None]
-
-
 def folders() -> list[pathlib.Path]:
-    """The caches in the order of their precedence: the writable one, then the read-only ones."""
-    own = cache_dir()
-    return [*([] if own is None else [own]), *read_only_folders()]
+    """The caches in the order of their precedence: the writable one, then those of `JAX_SPLITK_CACHE_PATH`."""
+    found = (cache_dir(), *map(settings.expanded, settings.read_only_caches()))
+    return [folder for folder in found if folder is not None]
 
 
 def files(folder: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:

@@ -67,37 +67,38 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class TiledMap:
-    """A TMA descriptor of a dense box (cuTensorMapEncodeTiled). Innermost dimension first; strides in bytes."""
+class TensorMap:
+    """A TMA descriptor. Innermost dimension first; strides, of all others, in bytes."""
 
     buffer: int
     dtype: str
     dims: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def _words(self, kind: int, element_strides: Sequence[int], *window: int) -> list[int]:
+        head = (kind, self.buffer, TENSOR_MAP_DTYPES[self.dtype], len(self.dims))
+        return [*head, *self.dims, *self.strides, *element_strides, *window, L2_PROMOTION_256B]
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledMap(TensorMap):
+    """Of a dense box (cuTensorMapEncodeTiled)."""
+
     box: tuple[int, ...]
     swizzle: int = SWIZZLE_128B
 
     def words(self) -> list[int]:
-        ones = [1] * len(self.dims)
-        return [
-            *(0, self.buffer, TENSOR_MAP_DTYPES[self.dtype], len(self.dims)),
-            *(*self.dims, *self.strides, *ones, *self.box),
-            *(self.swizzle, L2_PROMOTION_256B),
-        ]
+        return self._words(0, [1] * len(self.dims), *self.box, self.swizzle)
 
 
 @dataclasses.dataclass(frozen=True)
-class Im2colMap:
-    """A TMA descriptor that walks a convolution's windows (cuTensorMapEncodeIm2col).
+class Im2colMap(TensorMap):
+    """One that walks a convolution's windows (cuTensorMapEncodeIm2col).
 
     `dims` is (channels, ..., width, height, batch) from the innermost on; `lower` and `upper` are the corners of the
     bounding box of window origins relative to the image, innermost spatial dimension first.
     """
 
-    buffer: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
     element_strides: tuple[int, ...]
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -106,12 +107,8 @@ class Im2colMap:
     swizzle: int = SWIZZLE_128B
 
     def words(self) -> list[int]:
-        return [
-            *(1, self.buffer, TENSOR_MAP_DTYPES[self.dtype], len(self.dims)),
-            *(*self.dims, *self.strides, *self.element_strides),
-            *(*self.lower, *self.upper, self.channels, self.pixels),
-            *(self.swizzle, L2_PROMOTION_256B),
-        ]
+        window = (*self.lower, *self.upper, self.channels, self.pixels, self.swizzle)
+        return self._words(1, self.element_strides, *window)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ def in_force() -> dict[str, str]:
 
 
 def word(name: str, default: str = "") -> str:
-    """The variable's value; ValueError for a word that is not accepted."""
+    """The variable's value; ValueError for a word that is not accepted. `default`: where it is the platform's."""
     chosen, accepted = os.environ.get(name) or _DEFAULTS[name] or default, WORDS[name]
     if chosen not in accepted:
         raise ValueError(f"{name}={chosen!r}; accepted: {', '.join(map(repr, accepted))}")

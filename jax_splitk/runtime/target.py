@@ -7,6 +7,8 @@ import platform as this_machine
 
 import jax
 
+from jax_splitk.runtime.cores import granted_cores
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -68,11 +70,7 @@ def _cpu_model() -> str:
 def _hardware_threads() -> int:
     """As many as XLA's thread pool has: NPROC, else those this process may run on (a container may grant few)."""
     given = os.environ.get("NPROC", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return int(given) if given.isdecimal() and int(given) > 0 else granted_cores()
 
 
 def hopper_refusal(target: Target | None) -> str | None:

@@ -83,7 +83,7 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
     def begin() -> None:
         key, limit = key_for(problem, target), options.workspace_limit
         tuned = None if options.tuning is None else options.tuning.get(key)
-        decides = options.config is None and tuned is None
+        decides = options.config is None and tuned is None and session().measures(options)
         if measure and decides and (measured := decide.to_measure(key, limit)) is not None:
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
                 session().coming[measured, limit] = None

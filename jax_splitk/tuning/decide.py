@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jax_splitk import kernels
+from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings, toolchain
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import agreement, buckets, flips, store, table, tuner
@@ -34,7 +36,7 @@ class FrozenCacheMiss(RuntimeError):
     Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
     exported. The message is the problem and the command that tunes it, or what is missing. An explicit config,
     `implementation="xla"`, a `TuningResult` in force that has the problem, and what only XLA can compute need no
-    decision.
+    decision. The forward pass and the input gradient of `conv_general_dilated` are XLA's without one, with a warning.
     """
 
 
@@ -46,27 +48,29 @@ def autotune(target: Target) -> bool:
     return settings.word("JAX_SPLITK_AUTOTUNE", "on_miss" if target.platform == "cuda" else "off") == "on_miss"
 
 
-def known(key: Key, workspace_limit: int, *, measure: bool, final: bool) -> Found | None:
+def foregone(problem: Problem, target: Target) -> str | None:
+    """Why a miss is not measured although a kernel serves: XLA is known to be as fast. None where it is measured."""
+    families = kernels.families(problem.op, target.platform)
+    reasons = [f.measurement_refusal(problem) for f in families if f.refusal(problem, None, target) is None]
+    return reasons[0] if reasons and None not in reasons else None
+
+
+def known(key: Key, workspace_limit: int, *, here: bool, measure: bool) -> Found | None:
     """What decides for a caller of that limit; None for a miss.
 
     Args:
-      measure: whether a miss may be measured now (and stored), if tuning is on.
-      final: whether what is chosen will be lowered, and not only looked at.
-
-    Raises:
-      FrozenCacheMiss: no entry, under `JAX_SPLITK_CACHE_MODE=frozen`, for what will be lowered.
+      here: whether the decision is for this process's devices: all processes of a job take the same.
+      measure: whether a miss may then be measured now (and stored), if tuning is on.
     """
-    if not measure:
-        found = _held(key, workspace_limit) or _served(key, workspace_limit)
-        if found is None and final:
-            _refuse_if_frozen(key, workspace_limit)
-        return found
+    if not here:
+        return _held(key, workspace_limit) or _served(key, workspace_limit)
     if not agreement.needed():
-        found = _here(key, workspace_limit)
+        found = _here(key, workspace_limit, measure)
         session().decided(key, None if found is None else found[0])
         return found
     # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
-    return session().once(("settled", key, workspace_limit), lambda: _agreed(key, workspace_limit))
+    settled = lambda: _agreed(key, workspace_limit, measure)  # noqa: E731
+    return session().once(("settled", key, workspace_limit, measure), settled)
 
 
 def to_measure(key: Key, workspace_limit: int) -> Key | None:
@@ -79,16 +83,18 @@ def to_measure(key: Key, workspace_limit: int) -> Key | None:
     if held is None and not session().wants_exact():
         held = _served(key, workspace_limit)
         key = buckets.to_tune(key, workspace_limit)[0] if held is None else key
+        if foregone(key.problem, key.target) is not None:
+            return None
     return None if held is not None and held[0].is_searched(workspace_limit) else key
 
 
-def _agreed(key: Key, workspace_limit: int) -> Found | None:
+def _agreed(key: Key, workspace_limit: int, measure: bool) -> Found | None:
     """The same in every process of the job."""
     where = "process 0's decision"
 
     def decide() -> Entry | None:
         nonlocal where
-        entry, where = _here(key, workspace_limit) or (None, where)
+        entry, where = _here(key, workspace_limit, measure) or (None, where)
         return entry
 
     agreed, entry = agreement.agree(key, workspace_limit, decide)
@@ -98,9 +104,10 @@ def _agreed(key: Key, workspace_limit: int) -> Found | None:
     return None if entry is None else (entry, where)
 
 
-def _here(key: Key, workspace_limit: int) -> Found | None:
+def _here(key: Key, workspace_limit: int, measure: bool) -> Found | None:
     """What decides in this process by itself: what is held, for the problem or a representative, if it was searched
-    under such a limit; else a measurement, if tuning is on; else, or if that fails, which is logged, what is held."""
+    under such a limit; else a measurement, if tuning is on and the caller lets it; else, or if that fails, which is
+    logged, what is held."""
     again = session().wants_again(key)
     held = _held(key, workspace_limit)
     exact = again or held is not None or session().wants_exact()
@@ -108,12 +115,12 @@ def _here(key: Key, workspace_limit: int) -> Found | None:
         held = _served(key, workspace_limit)
     if held is not None and not again and held[0].is_searched(workspace_limit):
         return held
-    if held is None:
-        _refuse_if_frozen(key, workspace_limit)
-    missing = toolchain.unavailable() if key.target.platform == "cuda" else None
-    if disk.mode() == "frozen" or missing is not None or not autotune(key.target):
+    reason = toolchain.unavailable() if key.target.platform == "cuda" else None
+    if reason is None and not again and not session().wants_exact():
+        reason = foregone(key.problem, key.target)
+    if disk.mode() == "frozen" or reason is not None or not measure or not autotune(key.target):
         if held is None:
-            _logger.info("%s: not tuned; %s", key.problem, missing or _command(key, workspace_limit))
+            _logger.info("%s: not tuned; %s", key.problem, reason or command(key, workspace_limit))
         return held
     seconds = tuner.budget_seconds()
     try:
@@ -197,13 +204,7 @@ def _held(key: Key, workspace_limit: int) -> Found | None:
     return next((f for f in found if f[0].best(workspace_limit) is not None), None)
 
 
-def _refuse_if_frozen(key: Key, workspace_limit: int) -> None:
-    if disk.mode() == "frozen":
-        command = _command(key, workspace_limit)
-        raise FrozenCacheMiss(f"{key.problem}: no entry, and JAX_SPLITK_CACHE_MODE=frozen; {command}")
-
-
-def _command(key: Key, workspace_limit: int) -> str:
+def command(key: Key, workspace_limit: int) -> str:
     """How to tune the problem, or the one that decides for it, ahead of time."""
     fields = json.dumps(problem_as_dict(buckets.to_tune(key, workspace_limit)[0].problem))
     limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"

@@ -21,6 +21,8 @@ class Options:
 
     `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced. `quiet` is the
     operation where the caller named another, to which it belongs: lax's without a word, unless a kernel competes.
+    `alone` is a quiet forward pass of which nobody wants a gradient (a model that is initialised, or evaluated): it
+    takes the decisions that there are, and no miss is measured for it.
     """
 
     config: Any = None
@@ -28,6 +30,7 @@ class Options:
     workspace_limit_bytes: int | None = None
     tuning: Any = None
     quiet: bool = False
+    alone: bool = False
 
     @property
     def explicit(self) -> bool:
@@ -38,10 +41,10 @@ class Options:
         """For another problem, which the config was not made for."""
         return dataclasses.replace(self, config=None)
 
-    def of_another_pass(self, *, quiet: bool = True) -> "Options":
+    def of_another_pass(self, *, quiet: bool = True, alone: bool = False) -> "Options":
         """For another pass of a convolution, where an implementation may not be able to serve."""
         implementation = "xla" if self.implementation == "xla" else None
-        return dataclasses.replace(self, config=None, implementation=implementation, quiet=quiet)
+        return dataclasses.replace(self, config=None, implementation=implementation, quiet=quiet, alone=alone)
 
     @property
     def workspace_limit(self) -> int:

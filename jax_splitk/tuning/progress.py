@@ -8,10 +8,9 @@ import logging
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-from tqdm.std import tqdm
+from typing import TYPE_CHECKING
 
 from jax_splitk.runtime import settings
 from jax_splitk.tuning import flips
@@ -19,58 +18,13 @@ from jax_splitk.tuning.choice import XLA, gain
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 
+if TYPE_CHECKING:
+    from jax_splitk.tuning.bar import Bar
+
 _logger = logging.getLogger("jax_splitk")
 
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {elapsed}<{remaining}{postfix}"
 # What a measurement that is over its budget shows.
 _NEARLY = 0.99
-
-
-class _Stream:
-    """What cannot be written to a stream is lost: a bar must not end a program. By `_wrapped` tqdm finds other bars on
-    the stream."""
-
-    def __init__(self, stream: Any):
-        self._wrapped = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._wrapped.write(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._wrapped.flush()
-
-
-class _Bar(tqdm):
-    """tqdm's, which Ctrl-C may interrupt at any moment: tqdm itself would keep its lock, and whoever draws next from
-    another thread, a search, would wait for ever."""
-
-    monitor_interval = 0  # no thread of tqdm's: who waits for a search moves the bar
-    _lock = threading.RLock()
-
-    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
-        with self._lock:
-            super().refresh(nolock=True)
-
-    def clear(self, nolock: bool = False) -> None:
-        with self._lock:
-            super().clear(nolock=True)
-
-
-class _ClearsBar(logging.Filter):
-    """Lets every line of our log pass, and makes room for it."""
-
-    def __init__(self, bar: _Bar):
-        super().__init__()
-        self._bar = bar
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self._bar.clear()
-        return True
 
 
 def shows_bar() -> bool:
@@ -99,8 +53,7 @@ class Run:
         self._number = 0
         self._since, self._seconds = self._started, 1.0
         self._key: Key | None = None
-        self._bar: _Bar | None = None
-        self._filter: _ClearsBar | None = None
+        self._bar: Bar | None = None
 
     def begin(self, key: Key, seconds: float) -> None:
         """A problem's measurement, for which there are so many seconds."""
@@ -109,10 +62,8 @@ class Run:
         name = f"tuning {self._number}" + (f" of {self.total}" if self.total else "")
         _logger.info("%s: %s", name, key.problem)
         if self._bar is None and shows_bar():
-            look = {"bar_format": _FORMAT, "leave": False, "dynamic_ncols": True, "smoothing": 0}
-            self._bar = _Bar(total=self.total or 1, desc=name, file=_Stream(sys.stderr), **look)
-            self._filter = _ClearsBar(self._bar)
-            _logger.addFilter(self._filter)
+            self._bar = bar = _bars().Bar(self.total or 1, name)
+            bar.make_room()
         if self._bar is not None:
             self._bar.set_description_str(name, refresh=False)
             self._bar.set_postfix_str(str(key.problem), refresh=False)
@@ -146,9 +97,7 @@ class Run:
     def _remove_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        if self._filter is not None:
-            _logger.removeFilter(self._filter)
-        self._bar = self._filter = None
+        self._bar = None
 
     def close(self, given_up: bool = False) -> None:
         """Removes the bar, and says what was tuned."""
@@ -157,7 +106,7 @@ class Run:
         if not shows_bar():
             _logger.info("%s", text)
             return
-        _Bar.write(f"jax_splitk: {text}", file=_Stream(sys.stderr))
+        _bars().write(f"jax_splitk: {text}")
 
     def summary(self) -> str:
         """One line: problems tuned, seconds, what a step gains, and choices that changed."""
@@ -171,6 +120,12 @@ class Run:
         elif self.measured:
             said.append(_sum("one of each: " if count > 1 else "", [(1, entry) for entry in self.measured]))
         return "; ".join([*said, *flips.summary(self.measured)])
+
+
+def _bars() -> types.ModuleType:
+    from jax_splitk.tuning import bar  # noqa: PLC0415 - imports tqdm, which most processes never need
+
+    return bar
 
 
 def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:

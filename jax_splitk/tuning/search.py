@@ -37,6 +37,7 @@ _logger = logging.getLogger("jax_splitk")
 FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
 FEWEST = 6  # likewise at least, where the model is sure
 HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
+GIVE_UP = 1.3  # times as slow as XLA: of 272 searches none whose first round was slower came to win
 KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
@@ -196,14 +197,20 @@ class Search:
         """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
         first round are prepared and timed."""
         if self.key.target.platform == "cuda":
-            bench.time([c for c in self.contestants if not c.times], 1, self._deadline)
-            if (best := _fastest(_working(self.contestants))) is not None:
+            bench.time([c for c in (self.xla, *self.contestants) if c is not None and not c.times], 1, self._deadline)
+            if (best := _fastest(_working(self.contestants))) is not None and self._may_win(best):
                 self._compile_ahead(self._neighbours(best.candidate))
 
+    def _may_win(self, best: Contestant) -> bool:
+        """Whether steps from our fastest may be faster than XLA."""
+        return self.xla is None or self.xla.error is not None or best.us <= GIVE_UP * self.xla.us
+
     def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
-        """Steps to the neighbours of the fastest until none is faster, or the time is over."""
+        """Steps to the neighbours of the fastest until none is faster, it is hopeless, or the time is over."""
         while self.contestants and time.monotonic() < self._deadline:
             started, best = time.monotonic(), _fastest(self.contestants)
+            if not self._may_win(best):
+                break
             affordable = self._at_once * int((self._last - started) / max(taken, 1e-3))
             new = [c for c in self._neighbours(best.candidate) if c not in self.tried][:affordable]
             if not new:

@@ -61,7 +61,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         missing = None if together else _without_code(choice, target)
         if missing is None:
             return choice
-        if final and disk.mode() == "frozen" and not options.explicit:
+        if final and disk.mode() == "frozen" and not options.explicit and not options.quiet:
             raise FrozenCacheMiss(f"{problem}: no cache has the kernel of {choice.candidate}, and {missing}")
         refusals = {choice.candidate.name: missing}  # what else would not serve is no matter
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
@@ -128,8 +128,18 @@ def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | N
             return _from_entry(*found, options)
         if entry is None:
             _say_what_does_not_match(options.tuning, key)
-    found = decide.known(key, limit, measure=measure, final=final)
+    found = decide.known(key, limit, here=measure, measure=session().measures(options))
+    if found is None and final and disk.mode() == "frozen":
+        return _frozen(key, options)
     return None if found is None else _from_entry(*found, options)
+
+
+def _frozen(key: Key, options: Options) -> Choice:
+    """XLA for a quiet pass, which caches of weight gradients do not have; FrozenCacheMiss for what the caller named."""
+    why = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
+    if not options.quiet:
+        raise FrozenCacheMiss(f"{key.problem}: {why}; {decide.command(key, options.workspace_limit)}")
+    return Choice(key.problem, XLA, why, costs=would_serve(key.problem, key.target))
 
 
 def _say_what_does_not_match(tuning: Any, key: Key) -> None:

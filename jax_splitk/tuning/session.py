@@ -24,6 +24,7 @@ class Watched:
     Attributes:
       again: whether what a cache already has is measured too, each key once.
       exact: whether a problem is measured itself, where another one's decision would do.
+      alone: whether forward passes that no gradient was asked of are measured (`Options.alone`).
       choices: of every operation that was lowered, with how often, without silent ones.
       silent: how many passes were left to lax because XLA is faster (`tuning.select.is_silent`).
       asked: all that was lowered, by problem and the caller's options; also what no kernel of this platform is for.
@@ -33,6 +34,7 @@ class Watched:
 
     again: bool = False
     exact: bool = False
+    alone: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
     silent: int = 0
     asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
@@ -89,9 +91,9 @@ class Session:
             return self._once.setdefault(what, marker := object()) is marker
 
     @contextlib.contextmanager
-    def watching(self, *, again: bool = False, exact: bool = False) -> Iterator[Watched]:
+    def watching(self, *, again: bool = False, exact: bool = False, alone: bool = False) -> Iterator[Watched]:
         """Records what is chosen while the block runs; see `Watched`."""
-        watched = Watched(again, exact)
+        watched = Watched(again, exact, alone)
         self._watchers.append(watched)
         try:
             yield watched
@@ -125,6 +127,10 @@ class Session:
     def wants_again(self, key: Key) -> bool:
         """Whether a key that a cache has is to be measured now all the same."""
         return any(watched.again and key not in watched.entries for watched in self._watchers)
+
+    def measures(self, options: Options) -> bool:
+        """Whether a miss of a call with these options is measured, if tuning is on."""
+        return not options.alone or any(watched.alone for watched in self._watchers)
 
     def wants_exact(self) -> bool:
         """Whether problems are to be measured themselves."""

@@ -69,7 +69,7 @@ def tune(
 
     def work() -> None:
         try:
-            with usual_settings(), compiler.sparing(_MEASUREMENTS_CORES):
+            with usual_settings(), compiler.pool.sparing(_MEASUREMENTS_CORES):
                 result.set_result(search.run())
         except BaseException as error:
             result.set_exception(error)
@@ -114,7 +114,7 @@ def _compile_ahead(search: Search, workspace_limit: int) -> None:
         while coming and not enough:
             (key, limit), _ = coming.popitem(last=False)
             Search(key, limit, None, 0.0).compile_first()
-            enough = compiler.queued() >= 2 * cores()
+            enough = compiler.pool.queued >= 2 * cores()
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def coming(keys: Iterable[tuple[Key, int]]) -> Iterator[None]:
 
 def _forget_coming() -> None:
     session().coming.clear()
-    compiler.drop_ahead()
+    compiler.pool.drop_ahead()
 
 
 def _without(search: Search, stuck: Candidate) -> Entry:

@@ -1,11 +1,13 @@
 """`cache ls`, `show`, `merge` and `prune`."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import shutil
+import stat
 import sys
 import time
 from typing import Any
@@ -49,7 +51,7 @@ def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
         "8" * 40: (b"", "Expecting value"),
         "9" * 40: (json.dumps({**fields, "schema": "1"}).encode(), f"schema '1'; accepted: {SCHEMA}"),
     }
-    found = {folder / key_of(PROBLEMS[3]).file: "is not legal: splits=1000000"}
+    found = {folder / key_of(PROBLEMS[3]).file: "is not legal: splits 1000000"}
     for name, (data, part) in files.items():
         path = environment / f"{name}.json"
         path.write_bytes(data)
@@ -361,9 +363,14 @@ def test_a_file_that_is_no_regular_one_is_never_replaced(tmp_path: pathlib.Path,
     put(tmp_path / "a", key_of(), {X: 30.0, A: 20.0})
     device, fifo, out = (tmp_path / f"{name}.json" for name in ("device", "fifo", "out"))
     device.symlink_to("/dev/null"), os.mkfifo(fifo), out.symlink_to("/proc/self/fd/1")
-    for path in (device, fifo, out):
+    node = tmp_path / "node.json"
+    with contextlib.suppress(PermissionError):  # only root makes one
+        os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    for path in filter(os.path.lexists, (device, fifo, out, node)):
         before = path.lstat()
         assert "it is not a regular file; accepted" in refused(capsys, "cache", "merge", tmp_path / "a", path)
+        assert path.lstat() == before
+        assert "accepted: a folder that is none of the caches" in refused(capsys, "cache", "export", path)
         assert path.lstat() == before
     assert "accepted: a cache folder" in refused(capsys, "cache", "merge", fifo, tmp_path / "a")
 

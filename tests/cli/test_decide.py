@@ -17,6 +17,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.__main__ import main
+from jax_splitk.cli import stored
 from jax_splitk.cli.schema import FIELDS
 from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
@@ -309,6 +310,18 @@ def test_explain_script_counts_passes_that_xla_computes_faster(
     monkeypatch.setattr(conv_host.ConvHost, "competes", True)
     shown = text(capsys, "explain", script)
     assert shown.startswith("no jax_splitk operations (platform cpu)\n2 more passes of convolutions (forward or input")
+
+
+@pytest.mark.usefixtures("competing")
+def test_tune_script_measures_forward_passes_without_a_gradient(
+    cache: pathlib.Path, script: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the script itself does not."""
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    script.write_text(textwrap.dedent(FORWARD).replace("(256, 56)", "(2, 8)"))
+    for what, measured in ("explain", []), ("tune", ["conv_fprop"] * 2):
+        run(capsys, what, script, *(["--seconds", "0.05"] if what == "tune" else []))
+        assert [item.entry.key.problem.op for item in stored.read_folder(cache) if item.entry] == measured
 
 
 def test_explain_in_a_process_of_its_own(script: pathlib.Path, cache: pathlib.Path) -> None:

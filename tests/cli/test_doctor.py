@@ -111,6 +111,15 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     report = doctor.examine()
     assert (report["problems"], report["cache_can_be_written"]) == ([], False)
     assert f"cache {file}/cache (cannot be written)" in text(capsys, "doctor").splitlines()
+    set_to()
+    (tmp_path / "new" / "cache" / "cubin").mkdir(parents=True)
+    for folder in (tmp_path / "new" / "cache", tmp_path / "new" / "cache" / "cubin"):
+        folder.chmod(0o777)
+        assert doctor.examine()["problems"] == [f"the code in {folder} is not used: anybody may write to it"]
+        folder.chmod(0o755)
+    set_to(CACHE_DIR="~no_such_user_here/cache")
+    (problem,) = [text for text in doctor.examine()["problems"] if "no home folder" in text]
+    assert "set JAX_SPLITK_CACHE_DIR" in problem
     set_to(CACHE_DIR=str(file))
     assert (
         f"JAX_SPLITK_CACHE_DIR='{file}'; accepted: a folder, which is made if need be" in doctor.examine()["problems"]

@@ -149,7 +149,7 @@ def test_a_decision_for_some_rows_has_the_kernels_of_fewer(
     """Above 64 rows the number of tiles is compiled in: here 4 of 96 rows, and 3."""
     monkeypatch.setattr(compiler, "compile_sources", lambda sources: [FAKE for _ in sources])
     key = key_for(dataclasses.replace(PRODUCT, rows=320, k=4096, features=8192), DEFAULT_CUDA)
-    choice = Candidate(tiled.FAMILY, tiled.Config(128, 96, 6, 132, 1, scaling="weight"))
+    choice = Candidate(tiled.FAMILY, tiled.Config(128, 96, 6, 132, 1))
     kernels.carry([], tmp_path, [Entry.of(key, choice)], complete=True)
     tiles = [dict(kernel.source.defines)["N_TILES"] for _, kernel in compiler.cached(tmp_path) if kernel]
     assert sorted(tiles) == ["3", "4"]

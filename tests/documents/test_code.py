@@ -18,8 +18,8 @@ import jax
 import pytest
 
 import jax_splitk
-from jax_splitk import kernels
 from jax_splitk.__main__ import main
+from jax_splitk.kernels import catalogue
 from tests.documents import markdown
 from tests.tuning_cache import isolate
 
@@ -50,8 +50,8 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "optax")
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """An empty one to run in, with a cache of its own."""
     isolate(monkeypatch, tmp_path / "cache")
-    for op, families in kernels.FAMILIES.items():
-        monkeypatch.setitem(kernels.FAMILIES, op, families)  # what a page registers is gone after it
+    for op, families in catalogue.FAMILIES.items():
+        monkeypatch.setitem(catalogue.FAMILIES, op, families)  # what a page registers is gone after it
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     yield tmp_path / "work"

@@ -6,6 +6,7 @@ and proxy fences, the precision of tensor cores (sums are fp32), registers, asyn
 """
 
 import ctypes
+import dataclasses
 import hashlib
 import pathlib
 import re
@@ -19,18 +20,45 @@ from jax_splitk.runtime import source as device_source
 from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam, Pointer, TiledMap
 
 _FOLDER = pathlib.Path(__file__).parent
-_HEADERS = ("threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
+_HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
 # A block's variables are its own, not those of another library in which they have the same name.
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """What warps did at one place of the source.
+
+    Attributes:
+      function, statement: where.
+      kind: shared or global memory, and by which instruction.
+      bytes: of a lane.
+      requests: instructions of warps.
+      paid, ideal: wavefronts of shared memory, or lines of 128 bytes of global memory; without conflicts and gaps.
+    """
+
+    function: str
+    statement: str
+    kind: str
+    bytes: int
+    requests: int
+    paid: int
+    ideal: int
+
+
 class EmulationError(AssertionError):
     """A kernel did what a GPU would not have survived, or would wait for ever."""
 
 
-def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], seed: int = 0) -> None:
+def run(
+    plan: DevicePlan,
+    inputs: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    seed: int = 0,
+    accesses: list[Access] | None = None,
+) -> None:
     """Runs all launches of a plan, one after the other.
 
     Args:
@@ -38,12 +66,13 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
       inputs: its operands, of the sizes in bytes that its buffers have.
       outputs: its results but for the workspace, which are overwritten, starting as NaN, as the workspace does.
       seed: of the order in which threads run and copies arrive.
+      accesses: gets what the kernels' accesses to memory cost; slower.
 
     Raises:
       EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output, an
         `__ldg` outside of the buffers.
     """
-    library = _compiled(plan)
+    library = _compiled(plan, counting=accesses is not None)
     arrays = [*inputs, *outputs]
     assert len(arrays) + 1 == len(plan.buffers)
     assert all(array.flags.c_contiguous for array in outputs)
@@ -69,6 +98,8 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
         error = library.emulate(kernel, dims, pointers, counts, len(values), ctypes.c_uint(seed + 1000 * number))
         if error:
             raise EmulationError(f"{plan.label}: {launch.kernel}: {error.decode()}")
+    if accesses is not None:
+        accesses += _counted(plan, library)
     for index, (array, start, size) in enumerate(zip(memory, starts, sizes, strict=True)):
         before, after = array[:start], array[start + size :]
         if not (before.min(initial=255) == 255 == after.min(initial=255)):
@@ -76,6 +107,15 @@ def run(plan: DevicePlan, inputs: Sequence[np.ndarray], outputs: Sequence[np.nda
     for index, value in enumerate(outputs, len(inputs)):
         start = starts[index]
         value.reshape(-1).view(np.uint8)[:] = memory[index][start : start + value.nbytes]
+
+
+def _counted(plan: DevicePlan, library: ctypes.CDLL) -> list[Access]:
+    library.counted_accesses.restype = ctypes.c_char_p
+    lines, found = _text(plan).splitlines(), []
+    for row in library.counted_accesses().decode().splitlines():
+        function, line, kind, *numbers = row.split("\t")
+        found.append(Access(function, lines[int(line) - 1].strip(), kind, *map(int, numbers)))
+    return found
 
 
 def _bytes(
@@ -116,6 +156,7 @@ extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* v
 extern "C" void give_buffers(const emulator::Bytes* buffers, int count) {{
   emulator::buffers.assign(buffers, buffers + count);
 }}
+extern "C" const char* counted_accesses() {{ return emulator::said(emulator::counted()); }}
 """
     return f"{text}\n{table}"
 
@@ -140,10 +181,11 @@ def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib
     return built
 
 
-def _compiled(plan: DevicePlan) -> ctypes.CDLL:
+def _compiled(plan: DevicePlan, *, counting: bool) -> ctypes.CDLL:
+    general = [*_OPTIONS, *["-DCOUNTED"] * counting]
     stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
-    header = _built("stand_ins", ".h.gch", stand_ins, [*_OPTIONS, "-x", "c++-header"]).with_suffix("")
+    header = _built("stand_ins", ".h.gch", stand_ins, [*general, "-x", "c++-header"]).with_suffix("")
     macros = (f"-D{name}={value}" for name, value in plan.source.defines)
-    options = [*_OPTIONS, "-shared", *macros, "-include", str(header), "-x", "c++"]
+    options = [*general, "-shared", *macros, "-include", str(header), "-x", "c++"]
     name = pathlib.Path(plan.source.file).stem
     return ctypes.CDLL(str(_built(name, ".so", _text(plan), options)))

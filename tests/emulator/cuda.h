@@ -71,9 +71,15 @@ struct Bytes {
   const uint8_t *from, *to;
 };
 inline std::vector<Bytes> buffers;  // of the plan
+
+// Of a thread's access to global memory.
+inline void count(const char* kind, int bytes, const void* at, const Site& site, bool active = true) {
+  self->block->counter.add(self->number, kind, bytes, reinterpret_cast<uintptr_t>(at), active, site);
+}
 }  // namespace emulator
 template <class T>
-inline T __ldg(const T* from) {
+inline T __ldg(const T* from, SITE) {
+  emulator::count("ld.global", sizeof(T), from, site);
   for (const emulator::Bytes& buffer : emulator::buffers) {
     const uint8_t* at = reinterpret_cast<const uint8_t*>(from);
     if (at >= buffer.from && at + sizeof(T) <= buffer.to) return *from;
@@ -81,9 +87,15 @@ inline T __ldg(const T* from) {
   emulator::fail("__ldg outside of the buffers");
 }
 template <class T>
-inline T __ldcg(const T* from) { return *from; }
+inline T __ldcg(const T* from, SITE) {
+  emulator::count("ld.global", sizeof(T), from, site);
+  return *from;
+}
 template <class T>
-inline void __stcg(T* to, const T& value) { *to = value; }
+inline void __stcg(T* to, const T& value, SITE) {
+  emulator::count("st.global", sizeof(T), to, site);
+  *to = value;
+}
 
 // ---- numbers -----------------------------------------------------------------------------------------------
 
@@ -138,6 +150,7 @@ const uint32_t (*exchange(uint32_t mask, const uint32_t (&mine)[N], const char* 
     }
     return e.is_over(since, expected);
   });
+  if (mask == ~0u) block->counter.meet(self->number);
   return e.words[since % 2];
 }
 
@@ -154,6 +167,7 @@ T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
 inline void sync(int barrier, int threads, const char* what) {
   Block* block = self->block;
   meet(block->barriers[barrier], what, [=] { return threads > 0 ? threads : block->live; });
+  block->counter.meet(self->number);
 }
 
 }  // namespace emulator

@@ -32,7 +32,11 @@ struct NamedBarrier {
 
 inline void fence_barrier_init() {}
 inline void fence_view_async_shared() {}
-inline void cpasync_barrier_arrive_noinc(const uint64_t* at) { ClusterBarrier::arrive(at); }
+inline void cpasync_barrier_arrive_noinc(const uint64_t* at) {
+  for (auto& copy : emulator::self->copies) copy();
+  emulator::self->copies.clear();
+  ClusterBarrier::arrive(at);
+}
 template <int REGISTERS>
 void warpgroup_reg_alloc() {}
 template <int REGISTERS>

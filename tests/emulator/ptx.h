@@ -4,9 +4,10 @@ namespace emulator {
 
 // Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
 template <bool TRANSPOSED, int COUNT>
-void load_matrices(uint32_t address, uint32_t (&v)[COUNT]) {
+void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
   const int lane = self->number % 32;
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
+  if (lane == 0) self->block->counter.add_matrices("ldmatrix.shared", COUNT, addresses, site);
   for (int i = 0; i < COUNT; ++i) {
     uint32_t halves[2];
     for (int e = 0; e < 2; ++e) {
@@ -19,9 +20,10 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT]) {
 
 // COUNT matrices.
 template <bool TRANSPOSED, int COUNT>
-void store_matrices(uint32_t address, const uint32_t (&v)[COUNT]) {
+void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& site) {
   const int lane = self->number % 32;
   const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
+  if (lane == 0) self->block->counter.add_matrices("stmatrix.shared", COUNT, given, site);
   // A lane stores the row that it has the address of.
   for (int column = 0; column < 8 && lane < 8 * COUNT; ++column) {
     const int row = lane % 8, matrix = lane / 8;
@@ -43,12 +45,20 @@ uint32_t halves(uint32_t a, uint32_t b, uint32_t c, const Operation& operation) 
   return out;
 }
 
+inline void count(const char* kind, int bytes, uint32_t address, const Site& site) {
+  self->block->counter.add(self->number, kind, bytes, address & OFFSET, true, site);
+}
+
 }  // namespace emulator
 
 template <class T>
-inline T load_shared(uint32_t address) { return *emulator::pointer<T>(address); }
+inline T load_shared(uint32_t address, SITE) {
+  emulator::count("ld.shared", sizeof(T), address, site);
+  return *emulator::pointer<T>(address);
+}
 template <class T>
-inline void store_shared(uint32_t address, const T& v) {
+inline void store_shared(uint32_t address, const T& v, SITE) {
+  emulator::count("st.shared", sizeof(T), address, site);
   if (address % sizeof(T)) emulator::fail("a store to shared memory that is not aligned");
   std::memcpy(emulator::pointer(address), &v, sizeof(T));
 }
@@ -61,50 +71,56 @@ inline float4 load_cluster(uint32_t address, int block) {
   return *emulator::pointer<float4>(emulator::in_block(address, block));
 }
 
-inline void load_matrices(uint32_t address, uint32_t (&v)[4]) { emulator::load_matrices<false>(address, v); }
-inline void load_matrices(uint32_t address, uint32_t& v0, uint32_t& v1) {
+inline void load_matrices(uint32_t address, uint32_t (&v)[4], SITE) { emulator::load_matrices<false>(address, v, site); }
+inline void load_matrices(uint32_t address, uint32_t& v0, uint32_t& v1, SITE) {
   uint32_t v[2];
-  emulator::load_matrices<false>(address, v);
+  emulator::load_matrices<false>(address, v, site);
   v0 = v[0], v1 = v[1];
 }
-inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3) {
+inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, uint32_t& v2, uint32_t& v3, SITE) {
   uint32_t v[4];
-  emulator::load_matrices<true>(address, v);
+  emulator::load_matrices<true>(address, v, site);
   v0 = v[0], v1 = v[1], v2 = v[2], v3 = v[3];
 }
-inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1) {
+inline void load_matrices_trans(uint32_t address, uint32_t& v0, uint32_t& v1, SITE) {
   uint32_t v[2];
-  emulator::load_matrices<true>(address, v);
+  emulator::load_matrices<true>(address, v, site);
   v0 = v[0], v1 = v[1];
 }
-inline void store_matrices(uint32_t address, const uint32_t (&v)[4]) { emulator::store_matrices<false>(address, v); }
-inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1) {
+inline void store_matrices(uint32_t address, const uint32_t (&v)[4], SITE) { emulator::store_matrices<false>(address, v, site); }
+inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1, SITE) {
   const uint32_t v[] = {v0, v1};
-  emulator::store_matrices<false>(address, v);
+  emulator::store_matrices<false>(address, v, site);
 }
-inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4]) {
-  emulator::store_matrices<true>(address, v);
+inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4], SITE) {
+  emulator::store_matrices<true>(address, v, site);
 }
 template <class Element>
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   cute::mma_m16n8k16<Element>(d, a, b, d);
 }
 
-inline void store_global_if(bool condition, float* to, float x) {
+inline void store_global_if(bool condition, float* to, float x, SITE) {
+  emulator::count("st.global", 4, to, site, condition);
   if (condition) *to = x;
 }
-inline void store_global_if(bool condition, float* to, float x, float y) {
+inline void store_global_if(bool condition, float* to, float x, float y, SITE) {
+  emulator::count("st.global", 8, to, site, condition);
   if (condition) *reinterpret_cast<float2*>(to) = {x, y};
 }
-inline void store_global_below(void* to, const uint4& v, int row, int end) {
+inline void store_global_below(void* to, const uint4& v, int row, int end, SITE) {
+  emulator::count("st.global", 16, to, site, row < end);
   if (row < end) *static_cast<uint4*>(to) = v;
 }
-inline float4 load_l2_or_zero(bool condition, const float* from) {
-  return condition ? *reinterpret_cast<const float4*>(from) : float4{};
+inline float4 load_l2_or_zero(bool condition, const float* from, SITE) {
+  emulator::count("ld.global", 16, from, site, condition);
+  if (!condition) return {};
+  return *reinterpret_cast<const float4*>(from);
 }
 template <bool READ_ONLY>
-inline void load_stream_or_zero(bool condition, const void* from, uint32_t (&v)[4]) {
+inline void load_stream_or_zero(bool condition, const void* from, uint32_t (&v)[4], SITE) {
   std::memset(v, 0, 16);
+  emulator::count("ld.global", 16, from, site, condition);
   if (condition) std::memcpy(v, from, 16);
 }
 inline void prefetch_l2(const void*) {}
@@ -113,10 +129,23 @@ inline void discard_l2(const void* line) { std::memset(const_cast<void*>(line), 
 inline void fence_async_global() {}
 
 template <int BYTES>
-inline void copy_async(uint32_t to, const void* from, int bytes) {
+inline void copy_async(uint32_t to, const void* from, int bytes, SITE) {
+  emulator::count("cp.async from global", BYTES, from, site, bytes > 0);
+  emulator::count("cp.async to shared", BYTES, to, site);
   uint8_t* target = emulator::pointer(to);
-  std::memset(target, 0, BYTES);
-  std::memcpy(target, from, bytes);
+  emulator::self->copies.push_back([=] { std::memset(target, 0, BYTES), std::memcpy(target, from, bytes); });
+}
+inline void commit_copies() {
+  emulator::self->groups.push_back(std::move(emulator::self->copies));
+  emulator::self->copies.clear();
+}
+// What has not been waited for has not come.
+template <int PENDING>
+inline void wait_copies() {
+  auto& groups = emulator::self->groups;
+  for (; groups.size() > PENDING; groups.pop_front()) {
+    for (auto& copy : groups.front()) copy();
+  }
 }
 inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
   uint8_t* target = emulator::pointer(to);

@@ -72,6 +72,8 @@ struct Fiber {
   ucontext_t context;
   bool done = false;
   unsigned cluster_since = ~0u;  // which meeting of the cluster it has come to
+  std::vector<std::function<void()>> copies;  // its own, of no group yet
+  std::deque<std::vector<std::function<void()>>> groups;
   // What it waits for.
   bool (*ready)(const void*) = nullptr;
   const void* on = nullptr;
@@ -93,6 +95,7 @@ struct Block {
   std::map<std::pair<int, uint32_t>, Exchange> exchanges;  // by warp and mask
   std::vector<Warpgroup> warpgroups;
   std::mt19937 random;
+  Counter counter;
 };
 
 struct Cluster {

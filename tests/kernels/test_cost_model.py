@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.cost_model import constants, records
 from jax_splitk import kernels
-from jax_splitk.kernels import cost_model, xla
+from jax_splitk.kernels import catalogue, cost_model, xla
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 H100 = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
-EVERY = [(op, family) for op in kernels.FAMILIES for family in kernels.families(op)]
+EVERY = [(op, family) for op in catalogue.FAMILIES for family in kernels.families(op)]
 
 
 @pytest.mark.parametrize("file", ["nvidia_h200.json", "cpu.json"])

@@ -24,6 +24,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk import kernels
+from jax_splitk.kernels import catalogue
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import entry, search, select
@@ -31,6 +32,7 @@ from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options, check_options
 from tests import cubin
+from tests.kernels.conv import emulated
 from tests.tuning_cache import isolate
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel"
@@ -51,11 +53,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-w", *includes]
     subprocess.run([*command, EXAMPLE / "handler.cc", "-o", folder / f"_handler{suffix}"], check=True)
-    before = dict(kernels.FAMILIES)
+    before = dict(catalogue.FAMILIES)
     sys.path.insert(0, str(folder.parent))
     yield importlib.import_module("pointwise_kernels")
     sys.path.remove(str(folder.parent))
-    kernels.FAMILIES.update(before)
+    catalogue.FAMILIES.update(before)
 
 
 @pytest.fixture
@@ -65,8 +67,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     alone.__path__ = [str(EXAMPLE / "pointwise_kernels")]
     monkeypatch.setitem(sys.modules, "pointwise_alone", alone)
     module = importlib.import_module("pointwise_alone.cuda")
-    ours = tuple(family for family in kernels.FAMILIES["conv_wgrad"] if family.name.startswith("wgrad"))
-    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", ours)  # without `package`'s
+    ours = tuple(family for family in catalogue.FAMILIES["conv_wgrad"] if family.name.startswith("wgrad"))
+    monkeypatch.setitem(catalogue.FAMILIES, "conv_wgrad", ours)  # without `package`'s
     kernels.register("conv_wgrad", module.FAMILY)
     return module
 
@@ -133,8 +135,8 @@ def test_a_family_takes_a_module_a_device_source_and_a_line(
     isolate(monkeypatch, tmp_path)
     family, config = cuda.FAMILY, cuda.Config
     problem = Case("1x1", 2, 9, 8, 6, 10, (1, 1), dtype="float32").problem()
-    others = tuple(other for other in kernels.FAMILIES["conv_wgrad"] if other is not family)
-    monkeypatch.setitem(kernels.FAMILIES, "conv_wgrad", (family, *others))
+    others = tuple(other for other in catalogue.FAMILIES["conv_wgrad"] if other is not family)
+    monkeypatch.setitem(catalogue.FAMILIES, "conv_wgrad", (family, *others))
     choice = select.select(problem, DEFAULT_CUDA, Options())
     assert (choice.implementation, choice.family, choice.config) == ("cutlass", family, config(64))
     three = dataclasses.replace(problem, kernel_spatial=(3, 3))
@@ -152,9 +154,19 @@ def test_a_family_takes_a_module_a_device_source_and_a_line(
     assert [buffer.bytes for buffer in family.plan(problem, config(64)).buffers] == [3456, 5760, 240, 0]
 
 
+SIZES = pytest.mark.parametrize(("channels", "out_channels"), [(13, 24), (64, 16), (1, 33)])
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@SIZES
+def test_the_device_source_computes_in_the_emulator(rows: int, channels: int, out_channels: int, cuda: Any) -> None:
+    problem = Case("1x1", 2, 9, 8, channels, out_channels, (1, 1), dtype="float32").problem()
+    emulated.check(cuda.FAMILY, problem, cuda.Config(rows))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 32, 64])
-@pytest.mark.parametrize(("channels", "out_channels"), [(13, 24), (64, 16), (1, 33)])
+@SIZES
 def test_the_device_source_computes(rows: int, channels: int, out_channels: int, cuda: Any) -> None:
     x, g, expected = operands(channels, out_channels)
     np.testing.assert_array_equal(jax.jit(functools.partial(wgrad, config=cuda.Config(rows)))(x, g), expected)

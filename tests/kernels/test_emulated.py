@@ -20,6 +20,7 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS)
 def test_exact_on_integers(run: every_kernel.Run) -> None:
     """In an order of threads and copies that is drawn."""
+    assert run.family.refusal(run.problem, run.config) is None
     operands, exact = run.operands()
     out = np.zeros(exact.shape, exact.dtype)
     with seeded(71) as rng:
@@ -40,14 +41,14 @@ COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.ex
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
 
 
-def run(folder: pathlib.Path, text: str) -> np.ndarray:
+def run(folder: pathlib.Path, text: str, accesses: list[emulator.Access] | None = None) -> np.ndarray:
     """out, of 64 elements as x, of a kernel with this body."""
     (folder / "kernel.cu").write_text(START + text + "\n}\n")
     source = Source(str(folder / "kernel.cu"), ())
     launch = Launch("kernel", (1, 1, 1), (64, 1, 1), (Pointer(0), Pointer(1)), 1024)
     plan = DevicePlan(source, (Buffer(256, 16), Buffer(256, 16), Buffer(0, 16)), (), (launch,), "test")
     out = np.empty(64, np.float32)
-    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out])
+    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out], accesses=accesses)
     return out
 
 
@@ -74,3 +75,26 @@ def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.P
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
     out = run(tmp_path, COPY + USE + "pipeline.wait_full({});")
     assert np.isnan(out).all()
+
+
+COSTS = {
+    "store_shared(data + threadIdx.x * 4, 0u);": ("st.shared", (2, 2, 2)),
+    # Of 8 bytes a lane, half a warp at a time: all banks once; with 32 bytes from lane to lane, four lanes to a bank.
+    "load_shared<uint2>(data + threadIdx.x * 8);": ("ld.shared", (2, 4, 4)),
+    "load_shared<uint2>(data + threadIdx.x * 32 % 1024);": ("ld.shared", (2, 16, 4)),
+    "load_shared<uint32_t>(data + threadIdx.x % 32 / 4 * 128);": ("ld.shared", (2, 16, 2)),
+    "load_shared<uint4>(data);": ("ld.shared", (2, 8, 8)),
+    "load_matrices(data + threadIdx.x % 32 * 16, v);": ("ldmatrix.shared", (2, 8, 8)),
+    "load_matrices(data + threadIdx.x % 8 * 64, v);": ("ldmatrix.shared", (2, 32, 8)),
+    "store_matrices(data + threadIdx.x % 16 * 32, v);": ("stmatrix.shared", (2, 16, 8)),
+    "__ldg(x + threadIdx.x);": ("ld.global", (2, 2, 2)),
+    "if (threadIdx.x % 2) __ldg(x + threadIdx.x * 2 % 64);": ("ld.global", (2, 4, 2)),
+}
+
+
+def test_what_accesses_cost(tmp_path: pathlib.Path) -> None:
+    """Requests, and the wavefronts or lines that are paid and would be without conflicts and gaps."""
+    accesses: list[emulator.Access] = []
+    run(tmp_path, "\n".join(["uint32_t v[4] = {};", *COSTS]), accesses)
+    assert {a.statement: (a.kind, (a.requests, a.paid, a.ideal)) for a in accesses} == COSTS
+    assert {a.function for a in accesses} == {"kernel"}

@@ -22,7 +22,7 @@ from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests import float64
 from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
 from tests.exhaustive import thinned
-from tests.gpu_wgrad import error
+from tests.on_gpu import error
 from tests.problems import generator, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")

@@ -45,7 +45,7 @@ def substituted(function: Function) -> Function:
     return run
 
 
-def drawn(axes: dict[str, Any], quick: int = 2, all_of_them: int = 40) -> list[Any]:
+def drawn(axes: dict[str, Any], quick: int = 2, all_of_them: int = 20) -> list[Any]:
     """Cases of a product of axes, each an index into every axis: few for `make test`, more for `make test-all`. An axis
     whose name is several gives as many values."""
     names = [name for joined in axes for name in joined.split(",")]
@@ -136,7 +136,7 @@ PREFERRED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", drawn({**TWO_OR_THREE, "dtype,preferred": PREFERRED}, all_of_them=60))
+@pytest.mark.parametrize("case", drawn({**TWO_OR_THREE, "dtype,preferred": PREFERRED}, all_of_them=30))
 def test_preferred_element_type(case: dict[str, Any]) -> None:
     b, i, j, dtype, preferred = (case[name] for name in ("b", "i", "j", "dtype", "preferred"))
     with small((b, i, 9, 10), (j, i, 4, 5), dtypes=(dtype, preferred)) as operands:
@@ -184,7 +184,7 @@ def test_no_spatial_dimensions(case: dict[str, Any]) -> None:
     **TWO_OR_THREE, **GROUPS, **LAYOUTS, "dtype": ALL_DTYPES, "spatial": ((9, 0), (9, 10)),
     "strides": ((1, 1), (2, 1)), "padding": (((1, 2), (2, 0)), ((10, 8), (7, 13))),
     "lhs_dilation": ((1, 1), (1, 2), (1, 4)), "rhs_dilation": ((1, 1), (1, 2), (1, 4)),
-}, quick=3, all_of_them=80))  # fmt: skip
+}, quick=3, all_of_them=40))  # fmt: skip
 def test_general_dilated(case: dict[str, Any]) -> None:
     general(case)
 
@@ -266,7 +266,7 @@ def test_derivatives_to_second_order(case: dict[str, Any]) -> None:
         ((6, 7), ((0, -1), (0, 0))), *((spatial, padding) for spatial in ((6, 7), (0, 4))
                                        for padding in (((0, 0), (0, 0)), ((1, 0), (0, 1)))),
     ],
-}, quick=2, all_of_them=60))  # fmt: skip
+}, quick=2, all_of_them=30))  # fmt: skip
 def test_general_derivatives_to_second_order(case: dict[str, Any]) -> None:
     general(case | {"precision": "highest"}, order=2, kernel=(1, 2))
 
@@ -279,7 +279,7 @@ def test_general_derivatives_to_second_order(case: dict[str, Any]) -> None:
     "axes": [pair for pair in itertools.product((None, *range(5)), repeat=2) if pair != (None, None)],
     "padding": (((0, 0), (0, 0)), ((1, 0), (0, 1)), ((0, -1), (0, 0))),
     "lhs_dilation": ((1, 1), (2, 1)), "rhs_dilation": ((1, 1), (2, 2)), "size": range(5),
-}, quick=5, all_of_them=120))  # fmt: skip
+}, quick=5, all_of_them=50))  # fmt: skip
 def test_vmap(case: dict[str, Any]) -> None:
     b, i, j, layout, size, axes = (case.pop(name) for name in ("b", "i", "j", "layout", "size", "axes"))
     groups, batch_groups = (case.pop(name) for name in ("groups", "batch_groups"))

@@ -1,21 +1,25 @@
-"""XLA's weight gradients where padding crops one side of the input and extends the other."""
+"""XLA's passes of a convolution where padding crops one side of the input and extends the other."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import jax_splitk
 from jax_splitk.problems import conv_reference
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.operations import OPERATIONS
 from tests import float64
 from tests.problems import conv, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA:CPU is what is wrong by itself")
 
 
-def random_problem(rng: np.random.Generator, plain: bool) -> ConvWgradProblem:
-    """Small, with a padding that crops the low side of a dimension and extends the high one."""
+def random_problem(rng: np.random.Generator, plain: bool, other: bool = False) -> ConvWgradProblem:
+    """Small, with a padding that crops the low side of a dimension and extends the high one, or the `other` way."""
     rank, groups = (2, 1) if plain else (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
 
     def some(low: int, high: int) -> tuple[int, ...]:
@@ -24,8 +28,11 @@ def random_problem(rng: np.random.Generator, plain: bool) -> ConvWgradProblem:
     while True:
         steps = {} if plain else {"stride": some(1, 3), "lhs_dilation": some(1, 3), "rhs_dilation": some(1, 3)}
         padding = tuple(zip(some(-5, 2), some(-1, 5), strict=True))
-        problem = conv(some(3, 9), some(1, 4), (4, 6), padding=padding, groups=groups, dtype="float32", **steps)
-        if problem.reduction_size > 0 and any(low < 0 < high for low, high in padding):
+        padding = tuple(pair[::-1] for pair in padding) if other else padding
+        problem = conv(
+            some(3, 9), some(1, 3 if other else 4), (4, 6), padding=padding, groups=groups, dtype="float32", **steps
+        )
+        if problem.reduction_size > 0 and any(min(pair) < 0 < max(pair) for pair in padding):
             batch_groups = 1 if plain or groups > 1 else 2
             return dataclasses.replace(problem, batch_group_count=batch_groups)
 
@@ -48,3 +55,32 @@ def test_wgrad_is_exact_on_integers(plain: bool) -> None:
             lhs, g = (rng.integers(-2, 3, shape).astype(np.float32) for shape in (problem.lhs_shape, problem.g_shape))
             out = jax.jit(conv_reference.conv_wgrad, static_argnums=2)(lhs, g, problem)
             np.testing.assert_array_equal(out, in_float64(problem, lhs, g), err_msg=str(problem))
+
+
+def arguments(problem: ConvWgradProblem) -> dict[str, Any]:
+    """Of the public operations."""
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
+    found = {name: getattr(problem, name) for name in names}
+    spatial = "DHW"[3 - problem.rank :]
+    return found | {"dimension_numbers": (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"), "implementation": "xla"}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_fprop_and_dgrad_are_exact_on_integers(plain: bool) -> None:
+    """Where the forward pass extends the low side by more than a window, it is the input gradient that crops it."""
+    with seeded(33 + plain) as rng:
+        for i in range(20):
+            p = dataclasses.replace(random_problem(rng, plain, other=i % 2 > 0), batch_group_count=1)
+            shapes = (p.lhs_shape, p.rhs_shape, p.g_shape)
+            lhs, rhs, g = (rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes)
+            given = arguments(p)
+            fprop = jax.jit(lambda x, w, given=given: jax_splitk.conv_fprop(x, w, **given))
+            dgrad = jax.jit(lambda g, w, given=given, p=p: jax_splitk.conv_dgrad(g, w, p.lhs_shape, **given))
+            for run, kind, operands, expected in (
+                (fprop, ConvFpropProblem, (lhs, rhs), float64.conv_fprop_on_host(p, lhs, rhs)),
+                (dgrad, ConvDgradProblem, (g, rhs), float64.conv_dgrad_on_host(p, g, rhs)),
+            ):
+                np.testing.assert_array_equal(run(*operands), expected, err_msg=str(p))
+                problem = kind(**{field.name: getattr(p, field.name) for field in dataclasses.fields(p)})
+                reference = jax.jit(OPERATIONS[problem.op].reference, static_argnums=0)
+                np.testing.assert_array_equal(reference(problem, *operands), expected, err_msg=str(problem))

@@ -28,7 +28,7 @@ from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.session import session
 from tests import products, tuning_cache
 from tests.convolutions import NHWC, Conv
-from tests.gpu_wgrad import error
+from tests.on_gpu import error
 from tests.problems import seeded
 
 pytestmark = pytest.mark.gpu

@@ -63,7 +63,7 @@ class Machine:
         """What a new process starts with."""
         self._monkeypatch.setattr(compiler, "_memory", {})
         self._monkeypatch.setattr(compiler, "_in_flight", {})
-        self._monkeypatch.setattr(compiler, "_pool", pool.Pool())
+        self._monkeypatch.setattr(compiler, "pool", pool.Pool())
 
     def file(self) -> pathlib.Path:
         (path,) = self.cache.glob("cubin/*")
@@ -265,7 +265,7 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
 
 def finished(*sources: Source) -> None:
     """Waits until the workers have compiled what they were given."""
-    assert all(compiler._pool._futures[compiler.source_key(source)].exception(60) is None for source in sources)
+    assert all(compiler.pool._futures[compiler.source_key(source)].exception(60) is None for source in sources)
 
 
 def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine) -> None:
@@ -279,7 +279,7 @@ def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine)
     machine.forget()
     compiler.compile_ahead([tiny(1)])
     assert compiler.compile_source(tiny(1)) == one, "from disk"
-    assert compiler._pool._futures == {}
+    assert compiler.pool._futures == {}
 
 
 def test_its_errors_are_for_whoever_asks(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

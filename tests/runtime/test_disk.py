@@ -1,5 +1,6 @@
 """Files: where the cache is, what is read, who may write code, and what is left behind."""
 
+import errno
 import functools
 import hashlib
 import json
@@ -108,13 +109,22 @@ def forbidden(path: pathlib.Path) -> None:
     path.chmod(0)
 
 
+def not_allowed(path: pathlib.Path, opens: Callable[..., int], name: Any, *arguments: Any) -> int:
+    if pathlib.Path(name) == path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+    return opens(name, *arguments)
+
+
 @pytest.mark.parametrize("make", [fifo, endless, huge, forbidden, pathlib.Path.mkdir])
 def test_what_is_no_file_is_not_read(
-    make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[pathlib.Path], None],
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if make is forbidden and os.geteuid() == 0:
-        pytest.skip("root may read everything")
     make(tmp_path / "file")
+    if make is forbidden and os.geteuid() == 0:  # who may read everything
+        monkeypatch.setattr(os, "open", functools.partial(not_allowed, tmp_path / "file", os.open))
     assert [disk.read(tmp_path / "file") for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert f"{tmp_path / 'file'} is not read: " in record.getMessage()

@@ -18,8 +18,8 @@ from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import Int32Struct, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import float64, gpu_wgrad
-from tests.gpu_wgrad import integers, normals
+from tests import float64, on_gpu
+from tests.on_gpu import integers, normals
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +97,7 @@ def test_errors_are_python_errors() -> None:
 
 def test_a_plan_for_other_buffers_is_refused() -> None:
     p = SMALL.problem()
-    call = gpu_wgrad.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0]).custom_call()
+    call = on_gpu.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0]).custom_call()
     out = jax.ShapeDtypeStruct(p.out_shape, jnp.bfloat16)
     short = jax.ShapeDtypeStruct((call.workspace_bytes + 512,), np.uint8)
     run = jax.jit(lambda *xs: jax.ffi.ffi_call(call.target, (out, short))(*xs, **call.attributes)[0])
@@ -108,7 +108,7 @@ def test_a_plan_for_other_buffers_is_refused() -> None:
 def test_a_plan_for_another_kernel_is_refused() -> None:
     """The driver tells the kernel's parameters from CUDA 12.4 on."""
     p = SMALL.problem()
-    made = gpu_wgrad.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
+    made = on_gpu.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
     first, *others = made.launches
     count = len(first.params)
     longer = tuple(

@@ -64,7 +64,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     monkeypatch.setattr(compiler, "_machine_code", played.machine_code)
     monkeypatch.setattr(compiler, "_memory", {})
     monkeypatch.setattr(compiler, "_in_flight", {})
-    monkeypatch.setattr(compiler, "_pool", pool.Pool())
+    monkeypatch.setattr(compiler, "pool", pool.Pool())
     monkeypatch.setattr(pool, "cores", lambda: 8)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
     jax.clear_caches()  # what another test has traced would not be traced again
@@ -128,7 +128,7 @@ def test_where_the_platform_is_known_the_trace_begins(compilations: Compilations
 def test_a_look_at_a_trace_begins_nothing(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
     run, args = program(*CASES)
     assert len(jax_splitk.explain(run, args, platform="cuda").decisions) == 4
-    assert compiler._pool._futures == {}
+    assert compiler.pool._futures == {}
     lowered(run.trace(args))  # its trace is that of `explain`, which has taken note
     assert len(compilations.workers + compilations.here) == 4
 
@@ -162,7 +162,7 @@ def test_what_begins_is_what_would_be_lowered(what: str, count: int, compilation
         jax.jit(jax.vmap(lambda x, g: wgrad(x, g, case))).trace(x, g)
     else:
         jax.eval_shape(lambda x, g: wgrad(x, g, case), x, g)
-    begun = list(compiler._pool._futures)
+    begun = list(compiler.pool._futures)
     assert len(begun) == count
     own = compiler.source_key(choice.candidate.plan(case.problem()).source)
     assert (begun == [own]) is (what in ("config", "eval_shape"))
@@ -186,7 +186,7 @@ def test_over_several_devices_only_what_shard_map_has_divided_begins(
     assert devices > 1
     jax.eval_shape(run, x, g)
     own = compiler.source_key(source(case))
-    assert list(compiler._pool._futures) == [own] * count
+    assert list(compiler.pool._futures) == [own] * count
 
 
 @pytest.mark.usefixtures("gpu")
@@ -219,7 +219,7 @@ def test_notes_of_what_nobody_lowers_are_bounded(compilations: Compilations, mon
     run.lower([tuple(jnp.zeros(one.shape) for one in args[0])])
     found = [problem for problem, _ in session.session().traced]
     assert found == [case.problem() for case in CASES[2:]], "what is lowered, on any platform, is not to come"
-    assert compiler._pool._futures == {}
+    assert compiler.pool._futures == {}
 
 
 # ---- searches ------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_there_is_only_so_much_ahead(
     compilations.held = lambda source: running.append(source) or ended.wait(60)
 
     def during(key: Key) -> None:
-        while compiler.queued() < 6:
+        while compiler.pool.queued < 6:
             threading.Event().wait(0.01)
         assert len(running) <= 3
 
@@ -285,8 +285,8 @@ def test_there_is_only_so_much_ahead(
     with tuner.coming((key, LIMIT) for key in KEYS):
         tuner.tune(KEYS[0])
         assert [key for key, _ in session.session().coming] == KEYS[2:]
-        assert compiler.queued() > 0
-    assert compiler.queued() == 0, "what has not begun is dropped at the end"
+        assert compiler.pool.queued > 0
+    assert compiler.pool.queued == 0, "what has not begun is dropped at the end"
     ended.set()
 
 
@@ -299,14 +299,14 @@ def test_nothing_more_is_compiled_after_an_error(
     compilations.held = lambda _: ended.wait(60)
 
     def fails(key: Key) -> None:
-        while not compiler.queued():
+        while not compiler.pool.queued:
             threading.Event().wait(0.01)
         raise error("scripted")
 
     searches.during = fails
     with pytest.raises(error, match="scripted"), tuner.coming((key, LIMIT) for key in KEYS):
         tuner.tune(KEYS[0])
-    assert (compiler.queued(), session.session().coming) == (0, {})
+    assert (compiler.pool.queued, session.session().coming) == (0, {})
     ended.set()
 
 
@@ -318,7 +318,7 @@ def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     run, args = program(*CASES)
     run.trace(args)
-    assert compiler._pool._futures == {}
+    assert compiler.pool._futures == {}
     assert [key for key, _ in session.session().coming] == KEYS
     searches.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])

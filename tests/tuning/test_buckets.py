@@ -179,7 +179,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Entry | None]]:
 
 def test_two_hundred_batch_sizes_are_tuned_eight_times(asked: list[tuple[int, Entry | None]]) -> None:
     for rows in range(1, 201):
-        found = decide.known(key_of(rows), LIMIT, measure=True, final=True)
+        found = decide.known(key_of(rows), LIMIT, here=True, measure=True)
         assert found is not None
         assert found[0].key == key_of(rows)
         assert found[0].choice.refusal(problem(rows), DEFAULT_CUDA) is None
@@ -190,7 +190,7 @@ def test_a_problem_whose_representatives_decision_does_not_hold_is_tuned_itself(
     asked: list[tuple[int, Entry | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "held_by", lambda *arguments: None)
-    assert decide.known(key_of(270), LIMIT, measure=True, final=True) == (decided(key_of(270)), "measured now")
+    assert decide.known(key_of(270), LIMIT, here=True, measure=True) == (decided(key_of(270)), "measured now")
     assert asked[-1][0] == 270
     assert {rows for rows, _ in asked[:-1]} <= {320, 288}
 
@@ -202,15 +202,15 @@ def test_a_relatives_times_are_tried_first_and_decide_nothing(
     theirs = decided(key_of(32, h100))
     put(cache, theirs.key, theirs.dumps())
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    assert decide.known(key_of(32), LIMIT, measure=True, final=True) is None
+    assert decide.known(key_of(32), LIMIT, here=True, measure=True) is None
     monkeypatch.delenv("JAX_SPLITK_AUTOTUNE")
-    found = decide.known(key_of(32), LIMIT, measure=True, final=True)
+    found = decide.known(key_of(32), LIMIT, here=True, measure=True)
     assert found is not None
     assert (found[0].key, found[1]) == (key_of(32), "measured now")
     assert asked == [(32, theirs)]
     # Of other GPUs nothing is known.
     pcie = dataclasses.replace(h100, device_kind="NVIDIA H100 PCIe", cores=114)
-    decide.known(key_of(32, pcie), LIMIT, measure=True, final=True)
+    decide.known(key_of(32, pcie), LIMIT, here=True, measure=True)
     assert asked[1:] == [(32, None)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jax_splitk.cli import stored
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import entry as entries
@@ -21,6 +22,7 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import nested
 from tests.problems import generator, seeded
+from tests.runtime.test_disk import endless, fifo, huge
 from tests.tuning_cache import CPU, HUGE, entry_of, key_of, put, random_entry, random_key
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -129,9 +131,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "wgrad_im2col|config {}; accepted",
     ),
     "no choice": (lambda data: data.pop("choice"), "candidate None; accepted: an object with family and config"),
-    "an illegal config": (_set("choice", "config", "splits", 10**6), "choice .* is not legal: splits=1000000"),
-    "a huge config": (_set("choice", "config", "splits", int(HUGE)), "is not legal: splits=999"),
-    "an illegal block": (_set("choice", "config", "block", 7), "is not legal: block=7"),
+    "an illegal config": (_set("choice", "config", "splits", 10**6), "choice .* is not legal: splits 1000000"),
+    "a huge config": (_set("choice", "config", "splits", int(HUGE)), "is not legal: splits 999"),
+    "an illegal block": (_set("choice", "config", "block", 7), "is not legal: block 7"),
     "another key": (_set("key", "problem", "batch", 77), "its key is another problem's"),
     "no key": (lambda data: data.pop("key"), "its key is another problem's"),
     "a newer schema": (_set("schema", SCHEMA + 1), f"schema {SCHEMA + 1}; accepted: {SCHEMA}"),
@@ -213,6 +215,20 @@ def test_broken_evidence_is_none_and_the_choice_holds(
         assert store.save(Entry.of(key, two, (Measurement(two, 3.0),)))
     assert caplog.records == []
     assert store.lookup(key)[0].measurements == (Measurement(two, 3.0),)
+
+
+@pytest.mark.parametrize("make", [fifo, endless, huge])
+def test_what_is_no_regular_file_or_huge_is_a_miss_with_one_warning(
+    make: Callable[[pathlib.Path], None], cache: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = key_of()
+    path = cache / key.file
+    path.parent.mkdir(parents=True)
+    make(path)
+    assert [store.lookup(key) for _ in range(3)] == [None] * 3
+    assert [item.entry for item in stored.read_folder(cache)] == [None]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path} is not read: it ")
 
 
 def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:

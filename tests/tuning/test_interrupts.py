@@ -58,11 +58,15 @@ def interrupted(
     for _ in range(times):
         time.sleep(delay)
         send(process.pid, signal.SIGINT)
-    try:
-        return process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    for _ in range(6):
+        try:
+            return process.communicate(timeout=20)
+        except subprocess.TimeoutExpired as error:
+            # Python loses a Ctrl-C that comes inside a garbage collector's callback, such as jax's: one more is sent.
+            if b"Exception ignored in" in (error.stderr or b""):
+                send(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGKILL)
+    raise AssertionError(f"it goes on: {process.communicate()[1]}")
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.exhaustive)])
@@ -75,8 +79,6 @@ def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
         said = f"seed {SEED}, moment {i}, after {delay:.3f} s, {kind}: {process.returncode}\n{err}"
         assert "the device fails" not in err, said
         assert "FATAL" not in err, said
-        if "Exception ignored in" in err:  # Python loses a Ctrl-C that comes inside a garbage collector's callback
-            continue
         if kind == "caught":
             assert process.returncode == 0, said
             value, measurements = json.loads(out)

@@ -264,7 +264,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     np.testing.assert_array_equal(wgrad(lhs, g), expected)
 
 
-def test_without_a_home_there_is_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_there_is_no_cache_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in containers that run under a number that is no user's."""
 
     def nobody(uid: int) -> Any:
@@ -275,7 +277,12 @@ def test_without_a_home_there_is_no_cache_and_no_error(monkeypatch: pytest.Monke
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.chdir(tmp_path)
     np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
+    assert [store.save(entry_of(key_for(CASE.problem(), CPU), ONE)) for _ in range(2)] == [False, False]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("there is no home folder for a cache: set JAX_SPLITK_CACHE_DIR")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import flips, progress, search, store
+from jax_splitk.tuning import bar, flips, progress, search, store
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -61,7 +61,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def on(monkeypatch: pytest.MonkeyPatch, stderr: Any) -> Any:
     """Puts a stream in place of stderr, which pytest changes by itself."""
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stderr))
+    for module in (progress, bar):
+        monkeypatch.setattr(module, "sys", types.SimpleNamespace(stderr=stderr))
     return stderr
 
 
@@ -113,7 +114,7 @@ def test_the_guide_shows_what_is_printed(terminal: Terminal, clock: Clock) -> No
                 clock.now += seconds
                 session().progress.best(key, us, xla_us)
                 session().progress.tick(key)
-                bar = terminal.seen()[-1]
+                drawn = terminal.seen()[-1]
                 measured.append(entry_of(key, us, xla_us))
         run.measured *= 7
         run.measured.pop()
@@ -123,9 +124,9 @@ def test_the_guide_shows_what_is_printed(terminal: Terminal, clock: Clock) -> No
     (block,) = [
         b.text for b in markdown.blocks(markdown.ROOT / "docs/guides/tuning.md") if "jax_splitk: tuned" in b.text
     ]
-    assert block == f"{bar}\n{closing}\n"
-    assert bar.startswith("tuning 3 of 20:  13%|")
-    assert "00:15<01:43, best 81.0 us, XLA 130.2 us: conv_wgrad" in bar
+    assert block == f"{drawn}\n{closing}\n"
+    assert drawn.startswith("tuning 3 of 20:  13%|")
+    assert "00:15<01:43, best 81.0 us, XLA 130.2 us: conv_wgrad" in drawn
 
 
 def test_problems_that_come_up_in_a_lowering_are_one_run(

@@ -14,8 +14,9 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import kernels, prepack, quantize, quantized_matmul
+from jax_splitk import prepack, quantize, quantized_matmul
 from jax_splitk.__main__ import main
+from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.operations import OPERATIONS
@@ -43,7 +44,7 @@ WGRAD = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
 
 
 def test_every_operation_is_registered() -> None:
-    assert set(OPERATIONS) == set(kernels.FAMILIES) == {
+    assert set(OPERATIONS) == set(catalogue.FAMILIES) == {
         "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul"
     }  # fmt: skip
     # lax has a dot_general, too; a product may have more than one primitive.

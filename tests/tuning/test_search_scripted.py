@@ -177,6 +177,17 @@ def test_the_search_refines_around_the_best(scripted: Any) -> None:
     assert found.regret > 0
 
 
+def test_the_search_does_not_refine_what_is_far_behind_xla(scripted: Any) -> None:
+    key = wide(generator(12))
+    for xla_us, refines in ((90.0, True), (70.0, False)):
+        script = scripted(lambda c, us=xla_us: us if c == XLA else 100.0)
+        found = tuner.tune(key)
+        assert found.choice == XLA
+        first = search.Search(key, 2**28, None, 1.0)._first_candidates()
+        assert set(first) <= set(script.prepared)
+        assert (len(script.prepared) > len(first) + 1) is refines
+
+
 def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any) -> None:
     key = wide(generator(3))
     ranking = search.ranked(key)
@@ -368,7 +379,7 @@ def test_no_thread_outlives_the_search(scripted: Any, monkeypatch: pytest.Monkey
         threading.Event().wait(0.5)
 
     scripted(lambda _: 100.0)
-    monkeypatch.setattr(compiler, "sparing", slow_to_leave)
+    monkeypatch.setattr(compiler.pool, "sparing", slow_to_leave)
     tuner.tune(wide(generator(23)))
     assert not [thread for thread in threading.enumerate() if thread.name == "jax_splitk-tuner"]
 

@@ -88,7 +88,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown family": (_row(family="wgrad_z80"), "family 'wgrad_z80'; accepted: "),
     "a field too few": (_row(config={"splits": 3}), r"config \{'splits': 3\}; accepted: splits, block"),
     "a field of another type": (_row(config={"splits": 3.0, "block": 64}), r"config has splits=3\.0 of type float"),
-    "an illegal config": (_row(config={"splits": 10**6, "block": 64}), "is not legal: splits=1000000"),
+    "an illegal config": (_row(config={"splits": 10**6, "block": 64}), "is not legal: splits 1000000"),
     "another platform's family": (_row(family="quantized_host"), "family 'quantized_host'"),
     "no time": (_row(us=None), "us None; accepted: "),
     "a time of XLA's that is none": (_row(xla_us=float("nan")), "us nan; accepted: "),

@@ -23,47 +23,38 @@ __device__ inline Block block_at(const Args& g, const Axes& residue, int index) 
 #if AXES == 0
   return {index, {0, 0, 0}};
 #else
-  const int tap = index / g.blocks;
-  Block b = {index - tap * g.blocks.value, {0, 0, tap}};
+  Block b = {take(index, g.blocks), {0, 0, index}};
 #if AXES > 1
-  const auto& w = g.on_w[residue.w].taps;
-  b.tap.h = tap / w;
-  b.tap.w = tap - b.tap.h * w.value;
+  b.tap.w = take(index, g.on_w[residue.w].taps);
+  b.tap.h = index;
 #endif
 #if AXES > 2
-  const auto& h = g.on_h[residue.h].taps;
-  const int line = b.tap.h;
-  b.tap.d = line / h;
-  b.tap.h = line - b.tap.d * h.value;
+  b.tap.h = take(index, g.on_h[residue.h].taps);
+  b.tap.d = index;
 #endif
   return b;
 #endif
 }
 
+// Adds to the next digit of a block's number, and carries from this one.
+__device__ inline void carry(int& digit, int base, int& next, int by) {
+  next += by;
+  if (digit >= base) {
+    digit -= base;
+    ++next;
+  }
+}
+
 __device__ inline void advance(const Args& g, const Axes& residue, const Block& by, Block& b) {
   b.c += by.c;
 #if AXES > 0
-  b.tap.w += by.tap.w;
-  if (b.c >= g.blocks.value) {
-    b.c -= g.blocks.value;
-    ++b.tap.w;
-  }
+  carry(b.c, g.blocks.value, b.tap.w, by.tap.w);
 #endif
 #if AXES > 1
-  const int w = g.on_w[residue.w].taps.value;
-  b.tap.h += by.tap.h;
-  if (b.tap.w >= w) {
-    b.tap.w -= w;
-    ++b.tap.h;
-  }
+  carry(b.tap.w, g.on_w[residue.w].taps.value, b.tap.h, by.tap.h);
 #endif
 #if AXES > 2
-  const int h = g.on_h[residue.h].taps.value;
-  b.tap.d += by.tap.d;
-  if (b.tap.h >= h) {
-    b.tap.h -= h;
-    ++b.tap.d;
-  }
+  carry(b.tap.h, g.on_h[residue.h].taps.value, b.tap.d, by.tap.d);
 #endif
 }
 

@@ -11,14 +11,16 @@ import math
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv import passes
-from jax_splitk.kernels.conv.passes import output_blocks
+from jax_splitk.kernels.conv.passes import Passes, of_both_passes, output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.runtime.plan import Buffer, Launch, Pointer
+from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _THREADS = 128  # depthwise.cu has the same
@@ -26,7 +28,6 @@ _COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _ROWS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64, 112, 128)
 _MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
 _MAX_REGISTERS = 212  # of a thread, as `_registers` counts them; beyond it some spill
-_INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Costs:
     warp_seconds: float
 
 
-class DepthwiseConv(CudaFamily[ConvProblem, Config]):
+class DepthwiseConv(Passes[Config]):
     """One input channel to each output channel."""
 
     ABI = 1
@@ -120,24 +121,17 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
-        for name in ("dtype", "out_dtype"):
-            if getattr(p, name) not in OUT_CODES:
-                return f"{name} {getattr(p, name)}; accepted: {', '.join(OUT_CODES)}"
-        if p.batch_group_count != 1 or not p.feature_group_count == p.in_channels == p.out_channels:
-            given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
-            return f"{given}; accepted: as many groups as input and as output channels"
+        if (reason := refusals.dtypes(p, tuple(OUT_CODES)) or passes.depthwise_refusal(p)) is not None:
+            return reason
         if p.in_channels % _word_channels(p):
             return f"{p.in_channels} channels of {p.dtype}; accepted: multiples of {_word_channels(p)}"
         if max(g.kernel) > _MAX_KERNEL or math.prod(g.kernel) > _MAX_TAPS:
             return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
-        if (reason := passes.steps_refusal(g, _MAX_STRIDE)) is not None:
+        if (reason := passes.steps_refusal(g, _MAX_STRIDE) or passes.sizes_refusal(p, g)) is not None:
             return reason
-        sizes = (*p.lhs_shape, *p.g_shape)
-        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24:
-            return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {2**24 - 1}"
         least = _items(p, Config(max(_COLUMNS), max(_ROWS)))
-        if least > _INT32_MAX:
-            return f"{least} threads; accepted: up to {_INT32_MAX}"
+        if least > INT32_MAX:
+            return f"{least} threads; accepted: up to {INT32_MAX}"
         return None if self._fitting(p) else f"dilation {p.rhs_dilation}: the sums of a thread fit in no registers"
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
@@ -147,8 +141,8 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
             reason = f"columns {config.columns}; accepted: multiples of {up}"
         if reason is None and registers > _MAX_REGISTERS:
             reason = f"columns {config.columns} take about {registers} registers; accepted: up to {_MAX_REGISTERS}"
-        if reason is None and (items := _items(problem, config)) > _INT32_MAX:
-            reason = f"{items} threads; accepted: up to {_INT32_MAX}"
+        if reason is None and (items := _items(problem, config)) > INT32_MAX:
+            reason = f"{items} threads; accepted: up to {INT32_MAX}"
         return reason
 
     def _fitting(self, problem: ConvProblem) -> list[int]:
@@ -195,9 +189,6 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
         memory = problem.bytes_moved / costs.hbm_bytes_per_second
         return costs.launch_seconds + max(memory, l2, issued * partly, waiting)
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
-        return 0
-
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         g, (strips_h, strips_w) = _forward(problem), _strips(problem, config)
         (base_h, offset_h, blocks), (base_w, offset_w, _) = output_blocks(g, 1), output_blocks(g, 2)
@@ -212,22 +203,10 @@ class DepthwiseConv(CudaFamily[ConvProblem, Config]):
             **field_macros(config),
         }
 
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem)
-
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         args = Args(_items(problem, config))
         grid = (-(-args.items // _THREADS), 1, 1)
         return (Launch("depthwise", grid, (_THREADS, 1, 1), (Pointer(0), Pointer(1), args.param(), Pointer(2))),)
 
 
-class FpropDepthwise(DepthwiseConv):
-    name = "fprop_depthwise"
-
-
-class DgradDepthwise(DepthwiseConv):
-    name = "dgrad_depthwise"
-
-
-FPROP = FpropDepthwise(Config, Costs)
-DGRAD = DgradDepthwise(Config, Costs)
+FPROP, DGRAD = of_both_passes(DepthwiseConv, "depthwise", Config, Costs)

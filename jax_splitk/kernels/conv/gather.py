@@ -11,15 +11,16 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from jax_splitk.kernels.conv.passes import Passes
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Values
-from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, layout_of, volume
+from jax_splitk.kernels.wgrad.gather_layout import GatherTile, Layout, Volume, layout_of, volume
 from jax_splitk.kernels.wgrad.geometry import axis_macros
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
-from jax_splitk.runtime.plan import Buffer, Launch, Pointer
+from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 MAX_CHANNELS = 16
@@ -34,35 +35,14 @@ _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How a forward pass is computed.
+class Config(GatherTile):
+    """How a forward pass is computed: see `GatherTile`; rows are pixels, at least the tile's.
 
     Attributes:
-      consumers, blocks: consumer warpgroups, and 64-row blocks of pixels of each.
-      tile_n: output channels of a thread block; see `TILE_N`.
-      images, tile_p, tile_q: a tile of output pixels, [images, tile_p rows, tile_q columns], at most the blocks' rows.
       stages: depth of the shared-memory pipeline.
     """
 
-    consumers: int
-    blocks: int
-    tile_n: int
-    images: int
-    tile_p: int
-    tile_q: int
     stages: int
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        return self.images, self.tile_p, self.tile_q
-
-    @property
-    def pixels(self) -> int:
-        return math.prod(self.tile)
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.consumers * self.blocks
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,7 +147,7 @@ class Costs:
     shadow: float
 
 
-class Gather(CudaFamily[ConvProblem, Config]):
+class Gather(Passes[Config]):
     """Few input channels to all output channels."""
 
     name = "fprop_gather"
@@ -199,11 +179,11 @@ class Gather(CudaFamily[ConvProblem, Config]):
         )
         if reason is not None:
             return reason
-        if config.rows > MAX_ROWS:
-            return f"{config.consumers} consumers of {config.blocks} blocks, {config.rows} rows; accepted: {MAX_ROWS}"
-        if min(config.tile) < 1 or config.pixels > config.rows:
+        if config.tile_m > MAX_ROWS:
+            return f"{config.consumers} consumers of {config.blocks} blocks, {config.tile_m} rows; accepted: {MAX_ROWS}"
+        if min(config.tile) < 1 or config.pixels > config.tile_m:
             given = f"images {config.images}, tile_p {config.tile_p} and tile_q {config.tile_q}"
-            return f"{given}; accepted: products of 1 to {config.rows}"
+            return f"{given}; accepted: products of 1 to {config.tile_m}"
         if (steps := _steps(_layout(_volume(problem), config))) > MAX_STEPS:
             return f"{steps} products of 16 elements of the filter; accepted: up to {MAX_STEPS}"
         if not _group(config, 1):
@@ -261,9 +241,6 @@ class Gather(CudaFamily[ConvProblem, Config]):
         memory = problem.bytes_moved / costs.hbm_bytes_per_second
         return costs.launch_seconds + max(memory, seconds) + costs.shadow * min(memory, seconds)
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
-        return 0
-
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
@@ -305,9 +282,6 @@ class Gather(CudaFamily[ConvProblem, Config]):
 
     def declared(self, problem: ConvProblem, config: Config) -> Sequence[Values]:
         return (self._args(problem, config),)
-
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem)
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as fit the machine at a time; each goes from tile to tile."""

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv import passes
-from jax_splitk.kernels.conv.passes import forward, output_blocks
-from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.conv.passes import Passes, forward, of_both_passes, output_blocks
+from jax_splitk.kernels.device.split_k import MAX_GRID_Y, OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.runtime.plan import Buffer, Launch, MapParam, Pointer, TiledMap, tensor_map_strides
+from jax_splitk.runtime.plan import Launch, MapParam, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.target import Target
 
 UNIT = 16  # channels of an MMA's k, and of two of its n
@@ -30,7 +32,6 @@ STRIP = 16  # pixels of an MMA's m
 WEIGHTS_BYTES = UNIT * UNIT * 2  # of a unit of the input and one of the output, for one tap
 BLOCKS = (16, 32, 64)  # input channels of a thread block: a TMA box of 32 to 128 bytes
 _SWIZZLES = {16: 1, 32: 2, 64: 3}  # CUtensorMapSwizzle
-_DTYPES = ("bfloat16", "float16")
 _MAX_STRIDE = 4
 _MAX_BOX = 256  # extent of a TMA box
 _MAX_WARPS = 15  # consumers
@@ -42,8 +43,6 @@ _RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and fo
 _ALIGNMENT_BYTES = 1024  # of the pipeline
 _REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
 _MAX_THREAD_REGISTERS = 240
-_INT32_MAX = 2**31 - 1
-_MAX_GRID_Y = 65535
 _MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
 
 
@@ -241,7 +240,7 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
     return max((n for n in range(1, by_memory + 1) if _fits_registers(t, n)), default=0)
 
 
-class GroupedConv(CudaFamily[ConvProblem, Config]):
+class GroupedConv(Passes[Config]):
     """Few channels to a group."""
 
     ABI = 1
@@ -250,10 +249,8 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        if p.dtype not in _DTYPES:
-            return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
-        if p.out_dtype not in OUT_CODES:
-            return f"out_dtype {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
+        if (reason := refusals.dtypes(p, refusals.HALVES)) is not None:
+            return reason
         if p.batch_group_count != 1 or p.feature_group_count == 1:
             given = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
             return f"{given}; accepted: at least 2 feature groups and no batch groups"
@@ -271,12 +268,10 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
 
     def _extent_refusal(self, p: ConvProblem) -> str | None:
         g = geometry(forward(p), 3)
-        if (reason := passes.steps_refusal(g, _MAX_STRIDE)) is not None:
+        if (reason := passes.steps_refusal(g, _MAX_STRIDE) or passes.sizes_refusal(p, g)) is not None:
             return reason
-        sizes = (*p.lhs_shape, *p.g_shape)
-        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24 or math.prod(p.rhs_shape) > _INT32_MAX:
-            given = f"lhs {p.lhs_shape}, rhs {p.rhs_shape}, g {p.g_shape}, padding {p.padding}"
-            return f"{given}; accepted: sizes of 1 to {2**24 - 1}, up to {_INT32_MAX} weights"
+        if (count := math.prod(p.rhs_shape)) > INT32_MAX:
+            return f"{count} weights; accepted: up to {INT32_MAX}"
         reason = self.config_refusal(p, _smallest(p))
         return reason and f"a filter of {p.kernel_spatial}, dilated by {p.rhs_dilation}: {reason}"
 
@@ -302,8 +297,8 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         tile = f"images {config.images}, rows {config.rows}, columns {config.columns}"
         limits = (
             (t.x_width, "columns of the input", _MAX_BOX),
-            (config.images * math.prod(q.g_shape[1:]), "elements of a tile's images", _INT32_MAX),
-            (math.prod(t.tiles), "tiles", _INT32_MAX),
+            (config.images * math.prod(q.g_shape[1:]), "elements of a tile's images", INT32_MAX),
+            (math.prod(t.tiles), "tiles", INT32_MAX),
             (t.warps, "consumer warps", _MAX_WARPS),
             (t.registers, "registers of a thread", _MAX_THREAD_REGISTERS),
             (t.products * t.slots, "products of the device code", _MAX_PRODUCTS),
@@ -315,7 +310,7 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         if not _fits_registers(t, 1):
             most = _REGISTERS // 32 // t.registers * 4 - 1
             return f"{t.warps} warps of {t.registers} registers a thread; accepted: at most {most} warps"
-        return field_refusal(config, workers=range(1, min(math.prod(t.tiles), _MAX_GRID_Y) + 1))
+        return field_refusal(config, workers=range(1, min(math.prod(t.tiles), MAX_GRID_Y) + 1))
 
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
         return _blocks_per_sm(problem, config)
@@ -355,7 +350,7 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
             config = dataclasses.replace(some, rows=rows, stages=stages)
             tiles, slots = math.prod(tiling(p, config).tiles), target.cores * _blocks_per_sm(p, config)
             each = -(-tiles // max(1, slots // t.blocks))
-            config = dataclasses.replace(config, workers=min(-(-tiles // each), _MAX_GRID_Y))
+            config = dataclasses.replace(config, workers=min(-(-tiles // each), MAX_GRID_Y))
             if self.config_refusal(p, config) is None:
                 yield config
 
@@ -379,9 +374,6 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         ramp = costs.ramp_seconds * -(-sharing // together)
         return costs.launch_seconds + ramp + max(busy, memory) + costs.shadow * min(busy, memory)
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
-        return 0
-
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         p = forward(problem)
         g, t = geometry(p, 3), tiling(problem, config)
@@ -401,9 +393,6 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
             **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
         }
 
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem)
-
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
         p, t = forward(problem), tiling(problem, config)
         g = geometry(p, 3)
@@ -419,13 +408,4 @@ class GroupedConv(CudaFamily[ConvProblem, Config]):
         return (Launch("grouped", grid, block, params, shared_bytes(problem, config)),)
 
 
-class FpropGrouped(GroupedConv):
-    name = "fprop_grouped"
-
-
-class DgradGrouped(GroupedConv):
-    name = "dgrad_grouped"
-
-
-FPROP = FpropGrouped(Config, Costs)
-DGRAD = DgradGrouped(Config, Costs)
+FPROP, DGRAD = of_both_passes(GroupedConv, "grouped", Config, Costs)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.kernels import host
+from jax_splitk.kernels.conv.passes import forward, of_both_passes
 from jax_splitk.kernels.host import HostFamily, Product
 from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import HOST_CONV_TARGET
 from jax_splitk.runtime.target import Target
@@ -37,9 +38,6 @@ class ConvHost(HostFamily[ConvProblem, Config]):
     handler = HOST_CONV_TARGET
     competes = False
 
-    def _forward(self, problem: ConvProblem) -> ConvProblem:
-        return problem if isinstance(problem, ConvFpropProblem) else other_way(problem)
-
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         return wgrad_host.geometry_refusal(problem)
 
@@ -47,7 +45,6 @@ class ConvHost(HostFamily[ConvProblem, Config]):
         return wgrad_host.cut_refusal(config, min(max(self.product(problem, config).k, 1), host.MAX_SPLITS))
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
-        del problem
         return "XLA:CPU is faster"
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
@@ -55,27 +52,18 @@ class ConvHost(HostFamily[ConvProblem, Config]):
         return [config for config in configs if self.config_refusal(problem, config) is None]
 
     def product(self, problem: ConvProblem, config: Config) -> Product:
-        p = self._forward(problem)
+        p = forward(problem)
         rows = math.prod(p.g_shape[:-1])
         k, groups = p.taps * p.group_channels[0], p.feature_group_count
         return Product(rows, k, p.group_channels[1], groups, config.splits, config.block, _ROW_BLOCK)
 
     def attributes(self, problem: ConvProblem, config: Config) -> dict[str, Any]:
         return {
-            "geometry": wgrad_host.geometry_attribute(self._forward(problem)),
+            "geometry": wgrad_host.geometry_attribute(forward(problem)),
             "mirrored": np.int64(not isinstance(problem, ConvFpropProblem)),
             "splits": np.int64(config.splits),
             "block": np.int64(config.block),
         }
 
 
-class FpropHost(ConvHost):
-    name = "fprop_host"
-
-
-class DgradHost(ConvHost):
-    name = "dgrad_host"
-
-
-FPROP = FpropHost(Config, host.Costs)
-DGRAD = DgradHost(Config, host.Costs)
+FPROP, DGRAD = of_both_passes(ConvHost, "host", Config, host.Costs)

@@ -28,9 +28,9 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
-// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage; if PERSISTENT, some phase has no tap),
-// ROW_BYTES (bytes of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP,
-// PERSISTENT, and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
+// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
+// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, and those of device/split_tile.cuh,
+// device/wgmma_tile.cuh and dot/epilogue.cuh.
 
 #include "conv/blocks.cuh"
 #include "device/pipeline.cuh"
@@ -93,13 +93,12 @@ __device__ inline int pitch_of(const Args& g) {
 __device__ inline Axes residue_at(const Args& g, int phase) {
   Axes at = {0, 0, 0};
 #if PHASED
-  const int line = phase / g.residues.w;
-  at.w = phase - line * g.residues.w.value;
+  at.w = take(phase, g.residues.w);
 #if AXES == 2
-  at.h = line;
+  at.h = phase;
 #elif AXES == 3
-  at.d = line / g.residues.h;
-  at.h = line - at.d * g.residues.h.value;
+  at.h = take(phase, g.residues.h);
+  at.d = phase;
 #endif
 #endif
   return at;
@@ -117,14 +116,8 @@ __device__ inline Tile tile_at(const Args& g, int row, int phase, int column) {
 // Neighbours in a row of tiles read the same pixels, and so do the phases, which follow: those with many taps
 // first.
 __device__ inline Tile tile_at(const Args& g, int index) {
-  int row = index / g.columns, phase = 0;
-  const int column = index - row * g.columns.value;
-#if PHASED
-  phase = row;
-  row = phase / g.phases;
-  phase -= row * g.phases.value;
-#endif
-  return tile_at(g, row, phase, column);
+  const int column = take(index, g.columns), phase = PHASED ? take(index, g.phases) : 0;
+  return tile_at(g, index, phase, column);
 }
 
 // A pixel of a phase: the image, and where it is in the phase.
@@ -134,17 +127,14 @@ struct Pixel {
 };
 
 __device__ inline Pixel pixel_at(const Args& g, int m) {
-  const int line = m / g.pixels.w;
-  Pixel p = {line, {0, 0, m - line * g.pixels.w.value}};
+  Pixel p = {0, {0, 0, take(m, g.pixels.w)}};
 #if AXES > 1
-  p.n = line / g.pixels.h;
-  p.at.h = line - p.n * g.pixels.h.value;
+  p.at.h = take(m, g.pixels.h);
 #endif
 #if AXES > 2
-  const int image = p.n / g.pixels.d;
-  p.at.d = p.n - image * g.pixels.d.value;
-  p.n = image;
+  p.at.d = take(m, g.pixels.d);
 #endif
+  p.n = m;
   return p;
 }
 
@@ -303,15 +293,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     epilogue.store(out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     conv(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-         const __grid_constant__ Args g, float* partials) {
-#else
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    conv(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-         const __grid_constant__ Args g, Output* out EPILOGUE_PARAMETERS) {
-#endif
+         const __grid_constant__ Args g, TILE_RESULT) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);

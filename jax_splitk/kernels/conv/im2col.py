@@ -24,7 +24,6 @@ from jax import numpy as jnp
 from jax_splitk.kernels.conv.im2col_config import (
     BARRIER_BYTES,
     IM2COL_LIMITS,
-    TWO_CONSUMERS,
     Config,
     Costs,
     block_k,
@@ -34,8 +33,8 @@ from jax_splitk.kernels.conv.im2col_config import (
     tile_count,
     tile_counts,
 )
-from jax_splitk.kernels.conv.passes import forward
-from jax_splitk.kernels.conv.phases import axes, live_phases, phases, pixels, tap_counts
+from jax_splitk.kernels.conv.passes import Passes, forward, of_both_passes
+from jax_splitk.kernels.conv.phases import axes, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     BOX,
@@ -54,10 +53,9 @@ from jax_splitk.kernels.device.wgmma_tile import (
     ROW_BYTES,
     SHARED_BYTES,
     TILES,
-    max_stages,
     tile_refusal,
 )
-from jax_splitk.kernels.family import conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
 from jax_splitk.problems.conv_passes import ConvFpropProblem
@@ -108,20 +106,21 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
     return tuple(sign * axis.tap_step * pitch for axis, pitch in zip(of, pitches, strict=True))
 
 
-class Im2colConv(SplitTileFamily[ConvProblem, Config]):
+class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
     """All channels of a group with all."""
 
     ABI = 2
     file = "conv/im2col.cu"
     kernel = "conv"
-    dtypes = refusals.HALVES
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
+        # Of float32 WGMMA wants the weight K-major, as an input gradient has it.
+        dtypes = refusals.HALVES if isinstance(p, ConvFpropProblem) else (*refusals.HALVES, "float32")
         return (
-            refusals.dtypes(p, self.dtypes)
+            refusals.dtypes(p, dtypes)
             or refusals.batch_groups(p)
             or refusals.empty_dimensions(p)
             or self._precision_refusal(p)
@@ -175,10 +174,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             return f"operands or a result of more than {MAX_ELEMENTS} elements"
         return None
 
-    def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        more = [max_stages(tile_m, tile_n, blocks_per_sm=2)] if (tile_m, tile_n) in TWO_CONSUMERS else []
-        return sorted({*super().depths(tile_m, tile_n), *more})
-
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
             return reason
@@ -193,7 +188,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         if not can_persist(problem):
             p = problem
             given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
-            return f"workers {config.workers} with {given}; accepted: 16 bits, multiples of 8 channels"
+            rest = "16 bits, multiples of 8 channels, results that taps meet"
+            return f"workers {config.workers} with {given}; accepted: {rest}"
         return field_refusal(
             config,
             stages=stages,
@@ -239,7 +235,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         costs: Costs = self.costs(target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
-        tile += live_phases(problem) * config.handover_seconds(costs)
+        tile += phases(problem) * config.handover_seconds(costs)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         # The first stage is waited for, and the last results.
@@ -304,16 +300,16 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
         return Values(
             "Args",
             {
-                **(_persistent_args(problem, config) if config.workers else {}),
+                **({"tiles": tile_count(problem, config)} if config.workers else {}),  # of a phase
                 "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
                 "columns": Divisor.of(columns * p.feature_group_count),
-                "phases": Divisor.of(live_phases(problem) if config.workers else phases(problem)),
+                "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
                 "a_once": int(columns == 1),
                 "b_once": int(rows == 1),
-                "residues": tuple(Divisor.of(axis.live if config.workers else len(axis.residues)) for axis in of),
+                "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
                 "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
                 "out": tuple(axis.out for axis in of),
                 "up": tuple(axis.up for axis in of),
@@ -348,10 +344,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config]):
             "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }
 
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """The operands, the result, the workspace."""
-        return conv_buffers(problem, self.workspace_bytes(problem, config))
-
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
         p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
         weight = (p.taps, p.group_channels[0], p.out_channels)
@@ -384,24 +376,4 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
     )
 
 
-def _persistent_args(problem: ConvProblem, config: Config) -> dict[str, Field]:
-    """Tiles of a phase; residues of the axes (1 of one that is not there), and those with taps."""
-    of = axes(problem)
-    more = (1,) * (3 - len(of))
-    every, live = ((*more, *counts) for counts in ((len(axis.residues) for axis in of), (axis.live for axis in of)))
-    return {"tiles": tile_count(problem, config), "every": every, "live": live}
-
-
-class FpropIm2col(Im2colConv):
-    name = "fprop_im2col"
-
-
-class DgradIm2col(Im2colConv):
-    """Its weight is K-major, as WGMMA wants it of float32."""
-
-    name = "dgrad_im2col"
-    dtypes = (*refusals.HALVES, "float32")
-
-
-FPROP = FpropIm2col(Config, Costs)
-DGRAD = DgradIm2col(Config, Costs)
+FPROP, DGRAD = of_both_passes(Im2colConv, "im2col", Config, Costs)

@@ -25,7 +25,7 @@ IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-
 BARRIER_BYTES = 256  # at most, of shared memory beside what a launch asks for
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 # Tiles of two consumers whose sums fit into half of the registers.
-TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
+_TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Config(SplitTile):
         if self.workers:
             return 1
         fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) in TWO_CONSUMERS and fits else super().blocks_per_sm
+        return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
 
     @property
     def most_stages(self) -> int:
@@ -161,6 +161,7 @@ def tile_count(problem: ConvProblem, config: Config) -> int:
 
 
 def can_persist(problem: ConvProblem) -> bool:
-    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes."""
+    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes; and each phase has some
+    (where there are zeros to store, they are no faster)."""
     halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
-    return halves and forward(problem).group_channels[1] % 8 == 0
+    return halves and forward(problem).group_channels[1] % 8 == 0 and all(map(math.prod, tap_counts(problem)))

@@ -2,10 +2,31 @@
 strides or with a dilated input."""
 
 import functools
+from typing import Any, TypeVar
 
+from jax_splitk.kernels.family import CudaFamily, Family, conv_buffers
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime.plan import Buffer
+
+MAX_SIZE = 2**24 - 1
+
+_Config = TypeVar("_Config")
+_Family = TypeVar("_Family", bound=Family[Any, Any])
+
+
+class Passes(CudaFamily[ConvProblem, _Config]):
+    """Kernels of either pass, or of one."""
+
+    def buffers(self, problem: ConvProblem, config: _Config) -> tuple[Buffer, ...]:
+        """The operands, the result, the workspace."""
+        return conv_buffers(problem, self.workspace_bytes(problem, config))
+
+
+def of_both_passes(family: type[_Family], name: str, *records: type[Any]) -> tuple[_Family, _Family]:
+    """The families of forward passes and of input gradients, with these Config and Costs."""
+    return family(*records, name=f"fprop_{name}"), family(*records, name=f"dgrad_{name}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -21,6 +42,21 @@ def steps_refusal(g: Geometry, most: int) -> str | None:
         if min(steps) > 1 or max(steps) > most:
             return f"stride {steps[0]} of an input dilated by {steps[1]}; accepted: one of them 1, 1 to {most}"
     return None
+
+
+def depthwise_refusal(p: ConvProblem) -> str | None:
+    if p.batch_group_count == 1 and p.feature_group_count == p.in_channels == p.out_channels:
+        return None
+    given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
+    return f"{given}; accepted: as many groups as input and as output channels"
+
+
+def sizes_refusal(p: ConvProblem, g: Geometry) -> str | None:
+    """Why sizes are not served: coordinates and their distances are 32-bit integers."""
+    sizes = (*p.lhs_shape, *p.g_shape)
+    if 0 not in sizes and max(*sizes, *map(abs, g.pad), *g.reach) <= MAX_SIZE:
+        return None
+    return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {MAX_SIZE}"
 
 
 def output_blocks(g: Geometry, axis: int) -> tuple[int, int, int]:

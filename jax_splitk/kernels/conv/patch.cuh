@@ -20,22 +20,21 @@ struct FilterPart {
 };
 
 [[maybe_unused]] __device__ inline FilterPart filter_part(const Args& g, int index) {
-  const int chunk = index / 64, row = chunk / g.chunks;
-  return {row, (chunk - row * g.chunks.value) * 64};
+  int row = index / 64;
+  const int chunk = take(row, g.chunks);
+  return {row, chunk * 64};
 }
 
 // A box of 64 elements of the filter of pixels from `pixel` on. It is zeros beyond the last filter row, and
 // where a row or the pixels end.
 [[maybe_unused]] __device__ inline void load_windows(const TensorMap& map, const Args& g, uint64_t* full,
                                                      uint32_t to, int pixel, const FilterPart& part) {
-  const int line = pixel / g.out.w, w = pixel - line * g.out.w.value;
-  const int plane = line / g.out.h, h = line - plane * g.out.h.value;
-  const int image = plane / g.out.d, d = plane - image * g.out.d.value;
+  const int w = take(pixel, g.out.w), h = take(pixel, g.out.h), d = take(pixel, g.out.d);
   const bool is_there = part.row < g.filter_rows;
   const int t = is_there ? part.row / g.kernel_h : 0, r = is_there ? part.row - t * g.kernel_h.value : 0;
   const int element = is_there ? part.element : g.chunks.value * 64;
   cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, shared_pointer(to), element, w, h * g.step.h, d * g.step.d,
-                                      image, uint16_t(0), uint16_t(r), uint16_t(t));
+                                      pixel, uint16_t(0), uint16_t(r), uint16_t(t));
 }
 #endif
 
@@ -54,10 +53,9 @@ __device__ inline Output* result_at(const Args& g, Output* out, int batch, int m
                                     int column) {
 #if PATCH == 2
   // [plane][t][h][r][w][element]
-  const int line = (m + row) / g.out.w, w = m + row - line * g.out.w.value;
-  const int plane = line / g.out.h, h = line - plane * g.out.h.value;
-  const int filter_row = (n + column) / g.row, element = n + column - filter_row * g.row.value;
-  const int t = filter_row / g.kernel_h, r = filter_row - t * g.kernel_h.value;
+  int plane = m + row, t = n + column;
+  const int w = take(plane, g.out.w), h = take(plane, g.out.h);
+  const int element = take(t, g.row), r = take(t, g.kernel_h);
   const size_t lines = (size_t(plane) * g.kernel_d + t) * g.out.h.value + h;
   return out + ((lines * g.kernel_h.value + r) * g.out.w.value + w) * g.row.value + element;
 #elif PATCH == 3

@@ -6,35 +6,21 @@ as it lies in memory; along rows and planes TMA's im2col mode walks the windows.
 images as they are.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any
 
 from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
-from jax_splitk.kernels.family import CudaFamily, conv_buffers
+from jax_splitk.kernels.family import Translated, conv_buffers
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
-from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, TiledMap
-from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.plan import Buffer, Im2colMap, TiledMap
 
-
-class _Product(tma.Tma):
-    """dot_tma with these arguments of the kernels."""
-
-    def __init__(self, args: Values) -> None:
-        super().__init__(tma.Config, tma.Costs)
-        self._args = args
-
-    def args(self, problem: DotProblem, config: Config) -> Values:
-        return self._args
-
-
-_INNER = tma.FAMILY
 _CHUNK = 64  # elements of a box, along a filter row
 _MULTIPLE = 8  # of elements that TMA's strides are
 # TMA's im2col mode in three dimensions: the largest stride, and the largest filter whose rows are a dimension.
@@ -88,22 +74,73 @@ def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
     )
 
 
-class Patch(CudaFamily[ConvProblem, Config]):
-    """One of the passes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product(DotProblem):
+    """A pass as a matrix product.
 
     Attributes:
-      PATCH: the macro.
+      conv: its convolution.
+      patch: which pass it is (macro PATCH).
     """
 
-    ABI = 1
-    file = tma.FAMILY.file
-    PATCH: ClassVar[int]
+    conv: ConvProblem
+    patch: int
 
-    def dot(self, problem: ConvProblem) -> DotProblem:
-        """The product that dot_tma's kernels compute."""
-        raise NotImplementedError
 
-    # ---- refusals --------------------------------------------------------------------------------------------------
+class _Products(tma.Tma):
+    """dot_tma, with windows as an operand or as the result. Filter rows pad to whole chunks of a reduction and of rows
+    of the result. Its problems are `_Product`s."""
+
+    def args(self, problem: Any, config: Config) -> Values:
+        p: ConvProblem = problem.conv
+        g = geometry(p, 3)
+        # Of the view of `_windows`, or of the output.
+        view = g.out if _is_strided(g) or problem.patch == 2 else (g.out[1], 1, g.out[2])
+        return Values(
+            "Args",
+            {
+                **super().args(problem, config).values,
+                "row": Divisor.of(_row(p)),
+                "chunks": Divisor.of(_chunks(p)),
+                "filter_rows": _filter_rows(p),
+                "kernel_d": g.kernel[0],
+                "kernel_h": Divisor.of(g.kernel[1]),
+                "out": tuple(map(Divisor.of, view)),
+                "step": (*g.kernel[:2], 1) if _is_strided(g) else (1, 1, 1),
+            },
+        )
+
+    def macros(self, problem: Any, config: Config) -> dict[str, int]:
+        return super().macros(problem, config) | {"PATCH": problem.patch}
+
+    def buffers(self, problem: Any, config: Config) -> tuple[Buffer, ...]:
+        return conv_buffers(problem.conv, self.workspace_bytes(problem, config))
+
+    def maps(self, problem: Any, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
+        p: ConvProblem = problem.conv
+        lhs, rhs = super().maps(problem, config)
+        if problem.patch == 1:
+            # The weight's dimensions are (output channels, elements of a filter row, filter rows).
+            weight = (_filter_rows(p), _row(p), p.out_channels)
+            return _windows(p, config.tile_m), operand_map(1, p.dtype, weight, "bkn", config.tile_n)
+        return lhs if problem.patch == 2 else _windows(p, BOX), rhs
+
+
+class Patch(Translated[ConvProblem, Config]):
+    """One of the passes: 1 the forward pass, 2 the input gradient, 3 the weight gradient."""
+
+    def __init__(self, name: str, patch: int) -> None:
+        super().__init__(_Products(Config, tma.Costs), name)
+        self._patch = patch
+
+    def translated(self, problem: ConvProblem) -> _Product:
+        p, pixels, chunk = problem, _pixels(problem), _filter_rows(problem) * _chunks(problem) * _CHUNK
+        m, n, k, orders = {
+            1: (pixels, p.out_channels, chunk, ("bmk", "bkn")),
+            2: (pixels, _filter_rows(p) * _row(p), p.out_channels, ("bmk", "bnk")),
+            3: (chunk, p.out_channels, pixels, ("bkm", "bkn")),
+        }[self._patch]
+        return _Product(1, m, n, k, *orders, p.dtype, p.out_dtype, conv=p, patch=self._patch)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
@@ -116,9 +153,15 @@ class Patch(CudaFamily[ConvProblem, Config]):
             return f"a filter of {p.kernel_spatial} with strides {p.window_strides}; accepted: strides of its size"
         if any(d != 1 and k != 1 for d, k in zip(p.rhs_dilation, p.kernel_spatial, strict=True)):
             return f"rhs_dilation {p.rhs_dilation}; accepted: 1"
-        return self._covered_refusal(p) or self._tma_refusal(p) or _INNER.problem_refusal(self.dot(p))
+        return self._covered_refusal(p) or self._tma_refusal(p) or super().problem_refusal(p)
 
     def _covered_refusal(self, p: ConvProblem) -> str | None:
+        """Of an input gradient the kernel writes what the windows cover."""
+        if self._patch == 2 and any(
+            out * kernel != size
+            for size, out, kernel in zip(p.input_spatial, p.output_spatial, p.kernel_spatial, strict=True)
+        ):
+            return f"an input of {p.input_spatial}; accepted: one that windows of {p.kernel_spatial} cover"
         sizes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.padding, strict=True)
         if all(low == 0 and out * kernel <= size for size, out, kernel, (low, _) in sizes):
             return None
@@ -140,116 +183,5 @@ class Patch(CudaFamily[ConvProblem, Config]):
             return f"a filter of {depth} planes and {height} rows; accepted: up to {sides}"
         return None
 
-    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        return _INNER.config_refusal(self.dot(problem), config)
 
-    # ---- search ----------------------------------------------------------------------------------------------------
-
-    def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
-        return config.blocks_per_sm
-
-    def candidates(self, problem: ConvProblem, target: Target) -> Sequence[Config]:
-        return _INNER.candidates(self.dot(problem), target)
-
-    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> Sequence[Config]:
-        return _INNER.neighbours(self.dot(problem), config, target)
-
-    def swept(self, config: Config, splits: int) -> Sequence[Config]:
-        return _INNER.swept(config, splits)
-
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        return _INNER.estimate(self.dot(problem), config, target)
-
-    # ---- plan ------------------------------------------------------------------------------------------------------
-
-    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
-        return _INNER.workspace_bytes(self.dot(problem), config)
-
-    def _args(self, problem: ConvProblem, config: Config) -> Values:
-        g = geometry(problem, 3)
-        # Of the view of `_windows`, or of the output.
-        view = g.out if _is_strided(g) or self.PATCH == 2 else (g.out[1], 1, g.out[2])
-        return Values(
-            "Args",
-            {
-                **_INNER.args(self.dot(problem), config).values,
-                "row": Divisor.of(_row(problem)),
-                "chunks": Divisor.of(_chunks(problem)),
-                "filter_rows": _filter_rows(problem),
-                "kernel_d": g.kernel[0],
-                "kernel_h": Divisor.of(g.kernel[1]),
-                "out": tuple(map(Divisor.of, view)),
-                "step": (*g.kernel[:2], 1) if _is_strided(g) else (1, 1, 1),
-            },
-        )
-
-    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
-        return _INNER.macros(self.dot(problem), config) | {"PATCH": self.PATCH}
-
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem, self.workspace_bytes(problem, config))
-
-    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
-        return _INNER.maps(self.dot(problem), config)
-
-    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
-        return _Product(self._args(problem, config)).launches(self.dot(problem), config)
-
-    def declared(self, problem: ConvProblem, config: Config) -> Sequence[Values]:
-        return _Product(self._args(problem, config)).declared(self.dot(problem), config)
-
-
-class FpropPatch(Patch):
-    """Filter rows pad to whole chunks of the reduction."""
-
-    name = "fprop_patch"
-    PATCH = 1
-
-    def dot(self, problem: ConvProblem) -> DotProblem:
-        p = problem
-        k = _filter_rows(p) * _chunks(p) * _CHUNK
-        return DotProblem(1, _pixels(p), p.out_channels, k, "bmk", "bkn", p.dtype, p.out_dtype)
-
-    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
-        """The weight's dimensions are (output channels, elements of a filter row, filter rows)."""
-        p = problem
-        weight = (_filter_rows(p), _row(p), p.out_channels)
-        return _windows(p, config.tile_m), operand_map(1, p.dtype, weight, "bkn", config.tile_n)
-
-
-class DgradPatch(Patch):
-    name = "dgrad_patch"
-    PATCH = 2
-
-    def dot(self, problem: ConvProblem) -> DotProblem:
-        p = problem
-        n = _filter_rows(p) * _row(p)
-        return DotProblem(1, _pixels(p), n, p.out_channels, "bmk", "bnk", p.dtype, p.out_dtype)
-
-    def _covered_refusal(self, p: ConvProblem) -> str | None:
-        """The kernel writes what the windows cover."""
-        sizes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, strict=True)
-        if all(out * kernel == size for size, out, kernel in sizes):
-            return super()._covered_refusal(p)
-        return f"an input of {p.input_spatial}; accepted: one that windows of {p.kernel_spatial} cover"
-
-
-class WgradPatch(Patch):
-    """Filter rows pad to whole chunks of the rows of the product."""
-
-    name = "wgrad_patch"
-    PATCH = 3
-
-    def dot(self, problem: ConvProblem) -> DotProblem:
-        p = problem
-        m = _filter_rows(p) * _chunks(p) * _CHUNK
-        return DotProblem(1, m, p.out_channels, _pixels(p), "bkm", "bkn", p.dtype, p.out_dtype)
-
-    def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
-        dot = self.dot(problem)
-        return _windows(problem, BOX), operand_map(1, dot.dtype, dot.rhs_shape, dot.rhs_order, config.tile_n)
-
-
-FPROP = FpropPatch(Config)
-DGRAD = DgradPatch(Config)
-WGRAD = WgradPatch(Config)
+FPROP, DGRAD, WGRAD = (Patch(f"{of}_patch", patch) for patch, of in enumerate(("fprop", "dgrad", "wgrad"), 1))

@@ -10,10 +10,9 @@
 // team may not wait for one before: of a barrier that is more than a phase behind, the parity is wrong.)
 //
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
-// neighbouring pixels at about the same time. Phases without taps (EMPTY) are not among the tiles: their
-// zeros are stored with the first phase.
+// neighbouring pixels at about the same time. Each phase has taps.
 
-static_assert(REDUCTION == 0 && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
+static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 
 constexpr int STORERS = 96;
 constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
@@ -28,7 +27,8 @@ __device__ inline void for_tiles(const Args& g, const Work& work) {
   int turn = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < g.tiles; unit += gridDim.x) {
-    const int row = unit / g.columns, column = unit - row * g.columns.value;
+    int row = unit;
+    const int column = take(row, g.columns);
 #pragma unroll 1
     for (int phase = 0; phase < phases; ++phase) {
       work(tile_at(g, row, phase, column), turn);
@@ -60,6 +60,14 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 
 // ---- what stores -----------------------------------------------------------------------------------------
 
+// Where rows go of a phase's tile: the numbers of the rows in the output, -1 outside of it.
+__device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
+  sync_threads<STORERS, 1>();  // nobody reads the last ones any more
+#pragma unroll 1
+  for (int row = threadIdx.x - 32; row < PIXELS; row += STORERS) rows[row] = row_of(g, residue, m + row);
+  sync_threads<STORERS, 1>();
+}
+
 // A thread's part of a tile: one chunk of every ROWS_AT_A_TIME-th row.
 struct Part {
   int first, chunk, column;
@@ -75,23 +83,17 @@ struct Part {
   }
 };
 
-// Where rows go of a phase's tile: the numbers of the rows in the output, -1 outside of it.
-__device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
-  sync_threads<STORERS, 1>();  // nobody reads the last ones any more
-#pragma unroll 1
-  for (int row = threadIdx.x - 32; row < PIXELS; row += STORERS) rows[row] = row_of(g, residue, m + row);
-  sync_threads<STORERS, 1>();
-}
-
-// value(row) for each of the thread's rows.
-template <class Value>
-__device__ inline void store_part(const Args& g, const Part& part, const int* rows, int m, Output* out,
-                                  const Value& value) {
+// Stores it; the tile's results are at `from`.
+__device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows, int m,
+                                  Output* out) {
 #pragma unroll 1
   for (int row = part.first; row < PIXELS; row += BATCH * ROWS_AT_A_TIME) {
     uint4 v[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) v[i] = value(min(row + i * ROWS_AT_A_TIME, PIXELS - 1));
+    for (int i = 0; i < BATCH; ++i) {
+      const int at = min(row + i * ROWS_AT_A_TIME, PIXELS - 1);
+      v[i] = load_shared<uint4>(chunk_at(from, at / 64, part.chunk / 8, at % 64, part.chunk % 8));
+    }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int at = row + i * ROWS_AT_A_TIME;
@@ -103,45 +105,18 @@ __device__ inline void store_part(const Args& g, const Part& part, const int* ro
   }
 }
 
-#if EMPTY
-// Of the pixels of a tile that no tap meets.
-__device__ inline void store_zeros(const Args& g, const Part& part, const Tile& tile, int* rows,
-                                   Output* out) {
-  const int of_d = AXES > 2 ? g.every.d : 1, of_h = AXES > 1 ? g.every.h : 1;
-  const int live_d = AXES > 2 ? g.live.d : 1, live_h = AXES > 1 ? g.live.h : 1;
-#pragma unroll 1
-  for (int d = 0; d < of_d; ++d) {
-#pragma unroll 1
-    for (int h = 0; h < of_h; ++h) {
-#pragma unroll 1
-      for (int w = d < live_d && h < live_h ? g.live.w : 0; w < g.every.w; ++w) {
-        find_rows(g, {d, h, w}, tile.m, rows);
-        if (part.inside) store_part(g, part, rows, tile.m, out, [](int) { return make_uint4(0, 0, 0, 0); });
-      }
-    }
-  }
-}
-#endif
-
 __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEAMS>& handover, Output* out) {
   // Behind the results, in what is left of the bytes that the alignment of the stages may take.
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
     const Part part(g, tile);
-#if EMPTY
-    if (turn % g.phases.value == 0) store_zeros(g, part, tile, rows, out);
-#endif
 #if PHASED
     find_rows(g, tile.residue, tile.m, rows);
 #endif
     const int team = turn % TEAMS;
     const uint32_t from = results + team * PACKED_BYTES;
     FullBarrier::wait(&handover.full[team], turn / TEAMS & 1);
-    if (part.inside) {
-      store_part(g, part, rows, tile.m, out, [&](int row) {
-        return load_shared<uint4>(chunk_at(from, row / 64, part.chunk / 8, row % 64, part.chunk % 8));
-      });
-    }
+    if (part.inside) store_part(g, part, from, rows, tile.m, out);
     __syncwarp();
     if (threadIdx.x % 32 == 0) handover.release(team);
   });

@@ -72,11 +72,6 @@ class Axis:
         return sorted(found, key=lambda residue: -residue.taps)
 
     @property
-    def live(self) -> int:
-        """Residues with taps."""
-        return sum(residue.taps > 0 for residue in self.residues)
-
-    @property
     def pixels(self) -> int:
         return -(-self.out // self.up) + self.reach
 
@@ -126,8 +121,3 @@ def pixels(problem: ConvProblem, shared: int = 1) -> int:
 
 def phases(problem: ConvProblem) -> int:
     return math.prod(len(axis.residues) for axis in axes(problem))
-
-
-def live_phases(problem: ConvProblem) -> int:
-    """Those with taps."""
-    return math.prod(axis.live for axis in axes(problem))

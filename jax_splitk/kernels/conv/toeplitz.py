@@ -17,16 +17,17 @@ from jax import numpy as jnp
 from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import CudaFamily, conv_buffers, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
+from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.runtime.plan import Buffer, Launch, Pointer
+from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _WINDOWS = 16  # an MMA's m
-_DTYPES = ("bfloat16", "float16")
-_CHANNELS, _STEPS, _PLANES = (8, 16, 32), (2, 4, 8), (1, 2, 4)
+_CHANNELS, _STEPS, _PLANES, _AHEAD = (8, 16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 4)
 _MAX_STRIDE = 2
 _MAX_REGISTERS = 240  # of a thread, as `Tiling` counts them
 _MAX_PRODUCTS = 1024  # of a stage, in which all are unrolled
@@ -34,8 +35,8 @@ _SHARED_BYTES = 227 * 1024  # of a thread block
 _SM_SHARED_BYTES = 228 * 1024
 _RESERVED_BYTES = 1024  # of an SM for each thread block, by Hopper
 _REGISTERS = 65536  # of an SM
-_INT32_MAX = 2**31 - 1
 _MAX_CANDIDATES, _MAX_OF_KIND = 32, 4
+_BARRIER_CLOCKS = 250  # from the last product of a stage to the first of the next
 # Pitches of channels and of eights of channels, modulo 8, by eights of a thread block.
 _PITCHES = {1: (4, 0), 2: (2, 4), 4: (1, 2)}
 
@@ -50,6 +51,7 @@ class Config:
       tiles: of 8 columns, of a thread block; as many lines as leave at most 16 windows.
       rows, planes: of the output, of a line.
       step: rows of the output between two barriers.
+      ahead: stages whose loads are under way.
     """
 
     channels: int
@@ -58,6 +60,7 @@ class Config:
     rows: int
     planes: int
     step: int
+    ahead: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +165,10 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         loads,
         -(-(config.rows + window - 1) // config.step),
         config.step * config.each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
-        max(56, config.each * (sums + bands) + 6 * loads + rest),
-        32 * (in_pitches[2] + halves * out_pitches[2]) + math.prod(g.kernel) * config.channels * 2,
+        max(56, config.each * (sums + bands) + 2 * loads + rest),
+        32 * (in_pitches[2] + halves * out_pitches[2])
+        + config.ahead * loads * warps * 512
+        + math.prod(g.kernel) * config.channels * 2,
     )
 
 
@@ -178,7 +183,7 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
 def _smallest(p: ConvProblem) -> Config:
     """The config with the fewest registers and the least shared memory."""
     g = _forward(p)
-    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, _STEPS[0])
+    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, _STEPS[0], _AHEAD[0])
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -186,15 +191,18 @@ def _smallest(p: ConvProblem) -> Config:
 
 def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
     """Clocks of an SM that a stage takes, by what takes them."""
-    t = tiling(p, config)
+    g, t = _forward(p), tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
     windows = config.each * t.in_rows * t.k_chunks / 2  # of a warp
+    # Pixels: each touches a line of its own, whatever part of it the block's channels are.
+    read = t.in_rows * t.lines * min(8 * t.chunks, g.size[2])
+    written = t.out_rows * t.lines * min(8 * config.tiles, g.out[2])
     return {
         "mma": 1.7 * t.warps * t.products,
-        "shared": 4 * (t.warps * windows + loaded + 2 * halves * stored),
+        "shared": 4 * (t.warps * windows + 3 * loaded + 2 * halves * stored),
         "issue": (t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored) / 3,
-        "l2": 512 * (loaded + halves * stored) / 40,
+        "lines": 1.65 * read + 3.05 * halves * written,
     }
 
 
@@ -206,7 +214,7 @@ class Costs:
       launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
       hbm_bytes_per_second: of device memory, by the channels of a thread block.
       clock: a second.
-      latency_clocks: of a stage's loads, while other thread blocks of the SM run.
+      latency_clocks: of a stage's loads.
       shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
     """
 
@@ -218,35 +226,33 @@ class Costs:
     shadow: float
 
 
-class ToeplitzConv(CudaFamily[ConvProblem, Config]):
+class ToeplitzConv(passes.Passes[Config]):
     """One input channel to each output channel, unit dilations."""
 
-    ABI = 1
+    ABI = 2
     file = "conv/toeplitz.cu"
     structs = (Args,)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
-        if p.dtype not in _DTYPES:
-            return f"dtype {p.dtype}; accepted: {', '.join(_DTYPES)}"
-        if p.out_dtype not in OUT_CODES:
-            return f"out_dtype {p.out_dtype}; accepted: {', '.join(OUT_CODES)}"
-        if p.batch_group_count != 1 or not p.feature_group_count == p.in_channels == p.out_channels:
-            given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
-            return f"{given}; accepted: as many groups as input and as output channels"
+        if (reason := refusals.dtypes(p, refusals.HALVES) or passes.depthwise_refusal(p)) is not None:
+            return reason
         if p.in_channels % 8:
             return f"{p.in_channels} channels; accepted: multiples of 8"
         if max(*g.lhs_dilation, *g.dilation) > 1:
             return f"an input dilated by {g.lhs_dilation}, a filter by {g.dilation}; accepted: by 1"
         if max(g.stride) > _MAX_STRIDE:
             return f"strides {g.stride}; accepted: 1 to {_MAX_STRIDE}"
-        sizes = (*p.lhs_shape, *p.g_shape)
-        if 0 in sizes or max(*sizes, *map(abs, g.pad), *g.reach) >= 2**24:
-            return f"lhs {p.lhs_shape}, g {p.g_shape}, padding {p.padding}; accepted: sizes of 1 to {2**24 - 1}"
-        if (most := max(math.prod(shape) for shape in (p.lhs_shape, p.g_shape))) > 8 * _INT32_MAX:
-            return f"{most} elements; accepted: up to {8 * _INT32_MAX}"
+        if (reason := passes.sizes_refusal(p, g)) is not None:
+            return reason
+        if (most := max(math.prod(shape) for shape in (p.lhs_shape, p.g_shape))) > 8 * INT32_MAX:
+            return f"{most} elements; accepted: up to {8 * INT32_MAX}"
         reason = self._tiling_refusal(p, _smallest(p))
         return reason and f"a filter of {p.kernel_spatial}: {reason}"
+
+    def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
+        """No GPU has timed these kernels since they changed: benchmarks/notes/conv.md."""
+        return "these kernels were not timed on a GPU: they take a measurement, or an explicit config or implementation"
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         g = _forward(problem)
@@ -258,6 +264,7 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
             rows=range(1, g.out[1] + 1),
             planes=[n for n in _PLANES if n < 2 * g.out[0]],
             step=_STEPS,
+            ahead=_AHEAD,
         )
         return reason or self._tiling_refusal(problem, config)
 
@@ -268,7 +275,7 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
             (t.registers * t.warps * 32, "registers of a thread block", _REGISTERS),
             (t.products, "products of the device code", _MAX_PRODUCTS),
             (t.shared_bytes, "bytes of shared memory", _SHARED_BYTES),
-            (t.blocks, "thread blocks", _INT32_MAX // _WINDOWS),
+            (t.blocks, "thread blocks", INT32_MAX // _WINDOWS),
         )
         for value, what, most in limits:
             if value > most:
@@ -280,7 +287,7 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         """The best by the model, few of each kind."""
-        found = [c for c in self._variants(problem) if self.config_refusal(problem, c) is None]
+        found = [c for c in self._variants(problem) if self.config_refusal(problem, c) is None] or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
             kind = (config.channels, config.each, config.tiles)
@@ -298,11 +305,13 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
         heights = sorted({-(-rows // parts) for parts in (1, 2, 3, 4, 6, 8) if rows >= 4 * parts or parts == 1})
         channels = [n for n in _CHANNELS if n < 2 * most]
         depths = [n for n in _PLANES if n < 2 * planes]
-        for fields in itertools.product(channels, (1, 2), widths, heights, depths, _STEPS):
-            yield Config(*fields)
+        for fields in itertools.product(channels, (1, 2), widths, heights, depths, _STEPS, _AHEAD):
+            config = Config(*fields)
+            if 4 <= config.step * config.ahead <= 8:  # rows on their way: enough to hide the memory's latency
+                yield config
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
-        fields = ("channels", "rows", "planes", "step")
+        fields = ("channels", "rows", "planes", "step", "ahead")
         halves = {field: (getattr(config, field) // 2, getattr(config, field) * 2) for field in fields}
         tiles = (config.tiles - 1, config.tiles + 1)
         return varied(config, each=(3 - config.each,), tiles=tiles, **halves)
@@ -315,15 +324,12 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
         together = min(sharing, self.blocks_per_sm(problem, config))
         clocks = sorted(_clocks(problem, config).values())
         each = clocks[-1] + costs.shadow * sum(clocks[:-1])
-        # A stage takes as long as its loads from the L2; others of the SM run meanwhile.
-        busy = t.stages * max(sharing * each, -(-sharing // together) * (costs.latency_clocks + 0.5 * each))
-        busy /= costs.clock
+        waves = -(-sharing // together)
+        # A stage's loads have as many stages' time as they are ahead.
+        waiting = waves * costs.latency_clocks / config.ahead
+        busy = t.stages * max(sharing * each + waves * _BARRIER_CLOCKS, waiting) / costs.clock
         memory = problem.bytes_moved / costs.hbm_bytes_per_second[config.channels]
-        ramp = costs.ramp_seconds * -(-sharing // together)
-        return costs.launch_seconds + ramp + max(busy, memory) + costs.shadow * min(busy, memory)
-
-    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
-        return 0
+        return costs.launch_seconds + costs.ramp_seconds * waves + max(busy, memory) + costs.shadow * min(busy, memory)
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         g, t = _forward(problem), tiling(problem, config)
@@ -345,22 +351,10 @@ class ToeplitzConv(CudaFamily[ConvProblem, Config]):
             **{"STAGES": t.stages, "CTAS_PER_SM": self.blocks_per_sm(problem, config)},
         }
 
-    def buffers(self, problem: ConvProblem, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem)
-
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t = tiling(problem, config)
         params = (Pointer(0), Pointer(1), Args(_forward(problem).batch).param(), Pointer(2))
         return (Launch("toeplitz", (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
 
 
-class FpropToeplitz(ToeplitzConv):
-    name = "fprop_toeplitz"
-
-
-class DgradToeplitz(ToeplitzConv):
-    name = "dgrad_toeplitz"
-
-
-FPROP = FpropToeplitz(Config, Costs)
-DGRAD = DgradToeplitz(Config, Costs)
+FPROP, DGRAD = passes.of_both_passes(ToeplitzConv, "toeplitz", Config, Costs)

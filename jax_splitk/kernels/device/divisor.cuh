@@ -13,3 +13,10 @@ struct Divisor {
 __device__ inline int operator/(int n, const Divisor& d) {
   return int(1ull * unsigned(n) * d.multiplier >> d.shift);
 }
+
+// n % value; n becomes n / value.
+__device__ inline int take(int& n, const Divisor& d) {
+  const int all = n;
+  n = n / d;
+  return all - n * d.value;
+}

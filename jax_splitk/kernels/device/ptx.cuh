@@ -229,6 +229,15 @@ __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   }
 }
 
+// The thread's copies since the last group become one, or none an empty one.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of the thread's groups but the last PENDING have come, which it sees then.
+template <int PENDING>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Whole 16 bytes, which `barrier` counts.
 __device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t hint) {
   asm volatile(

@@ -13,6 +13,7 @@
 // A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next
 // of each 8.
 #if REDUCTION == 1
+#define TILE_RESULT float* partials               // the main kernel's last parameters
 constexpr int TILE_CHUNKS = TILE_M * TILE_N / 4;  // float4 of a tile
 
 // Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of
@@ -64,6 +65,7 @@ struct Four {
   }
 };
 #else
+#define TILE_RESULT Output* out EPILOGUE_PARAMETERS
 constexpr int PITCH =
     TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
 constexpr int CHUNKS = TILE_N / 4;  // float4 of a row

@@ -150,7 +150,6 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
         """(tile_m, tile_n) that there are."""
-        del problem
         return TILES
 
     def stage_counts(self, config: _Config) -> range:
@@ -175,7 +174,6 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     def epilogue_params(self, problem: _Problem) -> tuple[plan.Param, ...]:
         """Of the kernel that stores the result, after all others."""
-        del problem
         return ()
 
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
@@ -214,10 +212,6 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         for splits in sorted({min(splits, blocks) for splits in wanted} - {0, 1}):
             yield dataclasses.replace(config, splits=splits, reduction="workspace")
 
-    def depths(self, tile_m: int, tile_n: int) -> list[int]:
-        """Stages that are worth a try."""
-        return depths(tile_m, tile_n)
-
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model."""
         found: list[_Config] = []
@@ -230,7 +224,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def whole(self, problem: _Problem) -> Iterator[_Config]:
         """Candidates before they are split."""
         for tile_m, tile_n in self.tiles(problem):
-            yield from (self.Config(tile_m, tile_n, stages) for stages in self.depths(tile_m, tile_n))
+            yield from (self.Config(tile_m, tile_n, stages) for stages in depths(tile_m, tile_n, self.Config))
 
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> list[_Config]:
         """A stage less, the other reduction, and split counts nearby."""

@@ -96,6 +96,12 @@ def declarations(*structs: type[Struct] | Values) -> str:
     return "\n".join((_HEADER, *dict.fromkeys(found), ""))
 
 
+def constants(name: str, values: dict[str, int]) -> str:
+    """The C declaration of a struct of constants, in capitals."""
+    members = ", ".join(f"{field.upper()} = {value}" for field, value in values.items())
+    return f"struct {name} {{\n  static constexpr int {members};\n}};\n"
+
+
 def _line(struct: type[Struct]) -> list[type[Struct]]:
     """The struct and its bases, the first one first."""
     return [base for base in reversed(struct.__mro__) if issubclass(base, Struct) and base is not Struct]

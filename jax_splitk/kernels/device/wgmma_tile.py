@@ -102,12 +102,10 @@ def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
     return min(MAX_STAGES, room)
 
 
-def depths(tile_m: int, tile_n: int) -> list[int]:
-    """Stages that are worth a try: as many as fit one or two thread blocks of a multiprocessor."""
-    found = {max_stages(tile_m, tile_n)}
-    if tile_m == 64 and tile_n <= 192:
-        found.add(max_stages(tile_m, tile_n, blocks_per_sm=2))
-    return sorted(found)
+def depths(tile_m: int, tile_n: int, config: type[WgmmaTile] = WgmmaTile) -> list[int]:
+    """Stages that are worth a try: as many as fit one or, where they may share it, two thread blocks of an SM."""
+    one, two = (max_stages(tile_m, tile_n, blocks) for blocks in (1, 2))
+    return sorted({one, two} if config(tile_m, tile_n, two).blocks_per_sm == 2 else {one})
 
 
 def tile_refusal(tile: WgmmaTile, tiles: Sequence[tuple[int, int]] = TILES) -> str | None:

@@ -153,15 +153,9 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
 
 // ---- the kernel ------------------------------------------------------------------------------------------
 
-#if REDUCTION == 1
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, float* partials) {
-#else
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, Output* out EPILOGUE_PARAMETERS) {
-#endif
+        const __grid_constant__ Args g, TILE_RESULT) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);

@@ -28,6 +28,8 @@ from jax_splitk.runtime import plan
 # Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
 _LIBRARY_FLOPS, _LIBRARY_BYTES = 790e12, 4.3e12
 _FEW_TILES = 64
+# With so many there is nothing to split: of 18 such products none of ours was faster (0.48 to 1.00 times XLA's speed).
+_MANY_TILES = 132
 _SHORT_SECONDS = 10e-6
 ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
 # Sums of a thread for e4m3, which has each twice, of a stage and of all; by thread blocks that share an SM.
@@ -50,6 +52,11 @@ def k_blocks(problem: DotProblem) -> int:
 def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
     """(tiles along m, tiles along n) of a product of the batch."""
     return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
+
+
+def _large_tiles(problem: DotProblem) -> int:
+    """Of 128 x 128."""
+    return -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
 
 
 def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
@@ -121,11 +128,16 @@ class Tma(SplitTileFamily[DotProblem, Config]):
         if problem.dtype == E4M3 or problem.epilogue:
             what = "an epilogue" if problem.epilogue else "e4m3 operands"
             return f"{what} in the kernel: it takes an explicit config or implementation, or a measurement"
-        tiles = -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
+        tiles = _large_tiles(problem)
         seconds = max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _LIBRARY_BYTES)
         if tiles <= _FEW_TILES and seconds < _SHORT_SECONDS:
             return None
         return f"{problem} was not measured, and XLA's product is as fast as ours for most of its size"
+
+    def measurement_refusal(self, problem: DotProblem) -> str | None:
+        if problem.epilogue or problem.dtype not in ("bfloat16", "float16") or _large_tiles(problem) <= _MANY_TILES:
+            return None
+        return f"its {_large_tiles(problem)} tiles of 128x128 fill the GPU, where XLA's library is as fast"
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +189,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
         sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes]
         return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
 
-    def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+    def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
         p = problem
         lhs = operand_map(0, p.dtype, p.lhs_shape, p.lhs_order, config.tile_m)
         return lhs, operand_map(1, p.dtype, p.rhs_shape, p.rhs_order, config.tile_n)

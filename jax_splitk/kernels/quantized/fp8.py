@@ -15,30 +15,17 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, tile_bytes, whole_tiles
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, Config, tile_bytes, whole_tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
-QTYPES = E4M3_FORMATS
 TILES_M = (128, 256)
 TILES_N = (32, 64, 96, 128, 192, 256)
-CHUNKS = (32, 64, 128)
 MULTICASTS = (1, 2)
 MAX_REGISTERS = 232
 WIDEST_OF_256 = 64  # with four warpgroups a thread has few registers
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(tiles.Config):
-    """How a product of an e4m3 activation is computed; see `tiles.Config`, `TILES_M`, `TILES_N`.
-
-    Attributes:
-      chunk: columns of the tile that are multiplied, and added up, at a time; see `CHUNKS`. 32 is legal for all tiles.
-    """
-
-    chunk: int = CHUNKS[0]
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -52,21 +39,27 @@ def period(problem: QuantizedMatmulProblem, config: Config) -> int:
     return min(128 if long else 64, group)
 
 
-def _registers(problem: QuantizedMatmulProblem, config: Config, sets: int) -> int:
-    """Of a thread: sums, `sets` of partial sums, fragments and words."""
+def _sets(problem: QuantizedMatmulProblem, config: Config, columns: int) -> int:
+    """Sets of partial sums of so many columns that a thread's registers hold, beside sums, fragments and words."""
     steps = period(problem, config) // 32
     words = 8 * (min(steps, 2) if problem.bits == 8 else 1)
-    return (config.tile_n + sets * config.chunk) // 2 + 8 * steps + words
+    one = (config.tile_n + columns) // 2 + 8 * steps + words
+    if one + columns // 2 <= (224 if config.warpgroups == 2 else 80):
+        return 2
+    return 1 if one + (problem.scale_dtype == "float32") <= MAX_REGISTERS else 0
+
+
+def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:
+    """Columns of the tile that are multiplied, and added up, at a time (CHUNK in the device code): narrow ones cost
+    waits, wide ones registers."""
+    if config.tile_n % 128 == 0 and _sets(problem, config, 128) >= _sets(problem, config, 64):
+        return 128
+    return 64 if config.tile_n % 64 == 0 else 32
 
 
 def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """Sets of partial sums that a thread's registers hold (SUMS in the device code)."""
-    return 2 if _registers(problem, config, 2) <= (224 if config.warpgroups == 2 else 80) else 1
-
-
-def _fits(problem: QuantizedMatmulProblem, config: Config) -> bool:
-    """Whether one set of partial sums fits in registers, with the scales of what is decoded."""
-    return _registers(problem, config, 1) + (problem.scale_dtype == "float32") <= MAX_REGISTERS
+    """Sets of partial sums (SUMS in the device code)."""
+    return _sets(problem, config, chunk(problem, config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +90,9 @@ class Costs(tiles.Costs):
     issue_per_chunk: dict[int, float]
 
 
-class Fp8(tiles.TileFamily[Config]):
+class Fp8(tiles.TileFamily):
     name = "quantized_fp8"
-    ABI = 2
+    ABI = 3
     file = "quantized/fp8.cu"
 
     x_dtypes = ("float8_e4m3fn",)
@@ -113,8 +106,8 @@ class Fp8(tiles.TileFamily[Config]):
     queues = False
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
-        if problem.qtype not in QTYPES:
-            return f"a weight of {problem.qtype}, whose values e4m3 does not hold; accepted: {', '.join(QTYPES)}"
+        if problem.qtype not in E4M3_FORMATS:
+            return f"a weight of {problem.qtype}, whose values e4m3 does not hold; accepted: {', '.join(E4M3_FORMATS)}"
         if problem.zero_dtype != "none":
             return f"zero points of dtype {problem.zero_dtype}; accepted: none"
         if problem.k % K_MULTIPLE:
@@ -122,23 +115,9 @@ class Fp8(tiles.TileFamily[Config]):
         return None
 
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
-        if config.chunk not in CHUNKS:
-            return f"chunk {config.chunk}; accepted: {', '.join(map(str, CHUNKS))}"
-        given = f"chunk {config.chunk} of tile_n {config.tile_n}"
-        if config.tile_n % config.chunk:
-            return f"{given}; accepted: a divisor"
-        if not _fits(problem, config):
-            return f"{given}; accepted with this weight: at most {config.chunk // 2}"
         if config.tile_m > TILES_M[0] and config.tile_n > WIDEST_OF_256:
             return f"tile_n {config.tile_n} with tile_m {config.tile_m}; accepted: at most {WIDEST_OF_256}"
         return None
-
-    def _tile(
-        self, problem: QuantizedMatmulProblem, tile_m: int, tile_n: int, chunk: int, multicast: int, k_warpgroups: int
-    ) -> Config:
-        """With the deepest pipeline."""
-        config = Config(tile_m, tile_n, 0, 0, 1, 1, multicast, k_warpgroups, chunk)
-        return dataclasses.replace(config, stages=self.max_stages(problem, config))
 
     def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[Config]:
         # The narrowest tile that holds all rows, and for more rows narrower ones that are not much slower.
@@ -147,29 +126,21 @@ class Fp8(tiles.TileFamily[Config]):
         for tile_n, tile_m in itertools.product(widths, TILES_M):
             if tile_m > TILES_M[0] and (tile_n > WIDEST_OF_256 or problem.features <= TILES_M[0]):
                 continue
-            # Narrow chunks cost waits; they are for tiles that wider ones do not divide.
-            chunks = [64 if tile_n % 64 == 0 else 32]
-            if tile_n % 128 == 0:
-                chunks.append(128)
             # Wide tiles read so much of x that two blocks had better share it.
             multicasts = MULTICASTS if tile_n >= 128 and problem.features > tile_m else MULTICASTS[:1]
-            for chunk, multicast, k_warpgroups in itertools.product(chunks, multicasts, (1, 2)):
-                tile = self._tile(problem, tile_m, tile_n, chunk, multicast, k_warpgroups)
-                if _fits(problem, tile):
-                    yield whole_tiles(problem, tile)
+            for multicast, k_warpgroups in itertools.product(multicasts, (1, 2)):
+                tile = Config(tile_m, tile_n, 0, 0, multicast=multicast, k_warpgroups=k_warpgroups)
+                yield whole_tiles(problem, self.deepest(problem, tile))
 
     def near_tiles(self, problem: QuantizedMatmulProblem, config: Config) -> Iterator[tuple[Config, bool]]:
-        """The other chunks, multicast and k_warpgroups, and the next tiles."""
+        """The other multicast and k_warpgroups, and the next tiles."""
         width = TILES_N.index(config.tile_n)
-        own = (config.tile_m, config.tile_n, config.chunk, config.multicast)
+        own = (config.tile_m, config.tile_n, config.multicast)
         tiles_n = TILES_N[max(0, width - 1) : width + 2]
-        for *tile, k_warpgroups in itertools.product(TILES_M, tiles_n, CHUNKS, MULTICASTS, (1, 2)):
-            tile_m, tile_n, chunk, multicast = tile
-            if tile_n % chunk == 0:
-                yield self._tile(problem, tile_m, tile_n, chunk, multicast, k_warpgroups), tuple(tile) == own
-
-    def schedules_kept(self, problem: QuantizedMatmulProblem) -> int:
-        return 4 if problem.rows <= 64 else 3
+        for *tile, k_warpgroups in itertools.product(TILES_M, tiles_n, MULTICASTS, (1, 2)):
+            tile_m, tile_n, multicast = tile
+            found = Config(tile_m, tile_n, 0, 0, multicast=multicast, k_warpgroups=k_warpgroups)
+            yield self.deepest(problem, found), (tile_m, tile_n, multicast) == own
 
     def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
         """The time of tensor cores and instruction issue together, or that of L2."""
@@ -177,7 +148,7 @@ class Fp8(tiles.TileFamily[Config]):
         periods = BLOCK_K // period(problem, config)
         mma = config.m_warpgroups * costs.mma_per_column * config.tile_n
         per_chunk = costs.issue_per_chunk[2 if config.warpgroups > 2 else sums(problem, config)]  # others hide it
-        promotion = config.tile_n / 2 * costs.promotion + per_chunk * config.tile_n / config.chunk
+        promotion = config.tile_n / 2 * costs.promotion + per_chunk * config.tile_n / chunk(problem, config)
         issue = config.m_warpgroups * (costs.issue[problem.qtype] + periods * promotion)
         busy = costs.mma_part * mma + costs.issue_part * issue + costs.block_clocks
         busy *= costs.in_parts if config.k_warpgroups > 1 else 1
@@ -194,7 +165,7 @@ class Fp8(tiles.TileFamily[Config]):
         return {
             "E4M3_PRODUCTS": 1,
             "PERIOD": period(problem, config),
-            "CHUNK": config.chunk,
+            "CHUNK": chunk(problem, config),
             "SUMS": sums(problem, config),
         }
 

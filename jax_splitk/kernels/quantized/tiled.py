@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, INT32_MAX, WARPGROUP_M, k_blocks, tile_bytes, whole_tiles
-from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, tile_bytes, whole_tiles
+from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -28,8 +28,7 @@ from jax_splitk.runtime.target import Target
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
 
-X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
-SCALINGS = ("weight", "sum", "channel")
+SCALINGS = ("weight", "sum", "channel")  # SCALING in the device code
 TILES_M = (64, 128, 256)
 TILES_N = (16, 32, 64, 96, 128, 192, 256)
 # The widest tile_n whose accumulators leave room for the rest, by consumer warpgroups: one set of them, or two ("sum").
@@ -38,56 +37,26 @@ MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
 MAX_TILE_N_SUM_32 = 64  # four sums of 32 k in a loop need more registers
 
 
-@dataclasses.dataclass(frozen=True)
-class Config(tiles.Config):
-    """How a product with a quantized weight is computed; see `tiles.Config`, `TILES_M`, `TILES_N`. `multicast` is 1.
-
-    Attributes:
-      scaling: where scales are applied: "weight" (the weight is rounded to the activation's dtype), "sum" (fp32 sums of
-        a group; legal for all problems), or "channel" (fp32 sums of all k).
-    """
-
-    scaling: str = "sum"
-
-
 def period(problem: QuantizedMatmulProblem) -> int:
     """k of an fp32 partial sum with the scaling "sum" (PERIOD in the device code)."""
     return SUM_PERIOD if per_channel(problem) else problem.group_size
 
 
-def scaling_refusal(p: QuantizedMatmulProblem, scaling: str) -> str | None:
-    """Why `scaling` does not give the problem's result as it is promised; None where it does."""
-    if scaling == "weight":
-        dtypes = (p.x_dtype, p.out_dtype, p.scale_dtype)
-        if per_channel(p):
-            return "scaling 'weight' with one group; accepted: 'sum', 'channel'"
-        # The range of float16 does not hold every weight; and only there, and in float32, would rounding the weight
-        # be an error beyond that of rounding the result.
-        if dtypes != ("bfloat16",) * 3:
-            return f"scaling 'weight' with dtypes {', '.join(dtypes)}; accepted: bfloat16 for x, result and scale"
-        if has_zero(p):
-            return f"scaling 'weight' with zero points of dtype {p.zero_dtype}; accepted: none"
-    elif scaling == "channel":
-        if not per_channel(p):
-            return f"scaling 'channel' with groups of {p.group_size}; accepted: one group of k={p.k}"
-        if has_zero(p):
-            return f"scaling 'channel' with zero points of dtype {p.zero_dtype}; accepted: none"
-        if p.out_dtype == "float32":  # WGMMA truncates its sums: long chains of them only where rounding hides it
-            return "scaling 'channel' with a float32 result; accepted: bfloat16, float16"
-    elif scaling != "sum":
-        return f"scaling {scaling!r}; accepted: {', '.join(map(repr, SCALINGS))}"
-    return None
+def scaling(p: QuantizedMatmulProblem) -> str:
+    """Where scales are applied: to the "weight" (which is rounded to the activation's dtype), to the fp32 "sum" of a
+    group, or to that of all k ("channel"). The fastest that gives the result as it is promised."""
+    if has_zero(p):
+        return "sum"
+    if per_channel(p):  # WGMMA truncates its sums: long chains of them only where rounding hides it
+        return "sum" if p.out_dtype == "float32" else "channel"
+    # The range of float16 does not hold every weight; and only there, and in float32, would rounding the weight be an
+    # error beyond that of rounding the result.
+    return "weight" if {p.x_dtype, p.out_dtype, p.scale_dtype} == {"bfloat16"} else "sum"
 
 
-def scalings(problem: QuantizedMatmulProblem) -> list[str]:
-    """Those that are legal, the fastest first."""
-    order = ("weight", "channel", "sum")
-    return [scaling for scaling in order if scaling_refusal(problem, scaling) is None]
-
-
-def max_tile_n(p: QuantizedMatmulProblem, scaling: str, warpgroups: int) -> int:
+def max_tile_n(p: QuantizedMatmulProblem, warpgroups: int) -> int:
     """The widest tile whose accumulators fit in registers."""
-    if scaling != "sum":
+    if scaling(p) != "sum":
         return MAX_TILE_N[warpgroups]
     widest = MAX_TILE_N_SUM[warpgroups]
     return min(widest, MAX_TILE_N_SUM_32) if period(p) == 32 else widest
@@ -170,9 +139,9 @@ class Costs(tiles.Costs):
     prepare_seconds: float
 
 
-class Tiled(tiles.TileFamily[Config]):
+class Tiled(tiles.TileFamily):
     name = "quantized_tiled"
-    ABI = 3
+    ABI = 4
     file = "quantized/tiled.cu"
 
     x_dtypes, out_dtypes = X_DTYPES, OUT_DTYPES
@@ -189,7 +158,7 @@ class Tiled(tiles.TileFamily[Config]):
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """2 where shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
-        crowded = config.scaling == "sum" and (problem.bits == 8 or period(problem) == 128)
+        crowded = scaling(problem) == "sum" and (problem.bits == 8 or period(problem) == 128)
         widest = 16 if crowded else 32
         small = config.warpgroups <= 2 and config.tile_n <= (64 if config.warpgroups == 1 else widest)
         return 2 if small and config.stages <= self.max_stages(problem, config, 2) else 1
@@ -200,23 +169,21 @@ class Tiled(tiles.TileFamily[Config]):
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         units = (problem.rows + 256) * k_blocks(problem)
-        if _prepared(problem) and units > INT32_MAX:
+        if _prepared(problem) and units > tiles.INT32_MAX:
             copied = f"dtype {problem.x_dtype}" if problem.k % 8 == 0 else f"k={problem.k} (no multiple of 8)"
             what = "zero points" if has_zero(problem) else copied
-            return f"{units} blocks of 128 k of x with {what}; accepted: at most {INT32_MAX}"
+            return f"{units} blocks of 128 k of x with {what}; accepted: at most {tiles.INT32_MAX}"
         return None
 
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
-        reason = scaling_refusal(problem, config.scaling)
-        widest = max_tile_n(problem, config.scaling, config.warpgroups)
-        if reason is None and config.tile_n > widest:
-            shared = "" if config.k_warpgroups == 1 else f", {config.k_warpgroups} k_warpgroups"
-            given = f"tile_n {config.tile_n} with tile_m {config.tile_m}{shared} and scaling {config.scaling!r}"
-            reason = f"{given}; at most {widest}"
-        return reason
+        widest = max_tile_n(problem, config.warpgroups)
+        if config.tile_n <= widest:
+            return None
+        shared = "" if config.k_warpgroups == 1 else f", {config.k_warpgroups} k_warpgroups"
+        given = f"tile_n {config.tile_n} with tile_m {config.tile_m}{shared} and scaling {scaling(problem)!r}"
+        return f"{given}; at most {widest}"
 
     def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[Config]:
-        scaling = scalings(problem)[0]
         # The narrowest tile that holds all rows, and for more rows the widest ones.
         widths = [n for n in TILES_N if n >= problem.rows][:1]
         widths += [n for n in (64, 96, 128, 192, 256) if n < problem.rows]
@@ -225,13 +192,12 @@ class Tiled(tiles.TileFamily[Config]):
                 continue  # half of it is padding
             if tile_m == WARPGROUP_M and problem.features > WARPGROUP_M and problem.rows > 64:
                 continue
-            if tile_n > max_tile_n(problem, scaling, tile_m // WARPGROUP_M):
+            if tile_n > max_tile_n(problem, tile_m // WARPGROUP_M):
                 continue
             for k_warpgroups, together in itertools.product((1, 2), (2, 1)):
-                config = Config(tile_m, tile_n, 0, 0, k_warpgroups=k_warpgroups, scaling=scaling)
-                stages = self.max_stages(problem, config, together)
-                config = dataclasses.replace(config, stages=stages)
-                enough = stages >= tiles.MIN_STAGES[k_warpgroups]
+                tile = Config(tile_m, tile_n, 0, 0, k_warpgroups=k_warpgroups)
+                config = self.deepest(problem, tile, together)
+                enough = config.stages >= tiles.MIN_STAGES[k_warpgroups]
                 if enough and self.blocks_per_sm(problem, config) == together:
                     yield whole_tiles(problem, config)
 
@@ -242,8 +208,7 @@ class Tiled(tiles.TileFamily[Config]):
         others += [(m, config.tile_n) for m in TILES_M[max(0, height - 1) : height + 2]]
         for tile_m, tile_n in others:
             if (tile_m, tile_n) != (config.tile_m, config.tile_n):
-                other = dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n)
-                yield dataclasses.replace(other, stages=self.max_stages(problem, other)), False
+                yield self.deepest(problem, dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n)), False
 
     def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
         """The time of tensor cores and instruction issue, which hide each other in part, or that of L2; the first
@@ -253,14 +218,15 @@ class Tiled(tiles.TileFamily[Config]):
         warpgroups = config.warpgroups * together
         mma = 8 * warpgroups * max(config.tile_n * costs.mma_per_column, costs.mma_least)
         issue = costs.issue[problem.qtype] + costs.issue_loop
-        if config.scaling == "weight":
+        where = scaling(problem)
+        if where == "weight":
             issue += costs.issue_folded if FORMATS[problem.qtype].integer else costs.issue_scale
-        if config.scaling == "sum":
+        if where == "sum":
             issue += config.tile_n / 2 * (2 if has_zero(problem) else 1) * 64 / period(problem)
         issue *= 2 * warpgroups * costs.few_warps.get(warpgroups, 1)
         busy = mma + costs.behind_mma * issue * issue / mma if mma > issue else issue + costs.behind_issue * mma
         # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
-        if config.scaling == "sum":
+        if where == "sum":
             busy = max(busy, max(mma, issue) + min(mma, issue) / warpgroups)
         busy /= config.k_warpgroups  # each has a block of its own
         load = together * self.stage_bytes(problem, config) / costs.l2_bytes_per_clock
@@ -282,7 +248,7 @@ class Tiled(tiles.TileFamily[Config]):
             "E4M3_PRODUCTS": 0,
             "HALF": int(_operand_dtype(problem) == "float16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
-            "SCALING": SCALINGS.index(config.scaling),
+            "SCALING": SCALINGS.index(scaling(problem)),
             "PERIOD": period(problem),
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
             "PREPARED": int(_prepared(problem)),

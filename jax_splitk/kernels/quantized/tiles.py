@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
 from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
@@ -30,6 +30,7 @@ ALIGNMENT_BYTES = 1024  # of the pipeline
 BARRIER_BYTES = 256  # static shared memory
 STAGING_BYTES = 16 * 48  # of a warp's 16-bit results on their way to memory
 MIN_STAGES = {1: 2, 2: 4}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
+SCHEDULES_KEPT = 3  # of each tile, in `candidates`
 SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
 
 
@@ -101,7 +102,6 @@ class Config:
         return self.m_warpgroups * self.k_warpgroups
 
 
-C = TypeVar("C", bound=Config)
 Prepared: TypeAlias = tuple[tuple[plan.Param, ...], tuple[plan.Launch, ...]]
 
 
@@ -133,13 +133,13 @@ def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
     return config.splits == 1 and schedule(problem, config).is_cut
 
 
-def whole_tiles(problem: QuantizedMatmulProblem, config: C) -> C:
+def whole_tiles(problem: QuantizedMatmulProblem, config: Config) -> Config:
     """The config with a thread block for each tile."""
     blocks = math.prod(tile_counts(problem, config)) * config.multicast
     return dataclasses.replace(config, blocks=blocks, whole_tiles=1, splits=1)
 
 
-def split_tiles(problem: QuantizedMatmulProblem, config: C, splits: int) -> C:
+def split_tiles(problem: QuantizedMatmulProblem, config: Config, splits: int) -> Config:
     """The config with a cluster of `splits` thread blocks for each tile."""
     blocks = math.prod(tile_counts(problem, config)) * splits
     return dataclasses.replace(config, blocks=blocks, whole_tiles=0, splits=splits)
@@ -150,7 +150,7 @@ def tile_bytes(config: Config) -> int:
     return config.tile_m * config.tile_n * 4
 
 
-class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
+class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
     """A kernel family whose inner loop computes tiles.
 
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
@@ -175,30 +175,34 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         del problem, tile_n
         return 0
 
-    def stage_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def stage_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """STAGE_BYTES and EXTRA_BYTES of the device code."""
         x = BLOCK_K * self.x_item * config.tile_n
         weight = dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
 
-    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Shared memory beside the pipeline: results on their way to memory, and sums on their way from one
         k_warpgroup to the other."""
         staging = 0 if problem.out_dtype == "float32" else 4 * config.warpgroups * STAGING_BYTES
         return staging + (config.k_warpgroups - 1) * tile_bytes(config) + ALIGNMENT_BYTES + BARRIER_BYTES
 
-    def shared_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def shared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Shared memory of a thread block."""
         return config.stages * self.stage_bytes(problem, config) + self._fixed_bytes(problem, config)
 
-    def max_stages(self, problem: QuantizedMatmulProblem, config: C, blocks_per_sm: int = 1) -> int:
+    def max_stages(self, problem: QuantizedMatmulProblem, config: Config, blocks_per_sm: int = 1) -> int:
         """The deepest pipeline that fits in shared memory; `config.stages` is not looked at."""
         # A KiB of each thread block is the system's.
         room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
         most = min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
         return most // config.k_warpgroups * config.k_warpgroups
 
-    def min_stages(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def deepest(self, problem: QuantizedMatmulProblem, config: Config, blocks_per_sm: int = 1) -> Config:
+        """The config with the deepest pipeline that fits."""
+        return dataclasses.replace(config, stages=self.max_stages(problem, config, blocks_per_sm))
+
+    def min_stages(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Stages that keep the pipeline moving, and hold the sums that a cluster's blocks send to one of them."""
         if config.splits == 1:
             return MIN_STAGES[config.k_warpgroups]
@@ -207,12 +211,12 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         x_and_words = BLOCK_K * (self.x_item * config.tile_n + config.tile_m * problem.bits // 8)
         return max(MIN_STAGES[config.k_warpgroups], -(-received // x_and_words))
 
-    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Of the workspace, before partial sums."""
         del problem, config
         return 0
 
-    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: C) -> int:
+    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """What is prepared, and two slots of a tile for each range."""
         slots = 2 * config.blocks * tile_bytes(config) if is_cut(problem, config) else 0
         return self.prepared_bytes(problem, config) + slots
@@ -224,7 +228,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
         """Why the inner loop cannot serve the problem."""
 
     @abc.abstractmethod
-    def loop_refusal(self, problem: QuantizedMatmulProblem, config: C) -> str | None:
+    def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
         """Why the inner loop cannot compute such tiles; they are of `tiles_m`, `tiles_n` and k_warpgroups."""
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
@@ -241,7 +245,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             return f"{units} blocks of {tile_m} features, {tile_n} rows and 128 k; accepted: at most {MAX_UNITS}"
         return self.loop_problem_refusal(problem)
 
-    def config_refusal(self, problem: QuantizedMatmulProblem, config: C) -> str | None:
+    def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
         return (
             self._tile_refusal(config)
             or self._cluster_refusal(problem, config)
@@ -250,7 +254,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             or schedule(problem, config).refusal(config.splits, config.multicast, config.k_warpgroups)
         )
 
-    def _tile_refusal(self, config: C) -> str | None:
+    def _tile_refusal(self, config: Config) -> str | None:
         tile = {"tile_m": self.tiles_m, "tile_n": self.tiles_n, "multicast": self.multicasts, "k_warpgroups": (1, 2)}
         reason = field_refusal(config, **tile)
         if reason is not None:
@@ -259,7 +263,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             return f"blocks {config.blocks} with multicast {config.multicast}; accepted: multiples of it"
         return None
 
-    def _stages_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+    def _stages_refusal(self, p: QuantizedMatmulProblem, config: Config) -> str | None:
         least, most = self.min_stages(p, config), self.max_stages(p, config)
         if not least <= config.stages <= most:
             return f"stages {config.stages}; accepted with this tile: {least} to {most}"
@@ -267,7 +271,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             return f"stages {config.stages} with k_warpgroups {config.k_warpgroups}; accepted: multiples of it"
         return None
 
-    def _cluster_refusal(self, p: QuantizedMatmulProblem, config: C) -> str | None:
+    def _cluster_refusal(self, p: QuantizedMatmulProblem, config: Config) -> str | None:
         """Of which tiles the ranges can form a cluster, and have two k_warpgroups."""
         if not 1 <= config.splits <= MAX_SPLITS:
             return f"splits {config.splits}; accepted: 1 to {MAX_SPLITS}"
@@ -290,19 +294,14 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     # ---- choices -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[C]:
+    def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[Config]:
         """What `candidates` considers, with a thread block for each tile."""
 
     @abc.abstractmethod
-    def near_tiles(self, problem: QuantizedMatmulProblem, config: C) -> Iterable[tuple[C, bool]]:
+    def near_tiles(self, problem: QuantizedMatmulProblem, config: Config) -> Iterable[tuple[Config, bool]]:
         """What `neighbours` considers, and whether with all schedules. Only tiles, inner loop and stages count."""
 
-    def schedules_kept(self, problem: QuantizedMatmulProblem) -> int:
-        """Of each tile, in `candidates`."""
-        del problem
-        return 3
-
-    def schedules(self, problem: QuantizedMatmulProblem, tile: C, target: Target) -> list[C]:
+    def schedules(self, problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
         """Legal ways to give the tiles to thread blocks; `tile` has one for each."""
         together = self.blocks_per_sm(problem, tile)
         workers, resident = tile.blocks // tile.multicast, target.cores * together // tile.multicast
@@ -316,16 +315,16 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
                 found.append(config)
         return [config for config in dict.fromkeys(found) if self.config_refusal(problem, config) is None]
 
-    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[C]:
+    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
         """Of every tile the few schedules that the model puts first; the most promising first."""
-        found: dict[C, float] = {}
+        found: dict[Config, float] = {}
         for tile in self.candidate_tiles(problem):
             times = {c: self.estimate(problem, c, target) for c in self.schedules(problem, tile, target)}
-            best = sorted(times, key=times.__getitem__)[: self.schedules_kept(problem)]
+            best = sorted(times, key=times.__getitem__)[:SCHEDULES_KEPT]
             found |= {config: times[config] for config in best}
         return sorted(found, key=found.__getitem__)
 
-    def neighbours(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> list[C]:
+    def neighbours(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
         """One stage less of each k_warpgroup, and other schedules of the tile and of those next to it."""
         found = [dataclasses.replace(config, stages=config.stages - config.k_warpgroups)]
         for tile, every in self.near_tiles(problem, config):
@@ -336,14 +335,14 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     # ---- cost --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def block_seconds(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> tuple[float, float]:
+    def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
         """(for a k block of the busiest multiprocessor, for the first load)."""
 
     @abc.abstractmethod
-    def piece_seconds(self, config: C, target: Target) -> float:
+    def piece_seconds(self, config: Config, target: Target) -> float:
         """For the end of a tile, or of a range: its last sums are waited for, and stored."""
 
-    def estimate(self, problem: QuantizedMatmulProblem, config: C, target: Target) -> float:
+    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest multiprocessor's k blocks, at least the time of device memory, plus launch and
         second kernel."""
         costs: Costs = self.costs(target)
@@ -367,22 +366,22 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
     # ---- plan --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def loop_macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
+    def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Macros of the inner loop."""
 
     @abc.abstractmethod
-    def x_map(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> plan.TiledMap:
+    def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         """Of x; the workspace is the buffer of that number."""
 
-    def prepare(self, problem: QuantizedMatmulProblem, config: C, workspace: int) -> Prepared:
+    def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> Prepared:
         """Parameters of the kernel between scale and result, and kernels that prepare the workspace for it."""
         del problem, config, workspace
         return (), ()
 
-    def declared(self, problem: QuantizedMatmulProblem, config: C) -> Sequence[Values]:
+    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> Sequence[Values]:
         return [_args(problem, config)]
 
-    def macros(self, problem: QuantizedMatmulProblem, config: C) -> dict[str, int]:
+    def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
         rows where they are few, and with splits the ranges of k."""
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
@@ -403,14 +402,14 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, C]):
             **self.loop_macros(problem, config),
         }
 
-    def buffers(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.Buffer, ...]:
+    def buffers(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Buffer, ...]:
         """x, words, scale, zero point if there is one, result, workspace."""
         return (*dequantize.buffers(problem), plan.Buffer(self.workspace_bytes(problem, config), 256))
 
-    def maps(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.TiledMap, ...]:
+    def maps(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         return (self.x_map(problem, config, len(dequantize.buffers(problem))),)
 
-    def launches(self, problem: QuantizedMatmulProblem, config: C) -> tuple[plan.Launch, ...]:
+    def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
         workspace = len(dequantize.buffers(problem))
         out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
         args = _args(problem, config).param()

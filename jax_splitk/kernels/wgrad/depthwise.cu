@@ -35,26 +35,18 @@
 //   - Consumers: a warp for each channel (with more than one pass: for each of a few) computes products from
 //     its planes, then the epilogue.
 //
-// Macros: ELEMENT, OUT; fields of depthwise.py's Config, Axis (_H and _W), Operand (X_ and Y_) and Tiling:
-// COLUMNS (of dY in a tile, a multiple of 8), USED (of these, columns of the image at most), TILES (in a row
-// of dY), X_PAD (columns of zeros, an even number, to the left of what is kept of X), X_COLUMNS (of X in a
-// tile, from there on); ROWS (of a block), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), CHAIN (blocks
-// after which sums leave the tensor cores, a power of two; 0: at the end), SUMS (floats for a channel's
-// taps), SCRATCH (floats for a product). What could be arguments as well is known to the compiler for the
-// sake of addresses: whatever runs once before the first loads or after the last products is fetched from L2
-// at every launch.
+// Macros: ELEMENT, OUT; fields of depthwise.py's Config, Axis (_H and _W) and Tiling, which it explains; ROWS
+// (of a block), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), CHAIN (blocks after which sums leave the
+// tensor cores, a power of two; 0: at the end), SUMS (floats for a channel's taps), SCRATCH (floats for a
+// product). What could be arguments as well is known to the compiler for the sake of addresses: whatever runs
+// once before the first loads or after the last products is fetched from L2 at every launch. Of `Operand`
+// there the planes of X and Y have structs.
 
 #include <cute/arch/mma_sm80.hpp>
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 
-// The taps of one axis: tap t belongs to class t % step; the taps of a class are a fixed number of rows or
-// columns apart and cut into blocks of at most `size` taps.
-struct Taps {
-  int kernel, step, size;
-};
-constexpr Taps TAPS_H{KERNEL_H, STEP_H, SIZE_H}, TAPS_W{KERNEL_W, STEP_W, SIZE_W};
 // Of a thread block's along a row: how many, columns from one to the next and from the first to the last.
 constexpr int TAPS = SIZE_W, SHIFT = SHIFT_W, REACH = (TAPS - 1) * SHIFT;
 
@@ -88,23 +80,8 @@ constexpr int column_at(int at) {  // and back
   return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
 }
 
-// An operand's planes (`Operand` in depthwise.py), and a store's (part, image, chunk), of four.
-#define PLANES(NAME)                                                                                         \
-  struct NAME {                                                                                              \
-    static constexpr int STORE_IMAGES = NAME##_STORE_IMAGES, STORE_CHUNKS = NAME##_STORE_CHUNKS,             \
-                         ROW_STORES = NAME##_ROW_STORES, STORES = NAME##_STORES, WRITTEN = NAME##_WRITTEN,   \
-                         READ_CHUNKS = NAME##_READ_CHUNKS, ROW_CHUNKS = NAME##_ROW_CHUNKS, ROW = NAME##_ROW, \
-                         IMAGE = NAME##_IMAGE, CHANNEL = NAME##_CHANNEL, PART = NAME##_PART,                 \
-                         BYTES = NAME##_PLANE_BYTES;                                                         \
-    __device__ static int part(int i) { return i % PARTS; }                                                  \
-    __device__ static int image(int i) { return i / PARTS % STORE_IMAGES; }                                  \
-    __device__ static int chunk(int i) { return i / (PARTS * STORE_IMAGES); }                                \
-  }
-
 // Of a tile of one segment X's columns beyond those of use are not read: they are zeros or multiplied by
 // zeros.
-PLANES(X);
-PLANES(Y);
 static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
               "all that is read of X is written for every block");
 static_assert(X_PAD % 2 == 0 && (SEGMENTS == 1 || (X_PAD == 0 && X_COLUMNS == USED + REACH)));
@@ -138,8 +115,8 @@ struct Work {
     int column = blockIdx.x, split = blockIdx.y;
     pin(column, split);
     const int taps = column % TAP_BLOCKS;
-    r0 = first(TAPS_H, taps / TAP_BLOCKS_W, BLOCKS_H);
-    s0 = first(TAPS_W, taps % TAP_BLOCKS_W, BLOCKS_W);
+    r0 = first<SIZE_H, STEP_H, BLOCKS_H>(taps / TAP_BLOCKS_W);
+    s0 = first<SIZE_W, STEP_W, BLOCKS_W>(taps % TAP_BLOCKS_W);
     k0 = column / TAP_BLOCKS * CHANNELS;
     c0 = k0 / MULTIPLIER & ~7;  // loads are of whole 16 bytes
     begin = split * g.blocks_per_split;
@@ -150,8 +127,10 @@ struct Work {
   __device__ int r(int index) const { return r0 + index / TAPS * STEP_H; }
   __device__ int s(int index) const { return s0 + index % TAPS * STEP_W; }
 
-  __device__ static int first(const Taps& taps, int block, int blocks) {
-    return block / blocks + block % blocks * taps.size * taps.step;
+  // The taps of an axis are of classes, by t % STEP, each in BLOCKS blocks of at most SIZE taps.
+  template <int SIZE, int STEP, int BLOCKS>
+  __device__ static int first(int block) {
+    return block / BLOCKS + block % BLOCKS * SIZE * STEP;
   }
 };
 
@@ -184,19 +163,24 @@ struct Operand {
   const char* row_data;
   int w, images;
 
+  // A store's (part, image, chunk), of four.
+  __device__ static int part_of(int i) { return i % PARTS; }
+  __device__ static int image_of(int i) { return i / PARTS % Layout::STORE_IMAGES; }
+  __device__ static int chunk_of(int i) { return i / (PARTS * Layout::STORE_IMAGES); }
+
   Operand() = default;
   __device__ Operand(const Element* data, int h0, int w0, int channel, int batch) : h0(h0), w0(w0) {
     const int lane = threadIdx.x % 32;
     // A matrix has two channels of what all lanes have read, and its rows are these channels' columns of each
     // (part, image, chunk).
     const int i = lane % 4, j = lane % 8 / 2;
-    column = column_at(Layout::chunk(i) * 8 + lane / 4);
-    channel += Layout::part(i) * 8;
-    this->data = reinterpret_cast<const char*>(data + channel) + Layout::image(i) * (ROWS_ * ROW_BYTES) +
+    column = column_at(chunk_of(i) * 8 + lane / 4);
+    channel += part_of(i) * 8;
+    this->data = reinterpret_cast<const char*>(data + channel) + image_of(i) * (ROWS_ * ROW_BYTES) +
                  (column * STRIDE_W_ + w0) * int64_t(PIXEL_BYTES);
-    this->batch = channel < CHANNELS_ ? batch - Layout::image(i) : 0;
-    at = (Layout::part(j) * Layout::PART + (lane / 8 * 2 + lane % 2) * Layout::CHANNEL +
-          Layout::image(j) * Layout::IMAGE + Layout::chunk(j)) *
+    this->batch = channel < CHANNELS_ ? batch - image_of(i) : 0;
+    at = (part_of(j) * Layout::PART + (lane / 8 * 2 + lane % 2) * Layout::CHANNEL +
+          image_of(j) * Layout::IMAGE + chunk_of(j)) *
          16;
   }
 
@@ -267,7 +251,8 @@ struct Producer {
   }
 
   __device__ void run(const Args& g, uint32_t stages, Pipeline<MAX_STAGES>& pipeline) {
-    const uint32_t x_row = stages + warp * (X::ROW * 16), y_row = stages + X::BYTES + warp * (Y::ROW * 16);
+    const uint32_t x_row = stages + warp * (X::ROW * 16),
+                   y_row = stages + X::PLANE_BYTES + warp * (Y::ROW * 16);
     Position at;
     for (int block = 0; block < blocks; ++block, at.advance(g.stages)) {
       wait_empty(pipeline, at);
@@ -372,7 +357,7 @@ __device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
 __device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Pipeline<MAX_STAGES>& pipeline,
                                int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
   const uint8_t* x_planes = segment_of<X>(stages, x_channel);
-  const uint8_t* y_planes = segment_of<Y>(stages + X::BYTES, channel);
+  const uint8_t* y_planes = segment_of<Y>(stages + X::PLANE_BYTES, channel);
   Columns y[PASSES];
 #pragma unroll
   for (int i = 0; i < PASSES * STEPS; ++i) y[i / STEPS][i % STEPS][1] = y[i / STEPS][i % STEPS][3] = 0;
@@ -515,7 +500,7 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
       }
     }
     clear<X>(stages, g.stages);
-    clear<Y>(stages + X::BYTES, g.stages);
+    clear<Y>(stages + X::PLANE_BYTES, g.stages);
   };
   // The first loads' code lies at the start, unless that takes registers that producers do not have.
   constexpr bool TIGHT = SHARED_OUT && PASSES == 1;

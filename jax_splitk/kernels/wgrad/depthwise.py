@@ -15,7 +15,7 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, one_block_apart
 from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -37,7 +37,7 @@ MAX_WIDE_REACH = 6
 MAX_TAPS_H = 9
 SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
 MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%, 223 KB: 50% slower on an H200)
-MAX_CANDIDATES = 48
+MAX_STRIDE = 8
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
 MAX_FLOAT32_CHAIN = 256  # blocks of a float32 result's split
@@ -269,37 +269,23 @@ def _kept(width: Axis) -> tuple[int, int]:
 
 
 def _extent_refusal(p: ConvWgradProblem) -> str | None:
-    for i in range(p.rank):
-        where = f"in spatial dimension {i}"
-        stride, (low, _) = p.window_strides[i], p.padding[i]
-        reach = (p.kernel_spatial[i] - 1) * p.rhs_dilation[i]
-        if stride > 8:
-            return f"window stride {stride} {where}; accepted: at most 8"
-        if abs(low) > MAX_EXTENT:
-            return f"padding {low} {where}; accepted: {-MAX_EXTENT} to {MAX_EXTENT}"
-        if reach > MAX_EXTENT:
-            return f"dilated window's reach {reach} {where}; accepted: at most {MAX_EXTENT}"
-    g = axes(p)
-    for what, size in (
-        ("input rows", g.height.input),
-        ("input columns", g.width.input),
-        ("input rows of all images", p.batch * g.height.input),
-        ("output rows times stride", g.pitch * g.height.stride),
-        ("output columns times stride", g.width.output * g.width.stride),
-        ("rows of 8 columns of all images", p.batch * g.pitch * -(-g.width.output // 8)),
-    ):
-        if size > MAX_EXTENT:
-            return f"{size} {what}; accepted: at most {MAX_EXTENT}"
-    return None
+    if max(p.window_strides) > MAX_STRIDE:
+        return f"window strides {p.window_strides}; accepted: at most {MAX_STRIDE}"
+    g, pads = axes(p), [abs(low) for low, _ in p.padding]
+    rows = p.batch * max(g.height.input, g.pitch * -(-g.width.output // 8))
+    columns = max(g.width.input, g.width.output * g.width.stride)
+    largest = max(rows, g.pitch * g.height.stride, columns, *pads, *geometry(p, 2).reach)
+    if largest <= MAX_EXTENT:
+        return None
+    said = f"input of {p.input_spatial} padded by {p.padding}, dilation {p.rhs_dilation}, {p.batch} images"
+    return f"{said}: up to {largest} rows or columns; accepted: at most {MAX_EXTENT}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
+class Costs(ClockCosts):
     """The cost model's constants; clocks are of one SM.
 
     Attributes:
-      clock: a second.
-      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
       mma_clocks: of an m16n8k16.
       pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
       pixel_clocks: of a loaded pixel, however few its channels.
@@ -309,9 +295,6 @@ class Costs(ReductionCosts):
       start_seconds: first loads and the epilogue of a thread block.
     """
 
-    clock: float
-    shared_bytes_per_clock: float
-    l2_bytes_per_clock: float
     mma_clocks: float
     pass_clocks: float
     warp_mma_clocks: float
@@ -330,18 +313,13 @@ class Depthwise(SplitFamily[Config]):
     file = "wgrad/depthwise.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        reason = refusals.rank(problem, (1, 2)) or refusals.dtypes(problem, refusals.HALVES)
-        if reason is not None:
-            return reason
-        if problem.feature_group_count != problem.in_channels or problem.batch_group_count != 1:
-            groups = f"feature_group_count {problem.feature_group_count}, batch_group_count {problem.batch_group_count}"
-            return f"{groups}; accepted: {problem.in_channels} (the input channels), 1"
-        if problem.in_channels % 8:  # and with it the output's
-            return f"{problem.in_channels} channels; accepted: multiples of 8"
         return (
-            refusals.lhs_dilation(problem)
-            or refusals.input_pixels(problem)
-            or (None if problem.reduction_size else "0 output pixels; accepted: at least 1")
+            refusals.rank(problem, (1, 2))
+            or refusals.dtypes(problem, refusals.HALVES)
+            or refusals.depthwise_groups(problem)
+            or refusals.channels(problem, 8)
+            or refusals.lhs_dilation(problem)
+            or refusals.empty_dimensions(problem)
             or refusals.weights(problem)
             or _extent_refusal(problem)
         )
@@ -373,18 +351,14 @@ class Depthwise(SplitFamily[Config]):
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_CHAIN
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """The model's best of every tile with the split counts that fill 1 to 4 whole waves of the machine."""
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         found: list[Config] = []
         for channels, segments in itertools.product(CHANNELS, SEGMENTS):
             shallow = Config(channels, segments, 1, 1)
             t = tiling(problem, shallow)
             depths = {min(2, t.max_stages)} | ({3} if 3 * t.planes_bytes <= MAX_PLANES_BYTES else set())
-            for stages in sorted(depths):
-                single = dataclasses.replace(shallow, stages=stages)
-                if self.config_refusal(problem, single) is None:
-                    found += self.in_waves(problem, single, target)
-        return sorted(found, key=lambda config: self.estimate(problem, config, target))[:MAX_CANDIDATES]
+            found += varied(shallow, stages=sorted(depths))
+        return [config for config in found if self.config_refusal(problem, config) is None]
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """A stage less or more, and split counts nearby, doubled and halved."""
@@ -435,8 +409,6 @@ class Depthwise(SplitFamily[Config]):
                 **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
                 **field_macros(g.height, name="{}_H"),
                 **field_macros(g.width, name="{}_W"),
-                **field_macros(t.x, name="X_{}"),
-                **field_macros(t.y, name="Y_{}"),
                 **field_macros(problem, "in_channels", "out_channels"),
                 "ROWS": ROWS,
                 "PITCH": g.pitch,
@@ -452,6 +424,7 @@ class Depthwise(SplitFamily[Config]):
             },
             args={"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
             after=(plan.Pointer(0), plan.Pointer(1)),
+            constants={"X": vars(t.x), "Y": vars(t.y)},
         )
 
 

@@ -15,7 +15,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import depthwise, refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, nearby
+from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, nearby
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Pointer
@@ -144,23 +144,18 @@ class Costs(ReductionCosts):
     wave_seconds: float
 
 
-class DepthwiseAny(RankedFamily[Config]):
+class DepthwiseAny(SplitFamily[Config]):
     """One input channel to each output channel, in fp32 on the CUDA cores: what `wgrad_depthwise` refuses."""
 
     name = "wgrad_depthwise_any"
     ABI = 1
     file = "wgrad/depthwise_any.cu"
-    MAX_CANDIDATES = 48
-    MAX_VARIANTS = 16
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         p, g = problem, _seen(problem)
         reason = refusals.dtypes(p, tuple(OUT_CODES)) or refusals.lhs_dilation(p) or refusals.empty_dimensions(p)
-        if reason is not None:
+        if (reason := reason or refusals.depthwise_groups(p)) is not None:
             return reason
-        if not 1 < p.feature_group_count == p.in_channels or p.batch_group_count != 1:
-            groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
-            return f"{groups}; accepted: {p.in_channels} (the input channels, at least 2), 1"
         if p.rank == 2 and depthwise.FAMILY.problem_refusal(p) is None:
             return f"{p.in_channels} channels of {p.dtype} in 2 dimensions; accepted: what wgrad_depthwise refuses"
         if max(g.kernel) > _MAX_KERNEL or p.taps > _MAX_TAPS:

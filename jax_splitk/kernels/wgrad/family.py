@@ -8,18 +8,22 @@ import abc
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
-from jax_splitk.kernels.device.structs import Field, Values, declarations
+from jax_splitk.kernels.device.structs import Field, Values, constants, declarations
 from jax_splitk.kernels.family import CudaFamily, conv_buffers
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
+
+# Candidates, and the variants whose split counts these are, at most.
+MAX_CANDIDATES, MAX_VARIANTS = 48, 32
 
 _Any = TypeVar("_Any")
 
@@ -42,6 +46,7 @@ class Kernel:
       args: its struct `Args`.
       maps: tensor maps.
       before, after: parameters between the maps and Args, and after Args. Where the kernel writes comes last.
+      constants: structs of constants that the device code has, by their names.
     """
 
     threads: int
@@ -51,6 +56,7 @@ class Kernel:
     maps: tuple[TiledMap | Im2colMap, ...] = ()
     before: tuple[Param, ...] = ()
     after: tuple[Param, ...] = ()
+    constants: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def struct(self) -> Values:
@@ -86,6 +92,20 @@ class ReductionCosts:
     partial_bytes_per_second: float
 
 
+@dataclasses.dataclass(frozen=True)
+class ClockCosts(ReductionCosts):
+    """Of those that count clocks of one multiprocessor.
+
+    Attributes:
+      clock: a second, under load.
+      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
+    """
+
+    clock: float
+    shared_bytes_per_clock: float
+    l2_bytes_per_clock: float
+
+
 class _Split(Protocol):
     """A frozen dataclass with a split count."""
 
@@ -117,6 +137,12 @@ class SplitFamily(WgradFamily[_Config]):
         result keeps it; in a 16-bit one rounding hides it.
         """
 
+    def smallest_refusal(self, problem: ConvWgradProblem, smallest: _Config) -> str | None:
+        """Why no config can compute the problem, where not even the smallest can."""
+        reason = self.config_refusal(problem, smallest)
+        window = f"window strides {problem.window_strides}, dilation {problem.rhs_dilation}"
+        return None if reason is None else f"{window}: with the smallest tile {reason}"
+
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Of one split."""
         return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
@@ -132,6 +158,15 @@ class SplitFamily(WgradFamily[_Config]):
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[_Config]:
+        """Legal configs but for their splits, the most promising first."""
+
+    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[_Config]:
+        """The first variants with the split counts that fill whole waves: the fastest, and the four of fewest splits,
+        however slow: a small workspace may allow no others."""
+        return _ranked(self, problem, target)
+
     def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
         """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
         if problem.out_dtype != "float32":
@@ -142,33 +177,36 @@ class SplitFamily(WgradFamily[_Config]):
         """The config with the nearest split count not above `splits` (and at least 1) that leaves no split empty."""
         return dataclasses.replace(config, splits=whole_splits(self.reduction_blocks(problem, config), splits))
 
+    def slots(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
+        """Thread blocks that fill the machine once."""
+        return target.cores * self.blocks_per_sm(problem, config)
+
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
-        """Splits that fill the machine once."""
-        return target.cores * self.blocks_per_sm(problem, config) / self.thread_blocks(problem, config)
+        """Splits that do."""
+        return self.slots(problem, config, target) / self.thread_blocks(problem, config)
 
     def waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
         """In which the thread blocks of all splits run."""
-        blocks = self.thread_blocks(problem, config) * config.splits
-        return -(-blocks // (target.cores * self.blocks_per_sm(problem, config)))
+        return -(-self.thread_blocks(problem, config) * config.splits // self.slots(problem, config, target))
 
     def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
         """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
-        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
+        slots, blocks = self.slots(problem, config, target), self.thread_blocks(problem, config)
         least = self.least_splits(problem, config)
         wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
         found = {self.with_splits(problem, config, splits) for splits in wanted}
-        return (c for c in sorted(found, key=_splits_of) if self.config_refusal(problem, c) is None)
+        return (c for c in sorted(found, key=operator.attrgetter("splits")) if self.config_refusal(problem, c) is None)
 
     def filling(self, problem: ConvWgradProblem, config: _Config, target: Target) -> _Config:
         """The config with the splits that fill the machine at most once, or the fewest there may be."""
-        slots, blocks = target.cores * self.blocks_per_sm(problem, config), self.thread_blocks(problem, config)
-        return self.with_splits(problem, config, max(self.least_splits(problem, config), slots // blocks))
+        full = self.slots(problem, config, target) // self.thread_blocks(problem, config)
+        return self.with_splits(problem, config, max(self.least_splits(problem, config), full))
 
     def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
         """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
         least = self.least_splits(problem, config)
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
-        return sorted(found, key=_splits_of)
+        return sorted(found, key=operator.attrgetter("splits"))
 
     def reduce_seconds(self, problem: ConvWgradProblem, config: _Config, costs: "ReductionCosts") -> float:
         """Of the second kernel. Partial sums stay in L2 for the most part."""
@@ -193,7 +231,9 @@ class SplitFamily(WgradFamily[_Config]):
         return self.kernel(problem, config).maps
 
     def source(self, problem: ConvWgradProblem, config: _Config) -> Source:
-        structs = declarations(*self.structs, self._reduce_args(problem, config), self.kernel(problem, config).struct)
+        kernel = self.kernel(problem, config)
+        structs = declarations(*self.structs, self._reduce_args(problem, config), kernel.struct)
+        structs += "".join(constants(name, values) for name, values in kernel.constants.items())
         return Source(self.file, tuple(self.macros(problem, config).items()), structs)
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
@@ -212,48 +252,26 @@ class SplitFamily(WgradFamily[_Config]):
         return reduce_args(math.prod(problem.out_shape), partial_stride(problem), config.splits)
 
 
-class RankedFamily(SplitFamily[_Config]):
-    """One whose variants are many: split counts are tried of the most promising only.
-
-    Attributes:
-      MAX_CANDIDATES, MAX_VARIANTS: at most so many candidates, of so many variants.
-    """
-
-    MAX_CANDIDATES: ClassVar[int]
-    MAX_VARIANTS: ClassVar[int]
-
-    @abc.abstractmethod
-    def variants(self, problem: ConvWgradProblem, target: Target) -> list[_Config]:
-        """Legal configs, the most promising first."""
-
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[_Config]:
-        """The variants with the split counts that fill 1 to 4 whole waves: the fastest, and the four of fewest splits,
-        however slow: a small workspace may allow no others."""
-        return _ranked(self, problem, target)
-
-
 @functools.lru_cache(maxsize=512)
-def _ranked(family: RankedFamily[Any], p: ConvWgradProblem, target: Target) -> tuple[Any, ...]:
-    variants = family.variants(p, target)[: family.MAX_VARIANTS]
+def _ranked(family: SplitFamily[Any], p: ConvWgradProblem, target: Target) -> tuple[Any, ...]:
+    variants = family.variants(p, target)[:MAX_VARIANTS]
     seconds = {c: family.estimate(p, c, target) for v in variants for c in family.in_waves(p, v, target)}
     ranked = sorted(seconds, key=lambda c: seconds[c])
-    fewest = sorted(ranked, key=_splits_of)[:4]
-    return tuple(dict.fromkeys([*ranked[: family.MAX_CANDIDATES - len(fewest)], *fewest]))
+    fewest = sorted(ranked, key=operator.attrgetter("splits"))[:4]
+    return tuple(dict.fromkeys([*ranked[: MAX_CANDIDATES - len(fewest)], *fewest]))
 
 
 def box_map(p: ConvWgradProblem, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
-    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape."""
-    dims = shape[::-1]
-    return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize), box)
+    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape, under the swizzle of
+    a box's rows of 16 to 128 bytes."""
+    dims, item = shape[::-1], jnp.dtype(p.dtype).itemsize
+    swizzle = (box[0] * item // 16).bit_length() - 1  # CUtensorMapSwizzle
+    return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, item), box, swizzle)
 
 
 def partial_stride(problem: ConvWgradProblem) -> int:
     """Elements from one split's partial sums to the next's: the output's, in whole float4."""
     return -(-math.prod(problem.out_shape) // 4) * 4
-
-
-def _splits_of(config: _Split) -> int:
-    return config.splits
 
 
 def nearby(splits: int, wave: float) -> set[int]:

@@ -16,8 +16,17 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, nearby, partial_stride
-from jax_splitk.kernels.wgrad.gather_layout import Layout, Volume, conflicts, lattice, layout_of, slices, volume
+from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.gather_layout import (
+    GatherTile,
+    Layout,
+    Volume,
+    conflicts,
+    lattice,
+    layout_of,
+    slices,
+    volume,
+)
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -44,39 +53,18 @@ _PIXEL_TILES = 8  # shapes that are tried
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How a weight gradient is computed.
+class Config(GatherTile):
+    """How a weight gradient is computed: see `GatherTile`; rows are (filter tap, input channel), a tile is a stage's.
 
     Attributes:
-      consumers, blocks: consumer warpgroups, and 64-row blocks of (filter tap, input channel) of each.
-      tile_n: output channels of a thread block; see `TILE_N`.
-      images, tile_p, tile_q: a stage's tile of output pixels, [images, tile_p rows, tile_q columns].
       slice: input channels of a thread block.
       stages: depth of the shared-memory pipeline.
       splits: parts into which the reduction is cut; none may be empty.
     """
 
-    consumers: int
-    blocks: int
-    tile_n: int
-    images: int
-    tile_p: int
-    tile_q: int
     slice: int
     stages: int
     splits: int
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        return self.images, self.tile_p, self.tile_q
-
-    @property
-    def pixels(self) -> int:
-        return self.images * self.tile_p * self.tile_q
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers * self.blocks
 
 
 def layout(v: Volume, config: Config) -> Layout:
@@ -178,12 +166,10 @@ def _columns(v: Volume) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
+class Costs(ClockCosts):
     """The cost model's constants; clocks are of one SM.
 
     Attributes:
-      clock: a second, under load.
-      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
       overlap: part of the busiest unit's rate that is reached, by thread blocks on an SM.
       second: part of the second busiest unit's time that is not hidden.
       fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
@@ -192,9 +178,6 @@ class Costs(ReductionCosts):
       wave_seconds: of filling the pipeline, and of the epilogue.
     """
 
-    clock: float
-    shared_bytes_per_clock: float
-    l2_bytes_per_clock: float
     overlap: dict[int, float]
     second: float
     fragment_clocks: dict[int, float]
@@ -232,12 +215,10 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-class Gather(RankedFamily[Config]):
+class Gather(SplitFamily[Config]):
     name = "wgrad_gather"
     ABI = 1
     file = "wgrad/gather.cu"
-    MAX_CANDIDATES = 56
-    MAX_VARIANTS = 20
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         pixels = problem.batch * math.prod(problem.input_spatial)

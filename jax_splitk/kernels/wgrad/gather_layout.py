@@ -18,6 +18,36 @@ Tile = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
+class GatherTile:
+    """What configs of kernels that gather windows begin with.
+
+    Attributes:
+      consumers, blocks: consumer warpgroups, and 64-row blocks of each.
+      tile_n: output channels of a thread block.
+      images, tile_p, tile_q: a tile of output pixels, [images, tile_p rows, tile_q columns].
+    """
+
+    consumers: int
+    blocks: int
+    tile_n: int
+    images: int
+    tile_p: int
+    tile_q: int
+
+    @property
+    def tile(self) -> Tile:
+        return self.images, self.tile_p, self.tile_q
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.tile)
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.consumers * self.blocks
+
+
+@dataclasses.dataclass(frozen=True)
 class Volume(Geometry):
     """A problem with three spatial dimensions."""
 

@@ -67,6 +67,11 @@ def axis_macros(**sizes: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}_{axis}": value for name, values in axes.items() for axis, value in values}
 
 
+def equal_parts(size: int, most: int) -> list[int]:
+    """Sizes of at most `most` of which the fewest parts make up `size`, for each number of parts; the largest first."""
+    return list(dict.fromkeys(-(-size // -(-size // m)) for m in range(min(size, most), 0, -1)))
+
+
 def is_plain(p: ConvProblem, axis: int) -> bool:
     """Whether the convolution moves nothing along a spatial dimension."""
     return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))

@@ -26,11 +26,9 @@
 // Roles: the last warp is the producer (one thread issues TMA) and fills all stages before the block's other
 // warps, the consumers, have even begun. `empty` has an arrival of each of these after its last ldmatrix.
 //
-// Macros: ELEMENT, OUT, CTAS_PER_SM, what grouped.py takes from its Config and Job; KERNEL_H to
-// DILATION_W; GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of
-// one), IN_PARTS, OUT_PARTS (blocks of a bundle), SUM_ROWS; RAGGED (the last tile of an image may have fewer
-// rows), TILES_H, TILES_W (of an image), X_HEIGHT, X_WIDTH, DY_WIDTH (pixels of a box), DY_OFFSET,
-// STAGE_BYTES, STRIPS (of a row), REUSE.
+// Macros: ELEMENT, OUT, CTAS_PER_SM, the fields of grouped.py's Config and Tiling; KERNEL_H to DILATION_W;
+// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one); RAGGED
+// (the last tile of an image may have fewer rows), TILES_H, TILES_W (of an image).
 
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"

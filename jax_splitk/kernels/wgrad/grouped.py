@@ -5,7 +5,6 @@ A thread block computes all filter taps of one block of channels, whose sums are
 one dimension is one over images of height 1.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -15,9 +14,8 @@ from collections.abc import Iterator
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched, geometry
-from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
 
@@ -38,14 +36,8 @@ RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for
 REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
 # MMAs for each accumulator in a float32 result's split.
 MAX_FLOAT32_CHAIN = 1024
-# Of candidates.
-MAX_VARIANTS = 20
-_VARIANTS_OF_BLOCK = 12
-_SLOWEST = 1.4  # of a variant's split counts, relative to its best one
 _ROWS = 16  # at most, of a candidate
 _COLUMNS = 64
-
-_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle by a pixel's bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,33 +183,10 @@ def _group_refusal(p: ConvWgradProblem) -> str | None:
     return None
 
 
-def _extent_refusal(p: ConvWgradProblem) -> str | None:
-    for size, (low, high) in zip(p.input_spatial, p.padding, strict=True):
-        if low > INT32_MAX or size + max(0, -low, high) > INT32_MAX:
-            return f"input of {size} pixels padded by {(low, high)}; accepted: coordinates up to {INT32_MAX}"
-    return None
-
-
-def _window_refusal(p: ConvWgradProblem) -> str | None:
-    """The input of the smallest tile, 8 pixels of one output row, must be one TMA box and fit in shared memory."""
-    s = geometry(p, 2)
-    for axis in range(2):
-        where = f"in spatial dimension {axis - 2 + p.rank}"
-        if s.kernel[axis] > MAX_KERNEL:
-            return f"kernel size {s.kernel[axis]} {where}; accepted: at most {MAX_KERNEL}"
-    smallest = _smallest(p)
-    height, width = tiling(p, smallest).x_height, tiling(p, smallest).x_width
-    if max(height, width) > MAX_BOX:
-        return (
-            f"window stride {p.window_strides} and rhs_dilation {p.rhs_dilation}: {height}x{width} pixels of input for "
-            f"{smallest.columns} of output; accepted: at most {MAX_BOX} a side"
-        )
-    if shared_bytes(p, smallest) > SHARED_BYTES:
-        return (
-            f"rhs_dilation {p.rhs_dilation}: {shared_bytes(p, smallest)} bytes of shared memory for the smallest tile; "
-            f"accepted: at most {SHARED_BYTES}"
-        )
-    return None
+def _filter_refusal(p: ConvWgradProblem) -> str | None:
+    if max(p.kernel_spatial) <= MAX_KERNEL:
+        return None
+    return f"a filter of {p.kernel_spatial}; accepted: sides up to {MAX_KERNEL}"
 
 
 def _smallest(p: ConvWgradProblem) -> Config:
@@ -232,15 +201,6 @@ def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
     whole = [(i, o) for i in BLOCKS for o in BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
     parts = [(i, o) for i in BLOCKS for o in BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
     return sorted({*whole, *parts}, key=lambda block: (-sum(block), -block[0]))
-
-
-def _useful_blocks(p: ConvWgradProblem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Blocks of 64 or 128 bytes a pixel where the bundles allow it, and the others."""
-    _, bundle_in, bundle_out = bundle(p)
-    fitting = [block for block in _blocks(p) if block[0] <= p.in_channels and block[1] <= p.out_channels]
-    least_in, least_out = min(32, bundle_in), min(32, bundle_out)
-    wide = [(i, o) for i, o in fitting if i >= least_in and o >= least_out and max(i, o) >= 32]
-    return wide, [block for block in fitting if block not in wide]
 
 
 def _row_counts(out_h: int) -> list[int]:
@@ -261,13 +221,11 @@ def _column_counts(out_w: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
+class Costs(ClockCosts):
     """The cost model's constants; clocks are of one SM.
 
     Attributes:
-      clock: a second.
       mma_clocks: of an m16n8k16.
-      shared_bytes_per_clock, l2_bytes_per_clock: written by loads, loaded.
       issue_per_clock: instructions.
       strip_instructions: of a strip, beside its loads and MMAs.
       row_clocks: of a warp for a row of X, before its MMAs.
@@ -277,10 +235,7 @@ class Costs(ReductionCosts):
       ramp_seconds: of filling the pipeline, and of the epilogue.
     """
 
-    clock: float
     mma_clocks: float
-    shared_bytes_per_clock: float
-    l2_bytes_per_clock: float
     issue_per_clock: float
     strip_instructions: float
     row_clocks: float
@@ -329,8 +284,9 @@ class Grouped(SplitFamily[Config]):
             or refusals.input_pixels(problem)
             or refusals.output_pixels(problem)
             or refusals.weights(problem)
-            or _extent_refusal(problem)
-            or _window_refusal(problem)
+            or refusals.padded_input(problem, MAX_BOX)
+            or _filter_refusal(problem)
+            or self.smallest_refusal(problem, _smallest(problem))
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
@@ -383,41 +339,35 @@ class Grouped(SplitFamily[Config]):
         by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(problem, config) + RESERVED_BYTES))
         return max((n for n in range(1, by_memory + 1) if _fits_registers(problem, config, n)), default=0)
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """The variants that the cost model puts first, each with the splits that fill half a wave, one and
-        two."""
-        ranked = []
-        for single in self.variants(problem):
-            configs = [dataclasses.replace(single, splits=s) for s in self._splits(problem, single, target)]
-            timed = sorted(((self.estimate(problem, c, target), c) for c in configs), key=lambda pair: pair[0])
-            ranked.append([(seconds, c) for seconds, c in timed if seconds <= _SLOWEST * timed[0][0]])
-        ranked.sort(key=lambda variant: variant[0][0])
-        kept, of_block = [], collections.Counter()
-        for variant in ranked:
-            config = variant[0][1]
-            of_block[config.in_block, config.out_block] += 1
-            if of_block[config.in_block, config.out_block] <= _VARIANTS_OF_BLOCK:
-                kept.append(variant)
-        return [config for variant in kept[:MAX_VARIANTS] for _, config in variant]
+    def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 2) -> Iterator[Config]:
+        """With the splits that fill half a wave, one and two: they need not be equal."""
+        wave, least = self.wave(problem, config, target), self.least_splits(problem, config)
+        all_tiles = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
+        wanted = {round(wave / 2), *(int(wave * waves) for waves in range(1, most + 1))}
+        yield from varied(config, splits=sorted({min(max(s, least, 1), all_tiles) for s in wanted}))
 
-    def _splits(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[int]:
-        wave = self.wave(problem, config, target)
-        wanted = {int(wave), round(wave / 2), int(2 * wave)}
-        least = self.least_splits(problem, config)
-        most = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
-        return sorted({min(max(s, least, 1), most) for s in wanted})
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """Legal configs with one split, the most promising first."""
 
-    def variants(self, problem: ConvWgradProblem) -> list[Config]:
-        """Legal configs with one split: what the device code may be specialised to."""
-        wide, narrow = _useful_blocks(problem)
-        found = list(self._variants_of(problem, wide)) or list(self._variants_of(problem, narrow))
-        return found or [_smallest(problem)]
+        def seconds(config: Config) -> float:
+            return min(self.estimate(problem, c, target) for c in self.in_waves(problem, config, target))
 
-    def _variants_of(self, problem: ConvWgradProblem, blocks: list[tuple[int, int]]) -> Iterator[Config]:
-        out_h, out_w = geometry(problem, 2).out
-        geometries = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
-        for block, rows, columns, images in geometries:
-            yield from self._with_slices(problem, Config(*block, images, rows, columns, slices=1, stages=2, splits=1))
+        # Blocks of 64 or 128 bytes a pixel where the bundles allow it.
+        found = self._variants_of(problem, 32) or self._variants_of(problem, UNIT) or [_smallest(problem)]
+        return sorted(found, key=seconds)
+
+    def _variants_of(self, problem: ConvWgradProblem, least: int) -> list[Config]:
+        """Of blocks of at least so many channels, as far as bundles have them."""
+        (out_h, out_w), (_, bundle_in, bundle_out) = geometry(problem, 2).out, bundle(problem)
+        blocks = [
+            (i, o)
+            for i, o in _blocks(problem)
+            if min(least, bundle_in) <= i <= problem.in_channels and min(least, bundle_out) <= o <= problem.out_channels
+            if max(i, o) >= least
+        ]
+        tiles = itertools.product(blocks, _row_counts(out_h), _column_counts(out_w), (1, 2, 4))
+        shapes = (Config(*block, images, rows, columns, 1, 2, 1) for block, rows, columns, images in tiles)
+        return [config for shape in shapes for config in self._with_slices(problem, shape)]
 
     def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
         """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
@@ -473,8 +423,8 @@ class Grouped(SplitFamily[Config]):
         groups, bundle_in, bundle_out = bundle(p)
         _, tiles_h, tiles_w = self.block_counts(p, config)
         each, more = divmod(self.reduction_blocks(p, config), config.splits)
-        x = (0, (p.batch, *g.size, p.in_channels), (config.in_block, t.x_width, t.x_height, config.images))
-        dy = (1, (p.batch, *g.out, p.out_channels), (config.out_block, t.dy_width, config.rows, config.images))
+        x_box = (config.in_block, t.x_width, t.x_height, config.images)
+        dy_box = (config.out_block, t.dy_width, config.rows, config.images)
         return Kernel(
             threads=32 * (t.jobs * config.slices + 1),
             shared_bytes=shared_bytes(p, config),
@@ -496,7 +446,10 @@ class Grouped(SplitFamily[Config]):
                 "each": each,  # tiles of a split
                 "more": more,  # of the splits, the first, have another one
             },
-            maps=tuple(dataclasses.replace(box_map(p, *op), swizzle=_SWIZZLES[op[2][0] * 2]) for op in (x, dy)),
+            maps=(
+                box_map(p, 0, (p.batch, *g.size, p.in_channels), x_box),
+                box_map(p, 1, (p.batch, *g.out, p.out_channels), dy_box),
+            ),
         )
 
 

@@ -6,16 +6,14 @@ to tiles that do not fit the filter, which is 64 output channels by 9 taps of 64
 """
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor
-from jax_splitk.kernels.family import field_macros
+from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, reduction
+from jax_splitk.kernels.wgrad.geometry import equal_parts
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -96,8 +94,13 @@ def pairs(config: Config) -> bool:
 
 def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
     """The filter's taps in equal blocks, as few as there may be."""
-    height, width = (-(-n // -(-n // most)) for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
+    height, width = (equal_parts(n, most)[0] for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
     return height, width
+
+
+def _smallest_strip(problem: ConvWgradProblem) -> tuple[int, int]:
+    """Its rows and columns."""
+    return (1, 16) if problem.output_spatial[0] % 2 else (2, 8)
 
 
 def _window_refusal(p: ConvWgradProblem) -> str | None:
@@ -116,34 +119,6 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     if max(sizes) > INT32_MAX - 1024:
         return f"{max(sizes)} pixels, weights or rows; accepted: at most {INT32_MAX - 1024}"
     return refusals.padded_input(p, MAX_LINES)
-
-
-@functools.lru_cache(maxsize=4096)
-def _strips(family: "Halo", problem: ConvWgradProblem) -> tuple[Config, ...]:
-    """The largest strips that fit: for each width, heights that cut the output into equal parts."""
-    width = problem.output_spatial[1]
-    found: list[Config] = []
-    for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
-        if tile_q < MIN_TILE_Q and found:
-            break
-        found += itertools.islice(_strips_of_width(family, problem, tile_q), 3)
-    return tuple(found)
-
-
-def _strips_of_width(family: "Halo", problem: ConvWgradProblem, tile_q: int) -> Iterator[Config]:
-    """The legal ones, the highest first."""
-    height, row = problem.output_spatial[0], Config(1, tile_q, *_taps(problem), 1)
-    if pitch(problem, row) > MAX_PITCH:
-        return
-    # Every lookup of a decision comes by here: begin where shared memory may suffice for dY and X, halo aside.
-    most = min(SHARED_BYTES // (PIXEL_BYTES * (tile_q + pitch(problem, row))), MAX_LINES)
-    last = None
-    for count in range(-(-height // max(most, 1)), height + 1):
-        tile_p = -(-height // count)
-        strip = dataclasses.replace(row, tile_p=tile_p + (tile_p % 2 if pairs(row) else 0))
-        if strip != last and family.config_refusal(problem, strip) is None:
-            last = strip
-            yield strip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +157,8 @@ class Halo(SplitFamily[Config]):
             or _window_refusal(problem)
             or refusals.empty_dimensions(problem)
             or _extent_refusal(problem)
-            or self._strip_refusal(problem)
+            or self.smallest_refusal(problem, Config(*_smallest_strip(problem), *_taps(problem), splits=1))
         )
-
-    def _strip_refusal(self, problem: ConvWgradProblem) -> str | None:
-        if _strips(self, problem):
-            return None
-        return f"output of {problem.output_spatial}; no strip of it and its halo fits in shared memory"
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         height, width = problem.output_spatial
@@ -222,14 +192,22 @@ class Halo(SplitFamily[Config]):
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         return MAX_FLOAT32_PIXELS // (config.tile_p * config.tile_q)
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """Strips that fit, with the split counts that fill 1 to 4 whole waves of the machine."""
-        return [c for strip in _strips(self, problem) for c in self.in_waves(problem, strip, target)]
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        """The largest strips that fit: for each width, heights that cut the output into equal parts."""
+        width, found = problem.output_spatial[1], list[Config]()
+        for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
+            if tile_q < MIN_TILE_Q and found:
+                break
+            row = Config(1, tile_q, *_taps(problem), 1)
+            heights = equal_parts(problem.output_spatial[0], MAX_LINES)
+            strips = varied(row, tile_p=dict.fromkeys(h + h % 2 if pairs(row) else h for h in heights))
+            found += [strip for strip in strips if self.config_refusal(problem, strip) is None][:3]
+        return found
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Other strips with as many splits, and more and fewer splits."""
         wanted = (config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2)
-        strips = [dataclasses.replace(strip, splits=config.splits) for strip in _strips(self, problem)]
+        strips = [dataclasses.replace(strip, splits=config.splits) for strip in self.variants(problem, target)]
         found = [c for c in strips if c.splits >= self.least_splits(problem, c) and c != config]
         return found + self.other_splits(problem, config, wanted)
 

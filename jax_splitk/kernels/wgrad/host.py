@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.kernels import host
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.family import field_refusal
 from jax_splitk.kernels.host import HostFamily, Product
+from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import Target
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 # ffi/host_wgrad.cc has the same.
 _ROW_BLOCK = 96
@@ -55,29 +56,20 @@ def _span(problem: ConvWgradProblem) -> int:
 
 def geometry_refusal(problem: ConvProblem) -> str | None:
     """What no pass of a convolution can have here."""
-    for argument in ("dtype", "out_dtype"):
-        value = getattr(problem, argument)
-        if value not in _DTYPES:
-            return f"{argument}={value} is not one of {', '.join(_DTYPES)}."
-    if problem.batch_group_count != 1:
-        return f"batch_group_count={problem.batch_group_count}; only 1 is supported"
-    if not 1 <= problem.rank <= 3:
-        return f"The convolution has {problem.rank} spatial dimensions; 1 to 3 are supported"
+    reason = refusals.dtypes(problem, tuple(OUT_CODES)) or refusals.batch_groups(problem)
+    if (reason := reason or refusals.rank(problem, (1, 2, 3))) is not None:
+        return reason
     largest = max(*problem.lhs_shape, *problem.g_shape, *problem.rhs_shape)
     attributes = (problem.window_strides, problem.lhs_dilation, problem.rhs_dilation, *problem.padding)
     largest = max(largest, *(abs(value) for values in attributes for value in values))
     if largest > host.INT32_MAX:
-        return f"A size, stride, dilation or padding is {largest}; at most {host.INT32_MAX} is supported."
+        return f"a size, stride, dilation or padding of {largest}; accepted: at most {host.INT32_MAX}"
     return None
 
 
 def cut_refusal(config: Any, most: int) -> str | None:
     """Of a config with `splits`, of which there may be so many, and `block`."""
-    if not 1 <= config.splits <= most:
-        return f"splits={config.splits} is outside 1..{most} (the reduction size, at most {host.MAX_SPLITS})."
-    if not _MIN_BLOCK <= config.block <= _MAX_BLOCK:
-        return f"block={config.block} is outside {_MIN_BLOCK}..{_MAX_BLOCK}."
-    return None
+    return field_refusal(config, splits=range(1, most + 1), block=range(_MIN_BLOCK, _MAX_BLOCK + 1))
 
 
 def geometry_attribute(p: ConvProblem) -> np.ndarray:

@@ -128,11 +128,8 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, BLOCK_K)
 
 
-def variants() -> Iterator[Config]:
-    """Every config that the tuner may try, up to its splits: what has to compile."""
-    for tile_m, tile_n in TILES:
-        for stages in depths(tile_m, tile_n):
-            yield from (Config(tile_m, tile_n, stages, swap, splits=1) for swap in (False, True))
+# Every config that the tuner may try, up to its splits: what has to compile.
+VARIANTS = [Config(*tile, stages, swap, 1) for tile in TILES for stages in depths(*tile) for swap in (False, True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +213,14 @@ class Im2col(SplitFamily[Config]):
             return f"swap {config.swap!r}; accepted: True or False"
         if (reason := split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")) is not None:
             return reason
-        if config.whole_tiles:
-            tiles = math.prod(self.tile_counts(problem, config))
-            if config.splits == 1 or problem.feature_group_count != 1:
-                return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
-            if not 0 < config.whole_tiles < tiles:
-                return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0 to {tiles - 1}"
-            if tiles - config.whole_tiles > split_k.MAX_GRID_Y:
-                least = tiles - split_k.MAX_GRID_Y
-                return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or at least {least}"
+        tiles = math.prod(self.tile_counts(problem, config))
+        least, most = max(1, tiles - split_k.MAX_GRID_Y), tiles - 1
+        if config.whole_tiles == 0:
+            return None
+        if config.splits == 1 or problem.feature_group_count != 1:
+            return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
+        if not least <= config.whole_tiles <= most:
+            return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or {least} to {most}"
         return None
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
@@ -251,24 +247,17 @@ class Im2col(SplitFamily[Config]):
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
         return config.blocks_per_sm
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """Of every variant the single split, if it is accurate enough, and the best few split counts by the model,
-        among those that fill 1 to 8 whole waves of the machine."""
+    def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+        return VARIANTS
 
-        def seconds(config: Config) -> float:
-            return self.estimate(problem, config, target)
-
-        found: dict[Config, None] = {}
-        for variant in variants():
-            legal = list(self.in_waves(problem, variant, target, 8))
-            found |= dict.fromkeys([c for c in legal if c.splits == 1] + sorted(legal, key=seconds)[:4])
-            blocks, slots = self.thread_blocks(problem, variant), target.cores * variant.blocks_per_sm
-            if blocks > slots and self.least_splits(problem, variant) == 1:
-                tail = dataclasses.replace(variant, whole_tiles=blocks // slots * slots)
-                tails = dict.fromkeys(self.with_splits(problem, tail, s) for s in range(2, MAX_TAIL_SPLITS + 1))
-                legal = [c for c in tails if self.config_refusal(problem, c) is None]
-                found |= dict.fromkeys(sorted(legal, key=seconds)[:2])
-        return list(found)
+    def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 8) -> Iterator[Config]:
+        """Splits of all tiles, and of those of the last wave."""
+        yield from super().in_waves(problem, config, target, most)
+        blocks, slots = self.thread_blocks(problem, config), self.slots(problem, config, target)
+        if blocks > slots and self.least_splits(problem, config) == 1:
+            tail = dataclasses.replace(config, whole_tiles=blocks // slots * slots)
+            tails = dict.fromkeys(self.with_splits(problem, tail, s) for s in range(2, MAX_TAIL_SPLITS + 1))
+            yield from (c for c in tails if self.config_refusal(problem, c) is None)
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""

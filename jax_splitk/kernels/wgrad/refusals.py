@@ -17,7 +17,7 @@ MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyo
 HALVES = ("bfloat16", "float16")
 
 
-def rank(p: ConvWgradProblem, accepted: Sequence[int]) -> str | None:
+def rank(p: ConvProblem, accepted: Sequence[int]) -> str | None:
     if p.rank in accepted:
         return None
     return f"{p.rank} spatial dimensions; accepted: {', '.join(map(str, accepted))}"
@@ -40,6 +40,13 @@ def groups(p: ConvProblem) -> str | None:
 
 def batch_groups(p: ConvProblem) -> str | None:
     return None if p.batch_group_count == 1 else f"batch_group_count {p.batch_group_count}; accepted: 1"
+
+
+def depthwise_groups(p: ConvProblem) -> str | None:
+    if 1 < p.feature_group_count == p.in_channels and p.batch_group_count == 1:
+        return None
+    groups = f"feature_group_count {p.feature_group_count}, batch_group_count {p.batch_group_count}"
+    return f"{groups}; accepted: {p.in_channels} (the input channels, at least 2), 1"
 
 
 def channels(p: ConvWgradProblem, multiple: int) -> str | None:

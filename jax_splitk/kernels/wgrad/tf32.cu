@@ -144,9 +144,7 @@ __device__ inline uint32_t tf32(uint32_t x) {
   return fabsf(__uint_as_float(x)) <= largest ? x + 0x1000 : x;
 }
 
-struct Four {
-  uint32_t v[4];
-};
+using Four = Vec<uint32_t, 4>;
 
 // Eight lanes share four pixels of 32 channels: each transposes a block of four channels.
 __device__ inline void transpose_row(uint32_t raw, uint32_t dy, int warp, int lane) {

@@ -12,8 +12,15 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, RankedFamily, ReductionCosts, box_map, partial_stride
-from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry, is_matrix_product
+from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, partial_stride
+from jax_splitk.kernels.wgrad.geometry import (
+    Geometry,
+    axis_macros,
+    bytes_touched,
+    equal_parts,
+    geometry,
+    is_matrix_product,
+)
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -156,20 +163,13 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     pixels = max(p.reduction_size, p.batch * math.prod(p.input_spatial))
     if pixels > INT32_MAX - MAX_PIXELS**2:
         return f"{pixels} pixels; accepted: at most {INT32_MAX - MAX_PIXELS**2}"
-    if (reason := refusals.padded_input(p, MAX_PIXELS)) is not None or _fits(view(p), 2, 4):
-        return reason
-    return f"window_strides {p.window_strides}; 4 columns of the output need more input than fits in shared memory"
+    return refusals.padded_input(p, MAX_PIXELS)
 
 
 def _fits(v: View, images: int, tile_q: int) -> bool:
     """Whether such lines fit in shared memory for the smallest tile."""
     smallest = Config(1, 1, 1, TILE_N[0], images, 1, tile_q, 2, 1)
     return columns(v, smallest) <= MAX_BOX and shared_bytes(v, smallest) <= SHARED_BYTES
-
-
-def _equal_parts(size: int, most: int) -> list[int]:
-    """Sizes of at most `most` of which the fewest parts make up `size`, for each number of parts."""
-    return list(dict.fromkeys(-(-size // -(-size // m)) for m in range(min(size, most), 0, -1)))
 
 
 def _lines(v: View) -> list[tuple[int, int]]:
@@ -204,12 +204,10 @@ def _heights(v: View) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
+class Costs(ClockCosts):
     """The cost model's constants; clocks are of one SM.
 
     Attributes:
-      clock: a second.
-      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
       line_clocks: of a line, beside its products.
       step_clocks: of a warpgroup's step, likewise; the other warpgroups fill it.
       strip_clocks: of a strip, likewise.
@@ -217,9 +215,6 @@ class Costs(ReductionCosts):
       wave_seconds: of filling the pipelines, and of the epilogue.
     """
 
-    clock: float
-    shared_bytes_per_clock: float
-    l2_bytes_per_clock: float
     line_clocks: float
     step_clocks: float
     strip_clocks: float
@@ -248,14 +243,12 @@ def clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> dict[str, float
     }
 
 
-class Tf32(RankedFamily[Config]):
+class Tf32(SplitFamily[Config]):
     """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
     name = "wgrad_tf32"
     ABI = 1
     file = "wgrad/tf32.cu"
-    MAX_CANDIDATES = 40
-    MAX_VARIANTS = 16
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         reason = refusals.dtypes(problem, ("float32",))
@@ -270,6 +263,7 @@ class Tf32(RankedFamily[Config]):
             or refusals.empty_dimensions(problem)
             or refusals.weights(problem)
             or _extent_refusal(problem)
+            or self.smallest_refusal(problem, Config(1, 1, 1, TILE_N[0], 2, 1, 4, stages=2, splits=1))
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
@@ -320,7 +314,7 @@ class Tf32(RankedFamily[Config]):
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs, the most promising first; their splits fill the machine once."""
         v, found = view(problem), {}
-        taps = itertools.product(_equal_parts(v.kernel[0], MAX_TAPS_H), _equal_parts(v.kernel[1], MAX_CONSUMERS))
+        taps = itertools.product(equal_parts(v.kernel[0], MAX_TAPS_H), equal_parts(v.kernel[1], MAX_CONSUMERS))
         slots = -(-problem.in_channels // BLOCK_CHANNELS)
         whole = next((n for n in TILE_N if n >= problem.out_channels), TILE_N[-1])
         widths = [n for n in TILE_N if n <= whole]

@@ -16,50 +16,23 @@ from jax_splitk.kernels.conv import im2col, phases
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
-from jax_splitk.problems.conv_wgrad import ConvProblem, conv_output_spatial
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, tf32
-from tests.kernels.conv import emulated
-from tests.problems import conv, seeded
+from tests.kernels.conv.tried import BOTH, IM2COL
+from tests.problems import conv_of, seeded
 
-FAMILIES = {"conv_fprop": im2col.FPROP, "conv_dgrad": im2col.DGRAD}
-BOTH = (ConvFpropProblem, ConvDgradProblem)
+FPROP, DGRAD = BOTH
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
 def problem(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], *channels: int, **more: Any) -> Any:
-    return kind(**vars(conv(size, kernel, (channels[0], channels[1]), **{"out_dtype": "bfloat16", **more})))
+    return conv_of(kind, size, kernel, (channels[0], channels[1]), **{"out_dtype": "bfloat16", **more})
 
 
 def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Config:
     return Config(tile_m, tile_n, max_stages(tile_m, tile_n), splits, reduction)
-
-
-FPROP, DGRAD = BOTH
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
-    ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
-    ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
-    ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
-    ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
-    ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
-    ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
-    ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "window stride 2 of an input dilated by 2; accepted: one of"),
-    ({"window_strides": (17, 1)}, "; accepted: one of them 1, up to 8 and 16"),
-    ({"padding": ((300, 300), (1, 1))}, "windows that begin .* of 2 spatial dimensions; accepted: -128 to 127"),
-    ({"rhs_dilation": (128, 128), "padding": ((128, 128),) * 2}, "reach 256 of 2 spatial .* at most 255"),
-    ({"batch": 2**22}, "more than 2146435071 elements"),
-])  # fmt: skip
-def test_refusals(kind: type[Any], change: dict[str, Any], reason: str) -> None:
-    p = dataclasses.replace(problem(kind, (9, 10), (3, 3), 64, 64, padding=1), **change)
-    given = (p.window_strides, p.padding, p.lhs_dilation, p.rhs_dilation)
-    out = conv_output_spatial(p.input_spatial, p.kernel_spatial, *given)
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(FAMILIES[p.op].refusal(dataclasses.replace(p, output_spatial=out)))
 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
@@ -117,7 +90,7 @@ def test_persistent_thread_blocks_have_room_for_two_stages() -> None:
 ])  # fmt: skip
 def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tuple[int, int], change: Any) -> None:
     p = problem(kind, (8, 8), (3, 3), *channels, **change)
-    family, config = FAMILIES[p.op], Config(64, 64, 8, workers=1)
+    family, config = IM2COL.of(p), Config(64, 64, 8, workers=1)
     assert "accepted: 16 bits, multiples of 8 channels" in str(family.config_refusal(p, config))
     assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
 
@@ -139,7 +112,7 @@ def test_few_channels_have_rows_and_columns_of_their_own_width(
 ) -> None:
     p = problem(kind, (9, 10), (3, 3), *channels, padding=1, **changes)
     assert im2col.row_bytes(p) == row
-    assert min(config.tile_n for config in FAMILIES[p.op].candidates(p, DEFAULT_CUDA)) == tile_n
+    assert min(config.tile_n for config in IM2COL.of(p).candidates(p, DEFAULT_CUDA)) == tile_n
     # One tap leaves nothing to fill a row with, but the next group.
     one = problem(kind, (9, 10), (1, 1), *channels, stride=2, **changes)
     assert im2col.row_bytes(one) == (row if changes else 128)
@@ -190,7 +163,7 @@ def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dic
 
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
-        for p in (random_problem(rng, BOTH[i % 2]) for i in range(80)):
+        for p in (IM2COL.random(rng, BOTH[i % 2], 2e8) for i in range(80)):
             of = phases.axes(p)
             if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
                 continue
@@ -209,8 +182,8 @@ def test_phases_meet_every_tap_of_every_pixel_once() -> None:
 
 def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
     with seeded(84) as rng:
-        for p in (random_problem(rng, BOTH[i % 2]) for i in range(40)):
-            family = FAMILIES[p.op]
+        for p in (IM2COL.random(rng, BOTH[i % 2], 2e8) for i in range(40)):
+            family = IM2COL.of(p)
             found = family.candidates(p, DEFAULT_CUDA)
             assert found and len(set(found)) == len(found)
             for config in found:
@@ -230,59 +203,11 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
             assert sum(len(param.words()) for param in plan.launches[0].params) < 500  # 4 KiB
 
 
-MAX_WINDOWS, MAX_FLOPS = 2_000_000, 2e8  # what NumPy and the emulator compute in a moment
-
-
-def random_problem(rng: np.random.Generator, kind: type[Any], scale: int = 1) -> Any:
-    """One that the family takes; `scale`: of its sizes."""
-    while True:
-        rank = int(rng.choice([1, 2, 2, 3]))
-        some = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))  # noqa: E731, B023
-        most = (60, 14, 6)[rank - 1] * scale
-        more: dict[str, Any] = {"padding": tuple(zip(some(-2, 6), some(-2, 6), strict=True))}
-        if rng.random() < 0.2:
-            more["padding"] = 0
-        if rng.random() < 0.6:
-            more[str(rng.choice(["stride", "stride", "lhs_dilation"]))] = some(1, 5)
-        if rng.random() < 0.4:
-            more["rhs_dilation"] = some(1, 4)
-        dtype = str(rng.choice(["bfloat16", "float16", "float32"][: 2 + (kind is ConvDgradProblem)]))
-        channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
-        if kind is ConvDgradProblem:
-            channels[0] -= 4 * int(rng.integers(2))
-        if rng.random() < 0.2:
-            channels = [64 * max(1, c // 64) for c in channels]
-        elif rng.random() < 0.3:
-            channels = [8 * int(rng.integers(1, 5)) for _ in range(2)]
-        elif rng.random() < 0.3:
-            more["groups"] = int(rng.integers(2, 4))
-            whole, other = 32 * int(rng.integers(1, 4)), 4 * int(rng.integers(1, 24))
-            channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
-        more |= {"dtype": dtype, "out_dtype": str(rng.choice(list(DTYPES))), "batch": int(rng.integers(1, 4))}
-        p = problem(kind, some(1, most), some(1, (8, 5, 4)[rank - 1]), *channels, **more)
-        windows = math.prod(p.g_shape[:-1]) * p.taps * p.in_channels
-        small = windows <= MAX_WINDOWS * scale and p.flops <= MAX_FLOPS * scale**2
-        if small and FAMILIES[p.op].refusal(p) is None:
-            return p
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(10))
-def test_random_problems_are_exact_on_integers(seed: int) -> None:
-    with seeded(8200 + seed) as rng:
-        p = random_problem(rng, BOTH[seed % 2])
-        configs = FAMILIES[p.op].candidates(p, DEFAULT_CUDA)
-        config = configs[int(rng.integers(len(configs)))]
-        if config.workers:  # of several tiles each
-            config = dataclasses.replace(config, workers=int(rng.integers(1, config.workers + 1)))
-        emulated.check(FAMILIES[p.op], p, config, int(rng.integers(2**31)))
-
-
 ORDER = """
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests.kernels.conv.test_im2col import FAMILIES, ConvFpropProblem, problem
-p = problem(ConvFpropProblem, (28, 28), (3, 3), 64, 64, batch=8, padding=1)
-print(FAMILIES[p.op].candidates(p, DEFAULT_CUDA))
+from tests.kernels.conv.tried import IM2COL
+p = IM2COL.networks[5]
+print(IM2COL.of(p).candidates(p, DEFAULT_CUDA))
 """
 
 

@@ -9,7 +9,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.wgrad import gather, halo, im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import gpu_wgrad
+from tests import on_gpu
 from tests.problems import conv
 from tests.structs import arguments
 
@@ -40,14 +40,14 @@ def test_reduce_splits_is_exact_with_any_lanes(out_dtype: str) -> None:
     config = gather.FAMILY.candidates(p, DEFAULT_CUDA)[0]
     configs = of_splits(gather.FAMILY, p, config, gather.FAMILY.reduction_blocks(p, config))
     assert lanes(gather.FAMILY, p, configs) == set(LANES)
-    gpu_wgrad.check_exact(gather.FAMILY, p, configs)
+    on_gpu.check_exact(gather.FAMILY, p, configs)
 
 
 def test_reduce_tiles_is_exact_with_any_lanes() -> None:
     config = halo.Config(2, 16, 1, 2, 1)
     configs = of_splits(halo.FAMILY, TILES, config, halo.FAMILY.reduction_blocks(TILES, config))
     assert lanes(halo.FAMILY, TILES, configs, "Args") == set(LANES)
-    gpu_wgrad.check_exact(halo.FAMILY, TILES, configs)
+    on_gpu.check_exact(halo.FAMILY, TILES, configs)
 
 
 @pytest.mark.parametrize("channels", [(96, 40), (72, 200)])
@@ -60,4 +60,4 @@ def test_reduce_splits_gives_up_lines_that_nobody_else_needs(
     configs = of_splits(im2col.FAMILY, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))
     assert all(dict(im2col.FAMILY.source(p, c).defines)["DISCARD"] == 1 for c in configs)
     assert lanes(im2col.FAMILY, p, configs) >= {1, 2, 8, 32}
-    gpu_wgrad.check_exact(im2col.FAMILY, p, configs)
+    on_gpu.check_exact(im2col.FAMILY, p, configs)

@@ -171,9 +171,9 @@ def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, An
     assert problem.epilogue
     for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
         plan = FAMILY.plan(problem, config)
-        operands = dot_reference.random_operands(problem, jax.random.key(0))
+        operands = jax.eval_shape(lambda problem=problem: dot_reference.random_operands(problem, jax.random.key(0)))
         *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
-        assert given == [x.nbytes for x in operands]
+        assert given == [x.size * x.dtype.itemsize for x in operands]
         assert (out, workspace) == (4 * 2 * 128 * 256, FAMILY.workspace_bytes(problem, config))
         first, last = plan.launches[0], plan.launches[-1]
         pointers = [[p.buffer for p in launch.params if isinstance(p, Pointer)] for launch in (first, last)]
@@ -192,3 +192,13 @@ def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() 
     assert FAMILY.unmeasured_refusal(dataclasses.replace(LONG, k=16384)) is None
     for problem in (dataclasses.replace(LONG, m=8192, n=8192), dataclasses.replace(LONG, m=1024, n=2048, k=50304)):
         assert "was not measured" in str(FAMILY.unmeasured_refusal(problem))
+
+
+def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
+    """By what was measured: see benchmarks/notes/dot.md."""
+    few, many = dataclasses.replace(LONG, m=1024, n=2048, k=50304), dataclasses.replace(LONG, m=8192, n=8192)
+    assert FAMILY.measurement_refusal(few) is None
+    assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
+    # What no GPU has shown.
+    for unknown in ({"dtype": "float32"}, {"activation": "relu"}):
+        assert FAMILY.measurement_refusal(dataclasses.replace(many, **unknown)) is None

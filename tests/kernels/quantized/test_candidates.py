@@ -101,12 +101,9 @@ def test_a_streams_plan_is_one_launch_of_what_runs_at_once() -> None:
             assert made.workspace_bytes == 0
 
 
-def test_every_scaling_that_is_legal_has_a_config() -> None:
+def test_every_problem_may_have_small_tiles() -> None:
     for p in PROBLEMS:
-        assert "sum" in tiled.scalings(p)
-        for scaling in tiled.scalings(p):
-            config = tiled.Config(128, 32, 2, 0, scaling=scaling)
-            assert tiled.FAMILY.refusal(p, tiles.whole_tiles(p, config)) is None
+        assert tiled.FAMILY.refusal(p, tiles.whole_tiles(p, tiled.Config(128, 32, 2, 0))) is None
 
 
 def test_every_legal_split_fits_into_shared_memory() -> None:
@@ -123,12 +120,12 @@ def test_every_legal_split_fits_into_shared_memory() -> None:
 
 
 def in_splits(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, groups: int = 1) -> Any:
-    config = tiled.Config(*tile, stages, 0, k_warpgroups=groups, scaling=tiled.scalings(p)[0])
+    config = tiled.Config(*tile, stages, 0, k_warpgroups=groups)
     return tiles.split_tiles(p, config, splits)
 
 
 def fp8_splits(k_warpgroups: int) -> fp8.Config:
-    return fp8.Config(128, 64, 8, 28 * 4, splits=4, k_warpgroups=k_warpgroups, chunk=64)
+    return fp8.Config(128, 64, 8, 28 * 4, splits=4, k_warpgroups=k_warpgroups)
 
 
 Stream = stream.Config
@@ -235,7 +232,7 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
     def product(**changes: Any) -> QuantizedMatmulProblem:
         return valid_problem(256, 1024, 1024, x_dtype=E4M3, **changes)
 
-    wide, narrow = fp8.Config(128, 256, 4, 1, chunk=64), fp8.Config(128, 64, 4, 1, chunk=64)
+    wide, narrow = fp8.Config(128, 256, 4, 1), fp8.Config(128, 64, 4, 1)
     for group, expected in ((32, 32), (64, 64), (128, 128), (1024, 128)):
         assert fp8.period(product(group_size=group), wide) == expected
         assert fp8.period(product(group_size=group), narrow) == min(expected, 64)
@@ -244,6 +241,18 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
     assert (fp8.sums(product(), wide), fp8.sums(product(group_size=128), wide)) == (2, 1)
     times = [fp8.FAMILY.estimate(product(group_size=group), wide, DEFAULT_CUDA) for group in (64, 128)]
     assert times[1] < times[0]
+
+
+def test_columns_are_as_many_as_registers_hold() -> None:
+    """As many as 128, where no fewer sets of their sums fit than of 64."""
+    for tile, changes, expected in (
+        ((128, 32), {}, 32), ((128, 96), {}, 32), ((128, 192), {}, 64), ((256, 64), {}, 64), ((128, 128), {}, 128),
+        ((128, 256), {}, 64), ((128, 256), {"group_size": 128}, 128),
+        ((128, 256), {"group_size": 128, "scale_dtype": "float32"}, 64),
+        ((128, 256), {"group_size": 128, "qtype": E4M3}, 64),
+    ):  # fmt: skip
+        p = valid_problem(256, 1024, 1024, x_dtype=E4M3, **changes)
+        assert fp8.chunk(p, fp8.Config(*tile, 4, 1)) == expected, (tile, changes)
 
 
 # ---- what the device code is specialised to ------------------------------------------------------------------------

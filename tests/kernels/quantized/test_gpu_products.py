@@ -15,11 +15,12 @@ from jax import numpy as jnp
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS
 from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import formats, gpu_wgrad, poison
+from tests import formats, on_gpu, poison
 from tests.products import (
     E4M3,
     HALF,
@@ -52,13 +53,13 @@ def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
     p = case.problem
     if family is fp8.FAMILY:
         whole, shared = ((128, 64, 1), (128, 64, 2), (256, 64, 1), (256, 32, 2)), ((128, 64, 2, 3), (128, 32, 2, 4))
-        plain = [fp8.Config(m, n, 2, 0, multicast=multicast, chunk=n) for m, n, multicast in whole]
-        apart = [fp8.Config(m, n, stages, 0, k_warpgroups=groups, chunk=n)
+        plain = [fp8.Config(m, n, 2, 0, multicast=multicast) for m, n, multicast in whole]
+        apart = [fp8.Config(m, n, stages, 0, k_warpgroups=groups)
                  for m, n, groups, stages in ((128, 64, 1, 3), (256, 32, 1, 4), *shared)]  # fmt: skip
     else:
-        scalings, shared = tiled.scalings(p), ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
-        plain = [tiled.Config(128, 32 if p.rows <= 32 else 64, 2, 0, scaling=scaling) for scaling in scalings]
-        apart = [tiled.Config(*tile, 0, k_warpgroups=2, scaling=scaling) for scaling in scalings for tile in shared]
+        shared = ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
+        plain = [tiled.Config(128, 32 if p.rows <= 32 else 64, 2, 0)]
+        apart = [tiled.Config(*tile, 0, k_warpgroups=2) for tile in shared]
     for config in plain:
         units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
         for workers in sorted({min(7, units), units}):
@@ -100,7 +101,7 @@ by_case = lambda found: pytest.mark.parametrize(("family", "turn", "case"), serv
 
 def product(family: Family, case: Case, config: Any, packed: PackedWeight) -> Callable[[Any], np.ndarray]:
     """x to the family's result, with poisoned buffers."""
-    call = poison.function(gpu_wgrad.plan(family, case.problem, config), case.problem)
+    call = poison.function(on_gpu.plan(family, case.problem, config), case.problem)
     return lambda x: np.asarray(call(*operands(packed, x, case.x_dtype)))
 
 
@@ -328,9 +329,9 @@ def test_as_accurate_as_a_float32_product(family: Family, turn: int, case: Case)
 def test_bitwise_the_same_over_100_runs(family: Family, turn: int, case: Case) -> None:
     arguments = operands(prepack(case.every_code()[0]), normal(case), case.x_dtype)
     for config in configs(family, case, FEW, turn):
-        custom_call = gpu_wgrad.plan(family, case.problem, config).custom_call()
+        custom_call = on_gpu.plan(family, case.problem, config).custom_call()
         call = jax.jit(lambda *args, c=custom_call: execute.call(c, case.problem, *args))
-        gpu_wgrad.check_repeats(call, *arguments)
+        on_gpu.check_repeats(call, *arguments)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -379,7 +380,7 @@ def test_every_kind_of_product_is_tried() -> None:
     for family in FAMILIES:
         exact = [param.values[1:] for param in serving(EXACT) if param.values[0] is family]
         served = [case for case in DECODED if family.refusal(case.problem) is None]
-        x_dtypes, qtypes = ((E4M3,), fp8.QTYPES) if family is fp8.FAMILY else (X_DTYPES, formats.BITS)
+        x_dtypes, qtypes = ((E4M3,), E4M3_FORMATS) if family is fp8.FAMILY else (X_DTYPES, formats.BITS)
         assert {(case.qtype, case.x_dtype) for case in served} == set(itertools.product(qtypes, x_dtypes))
         tried = [config for turn, case in exact for config in configs(family, case, SEVERAL, turn)]
         fields = {"k_warpgroups": {1, 2}, "splits": {1, 2, 3, 8}}

@@ -1,6 +1,5 @@
 """Plans of quantized products, one by one, and the order and the arithmetic of what they load. No GPU."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -8,13 +7,14 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import formats
 from tests.products import E4M3, valid_problem
 
-PLAIN = tiled.Config(128, 64, 4, 8, 1, scaling="weight")
+PLAIN = tiled.Config(128, 64, 4, 8, 1)
 
 
 def test_plan_of_tiles() -> None:
@@ -46,7 +46,7 @@ def test_plan_with_everything() -> None:
 
 
 def test_activations_of_8_bits_are_copied_to_float16() -> None:
-    made = tiled.FAMILY.plan(valid_problem(64, 1024, 1024, x_dtype=E4M3), dataclasses.replace(PLAIN, scaling="sum"))
+    made = tiled.FAMILY.plan(valid_problem(64, 1024, 1024, x_dtype=E4M3), PLAIN)
     assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled"]
     assert made.buffers[0].bytes == 64 * 1024
     assert made.workspace_bytes == 64 * 1024 * 2
@@ -56,7 +56,7 @@ def test_activations_of_8_bits_are_copied_to_float16() -> None:
 
 
 def test_plan_of_tiles_of_8_bits() -> None:
-    p, config = valid_problem(256, 1024, 1024, x_dtype=E4M3), fp8.Config(128, 128, 4, 16, 1, multicast=2, chunk=64)
+    p, config = valid_problem(256, 1024, 1024, x_dtype=E4M3), fp8.Config(128, 128, 4, 16, 1, multicast=2)
     made = fp8.FAMILY.plan(p, config)
     assert [buffer.bytes for buffer in made.buffers] == [256 * 1024, 1024 * 512, 16 * 1024 * 2, 256 * 1024 * 2, 0]
     # Pairs of e4m3; each block of a cluster loads half of a tile's rows.
@@ -94,7 +94,7 @@ def test_a_streams_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dt
         assert x.box[2:] == (stream.stage_tiles(config),)
 
 
-@pytest.mark.parametrize("qtype", fp8.QTYPES)
+@pytest.mark.parametrize("qtype", E4M3_FORMATS)
 def test_two_lanes_words_hold_a_lanes_fragment(qtype: str) -> None:
     """`Words` of the device code: which bytes of which words are row g (+ 8), k 4t to 4t + 3 of each 16."""
     q, _ = formats.every_code(qtype, 128, 64, 64)

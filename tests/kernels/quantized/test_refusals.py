@@ -113,10 +113,10 @@ def test_x_has_to_fit_in_a_clusters_shared_memory(changes: Fields) -> None:
 STREAM = stream.Config(8, 2, 2, 4, 2, 64)
 WIDE = {"warpgroups": 4, "tiles": 1, "stages": 2}
 # 4 tiles of a cluster along features by 2 along rows, of 8 k blocks; 32 tiles.
-FP8 = fp8.Config(128, 128, 4, 16, 1, multicast=2, chunk=64)
+FP8 = fp8.Config(128, 128, 4, 16, 1, multicast=2)
 FP8_SPLIT = {"tile_n": 64, "multicast": 1, "blocks": 64, "whole_tiles": 0, "splits": 2}
 FP8_SHARED = {**FP8_SPLIT, "k_warpgroups": 2}
-TILED = tiled.Config(128, 64, 4, 8, 1, scaling="weight")
+TILED = tiled.Config(128, 64, 4, 8, 1)
 SHARED = {"tile_m": 64, "stages": 10, "blocks": 32, "whole_tiles": 0, "splits": 2, "k_warpgroups": 2}
 SHARED_128 = {**SHARED, "tile_m": 128, "stages": 6, "blocks": 16}
 CUT = {"whole_tiles": 0}
@@ -163,8 +163,6 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
     )),
     *((fp8.FAMILY, FP8, {}, *edge) for edge in (
         ({}, {"tile_n": 160}, "tile_n 160; accepted: 32, 64, 96, 128, 192, 256"),
-        ({"chunk": 32}, {"chunk": 16}, "chunk 16; accepted: 32, 64, 128"),
-        ({"tile_n": 96, "chunk": 32}, {"tile_n": 96}, "chunk 64 of tile_n 96; accepted: a divisor"),
         ({"multicast": 1, "blocks": 16}, {"multicast": 4}, "multicast 4; accepted: 1, 2"),
         ({}, {"tile_m": 192}, "tile_m 192; accepted: 128, 256"),
         ({"tile_n": 64, "tile_m": 256}, {"tile_n": 128, "tile_m": 256},
@@ -192,28 +190,17 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
         *shared(FP8_SHARED, 32, {"tile_n": 128}, "128x128", "128 by 32, 64"),
         ({**FP8_SHARED, "stages": 4}, {**FP8_SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 8"),
     )),
-    # Wide chunks need registers.
-    *((fp8.FAMILY, FP8, {"group_size": 128, **changes}, {"tile_n": 256, "chunk": 64, "blocks": 8},
-       {"tile_n": 256, "chunk": 128, "blocks": 8}, "chunk 128 of tile_n 256; accepted with this weight: at most 64")
-      for changes in ({"qtype": E4M3}, {"scale_dtype": "float32"})),
     *((tiled.FAMILY, TILED, {}, *edge) for edge in (
         ({}, {"tile_m": 192}, "tile_m 192; accepted: 64, 128, 256"),
         ({}, {"tile_n": 48}, "tile_n 48; accepted: 16, 32, 64, 96, 128, 192, 256"),
-        ({}, {"scaling": "row"}, "scaling 'row'; accepted: 'weight', 'sum', 'channel'"),
-        ({"scaling": "sum"}, {"scaling": "channel"},
-         "scaling 'channel' with groups of 64; accepted: one group of k=1024"),
         ({"tile_m": 256, "blocks": 4, "stages": 2}, {"tile_m": 256, "tile_n": 96},
          "tile_n 96 with tile_m 256 and scaling 'weight'; at most 64"),
-        ({"scaling": "sum", "tile_n": 128}, {"scaling": "sum", "tile_n": 192},
-         "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128"),
         ({"stages": 2}, {"stages": 1}, "stages 1; accepted with this tile: 2 to 8"),
         (SHARED, {**SHARED, "stages": 11}, "stages 11; accepted with this tile: 4 to 10"),
         ({**SHARED, "stages": 4}, {**SHARED, "stages": 2}, "stages 2; accepted with this tile: 4 to 10"),
         (SHARED, {**SHARED, "stages": 9}, "stages 9 with k_warpgroups 2; accepted: multiples of it"),
         (SHARED_128, {**SHARED_128, "stages": 8}, "stages 8; accepted with this tile: 4 to 6"),
         *shared(SHARED, 16, {"tile_n": 96}, "64x96", "64, 128 by 32, 64"),
-        (SHARED_128, {**SHARED_128, "scaling": "sum"},
-         "tile_n 64 with tile_m 128, 2 k_warpgroups and scaling 'sum'; at most 16"),
         ({"stages": 8}, {"stages": 9}, "stages 9; accepted with this tile: 2 to 8"),
         ({"tile_n": 256, "stages": 3}, {"tile_n": 256, "stages": 4}, "stages 4; accepted with this tile: 2 to 3"),
         ({"blocks": 64, **CUT}, {"blocks": 65, **CUT}, "blocks 65; accepted for 8 tiles of 8 k blocks: 1 to 64"),
@@ -234,11 +221,12 @@ CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
     )),
     # A float32 result and zero points leave room for two sets of sums.
     (tiled.FAMILY, TILED, {"qtype": "int8", "group_size": 32, "zero_dtype": "float32", "scale_dtype": "float32"},
-     {"scaling": "sum", "tile_n": 64}, {"scaling": "sum", "tile_n": 128},
+     {"tile_n": 64}, {"tile_n": 128},
      "tile_n 128 with tile_m 128 and scaling 'sum'; at most 64"),
     (tiled.FAMILY, TILED, {"qtype": "int8", "zero_dtype": "float32", "scale_dtype": "float32"},
-     {"scaling": "sum", "tile_n": 128}, {"scaling": "sum", "tile_n": 192},
-     "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128"),
+     {"tile_n": 128}, {"tile_n": 192}, "tile_n 192 with tile_m 128 and scaling 'sum'; at most 128"),
+    (tiled.FAMILY, TILED, {"scale_dtype": "float32"}, {**SHARED, "stages": 8},
+     SHARED_128, "tile_n 64 with tile_m 128, 2 k_warpgroups and scaling 'sum'; at most 16"),
 ]  # fmt: skip
 
 
@@ -264,21 +252,21 @@ def test_shared_memory_is_a_limit() -> None:
 ONE_GROUP, ZERO = {"group_size": 1024}, {"qtype": "int8", "zero_dtype": "float32"}
 
 
-@pytest.mark.parametrize(("changes", "scaling", "reason"), [
-    ({}, "weight", None),
-    ({"qtype": "uint4", "zero_dtype": "bfloat16"}, "weight", "with zero points of dtype bfloat16; accepted: none"),
-    ({"scale_dtype": "float32"}, "weight", "with dtypes bfloat16, bfloat16, float32; accepted: bfloat16 for x, result"),
-    ({"out_dtype": "float32"}, "weight", "with dtypes bfloat16, float32, bfloat16; accepted: bfloat16 for x, result"),
-    ({"x_dtype": "float16"}, "weight", "with dtypes float16, bfloat16, bfloat16; accepted: bfloat16 for x, result"),
-    ({"x_dtype": E4M3}, "weight", "with dtypes float8_e4m3fn, bfloat16, bfloat16; accepted: bfloat16 for x, result"),
-    ({"x_dtype": E4M3, **ONE_GROUP}, "channel", None),
-    (ONE_GROUP, "weight", "with one group; accepted: 'sum', 'channel'"),
-    (ONE_GROUP, "channel", None),
-    ({**ONE_GROUP, **HALF}, "channel", None),
-    ({**ONE_GROUP, "out_dtype": "float32"}, "channel", "with a float32 result; accepted: bfloat16, float16"),
-    ({**ONE_GROUP, **ZERO}, "channel", "with zero points of dtype float32; accepted: none"),
-    ({**ONE_GROUP, **ZERO, "out_dtype": "float32"}, "sum", None),
+@pytest.mark.parametrize(("changes", "scaling"), [
+    ({}, "weight"),
+    ({"qtype": "nf4"}, "weight"),
+    ({"qtype": "uint4", "zero_dtype": "bfloat16"}, "sum"),
+    ({"scale_dtype": "float32"}, "sum"),
+    ({"out_dtype": "float32"}, "sum"),
+    ({"x_dtype": "float16"}, "sum"),
+    ({"x_dtype": E4M3}, "sum"),
+    ({"x_dtype": E4M3, **ONE_GROUP}, "channel"),
+    (ONE_GROUP, "channel"),
+    ({**ONE_GROUP, **HALF}, "channel"),
+    ({**ONE_GROUP, "out_dtype": "float32"}, "sum"),
+    ({**ONE_GROUP, **ZERO}, "sum"),
+    ({**ONE_GROUP, **ZERO, "out_dtype": "float32"}, "sum"),
 ])  # fmt: skip
-def test_where_scales_may_go(changes: Fields, scaling: str, reason: str | None) -> None:
-    found = tiled.FAMILY.refusal(product(tiled.FAMILY, **changes), dataclasses.replace(TILED, scaling=scaling))
-    assert found is None if reason is None else str(found).startswith(f"scaling {scaling!r} {reason}")
+def test_where_scales_go(changes: Fields, scaling: str) -> None:
+    """Into the weight, or over long chains of sums, only where rounding the result hides the error."""
+    assert tiled.scaling(product(tiled.FAMILY, **changes)) == scaling

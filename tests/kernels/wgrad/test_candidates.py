@@ -60,11 +60,10 @@ def best_seconds(family: Family, p: ConvWgradProblem, target: Target = DEFAULT_C
 
 @by_family
 def test_candidates_are_legal_unique_and_few(family: Family) -> None:
-    most = 300 if family is im2col.FAMILY else 60
     # The gathering family's take a tenth of a second for each problem.
     for p in served(family, thinned=8 if family is gather.FAMILY else 2):
         configs = family.candidates(p, DEFAULT_CUDA)
-        assert 1 <= len(set(configs)) == len(configs) <= most, p
+        assert 1 <= len(set(configs)) == len(configs) <= 60, p
         for config in configs:
             assert family.refusal(p, config, DEFAULT_CUDA) is None, (p, config)
             # No faster than the memory or the tensor cores could be, and no day.
@@ -130,7 +129,7 @@ def test_long_sums_of_chains_are_cut() -> None:
 @split_families
 def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -> None:
     for p in served(family, thinned=12):
-        config = family.candidates(p, DEFAULT_CUDA)[0]
+        config = next(c for c in family.candidates(p, DEFAULT_CUDA) if not getattr(c, "whole_tiles", 0))
         single, three = (family.with_splits(p, config, splits) for splits in (1, 3))
         assert family.workspace_bytes(p, single) == 0
         assert len(family.plan(p, single).launches) == 1
@@ -212,12 +211,12 @@ def test_float32_suite_fills_the_machine() -> None:
 # ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------
 
 
-def test_every_variant_is_tried() -> None:
+def test_several_variants_and_split_counts_are_tried() -> None:
     for case in suite(im2col.FAMILY)[::3]:
         p = case.problem()
         configs = im2col.FAMILY.candidates(p, DEFAULT_CUDA)
-        variants = {v for v in im2col.variants() if im2col.FAMILY.refusal(p, v) is None}
-        assert {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs} == variants
+        tried = {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs}
+        assert 10 < len(tried) <= len(tried & set(im2col.VARIANTS))
         if im2col.k_tiles(p) >= 8 * DEFAULT_CUDA.cores:
             assert len({config.splits for config in configs}) > 5
 
@@ -237,13 +236,13 @@ def test_the_best_config_wastes_less_than_half_of_the_tiles() -> None:
 
 
 def test_shared_memory_of_every_variant_fits() -> None:
-    for config in im2col.variants():
+    for config in im2col.VARIANTS:
         assert config.shared_bytes * config.blocks_per_sm <= 227 * 1024
         assert config.shared_bytes >= config.stages * (config.tile_m + config.tile_n) * 64 * 2 + 1024
         # The pipeline's memory holds a tile of 16-bit results.
         assert config.tile_m * config.tile_n * 2 <= im2col.MIN_STAGES * config.stage_bytes
         assert config.tile_m % (64 * config.consumers) == 0
-    assert {config.blocks_per_sm for config in im2col.variants()} == {1, 2}
+    assert {config.blocks_per_sm for config in im2col.VARIANTS} == {1, 2}
 
 
 def test_neighbours_are_one_step_away_and_mostly_legal() -> None:

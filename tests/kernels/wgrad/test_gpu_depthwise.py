@@ -15,9 +15,9 @@ from jax_splitk.kernels.wgrad.depthwise import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import float64, gpu_wgrad
-from tests.gpu_wgrad import integers
+from tests import float64, on_gpu
 from tests.grouped import DEPTHWISE, NETWORKS
+from tests.on_gpu import integers
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def filling(segments: int) -> tuple[ConvWgradProblem, list[Config]]:
     deepest = depthwise.tiling(p, Config(16, segments, 1, 1)).max_stages
     configs = [Config(16, segments, stages, 64) for stages in (deepest, deepest - 1)]
     for config in configs:
-        (launch, *_) = gpu_wgrad.plan(FAMILY, p, config).launches
+        (launch, *_) = on_gpu.plan(FAMILY, p, config).launches
         assert launch.shared_bytes > 150 * 1024
         assert launch.grid[0] * launch.grid[1] > DEFAULT_CUDA.cores, "only one fits a multiprocessor"
     return p, configs
@@ -61,7 +61,7 @@ def fill_with_nan() -> list[Callable[[], jax.Array]]:
     for p, configs in map(filling, depthwise.SEGMENTS):
         operands = [jnp.full(shape, jnp.nan, p.dtype) for shape in (p.lhs_shape, p.g_shape)]
         for config in configs:
-            run = gpu_wgrad.ours(FAMILY, p, config)
+            run = on_gpu.ours(FAMILY, p, config)
             assert jnp.isnan(run(*operands)).all()
             found.append(functools.partial(run, *operands))
     return found
@@ -70,9 +70,9 @@ def fill_with_nan() -> list[Callable[[], jax.Array]]:
 @pytest.mark.parametrize(("p", "configs"), list(short_rows()), ids=lambda v: str(v) if hasattr(v, "op") else "")
 def test_what_was_in_shared_memory_enters_no_product(p: ConvWgradProblem, configs: list[Any]) -> None:
     lhs, g = integers(p, seed=5)
-    want = gpu_wgrad.rounded(float64.conv_wgrad(p, lhs, g), p.out_dtype)
+    want = on_gpu.rounded(float64.conv_wgrad(p, lhs, g), p.out_dtype)
     for config in configs:
-        run = gpu_wgrad.ours(FAMILY, p, config)
+        run = on_gpu.ours(FAMILY, p, config)
         run(lhs, g).block_until_ready()  # compiled, so that nothing runs in between
         for i, fill in enumerate(fill_with_nan()):
             fill().block_until_ready()

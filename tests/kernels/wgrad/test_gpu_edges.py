@@ -18,7 +18,7 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning import select
 from jax_splitk.tuning.options import Options
-from tests import gpu_wgrad, poison
+from tests import on_gpu, poison
 from tests.kernels.wgrad import test_refusals
 from tests.problems import conv
 
@@ -96,12 +96,12 @@ def im2col_configs(p: ConvWgradProblem) -> list[im2col.Config]:
 
 
 def device_code() -> set[compiler.Source]:
-    plans = [gpu_wgrad.plan(im2col.FAMILY, p, config) for p, _ in IM2COL.values() for config in im2col_configs(p)]
-    plans += [gpu_wgrad.plan(edge.family, edge.problem(edge.last), edge.config) for edge in TILED.values()]
+    plans = [on_gpu.plan(im2col.FAMILY, p, config) for p, _ in IM2COL.values() for config in im2col_configs(p)]
+    plans += [on_gpu.plan(edge.family, edge.problem(edge.last), edge.config) for edge in TILED.values()]
     for beyond in (*(p for _, p in IM2COL.values()), *(TILED[name].problem(TILED[name].last + 1) for name in SERVED)):
         choice = select.select(beyond, target_for("cuda"), Options(), measure=False)
         if choice.family is not None:
-            plans.append(gpu_wgrad.plan(choice.family, beyond, choice.config))
+            plans.append(on_gpu.plan(choice.family, beyond, choice.config))
     return {plan.source for plan in plans}
 
 
@@ -125,7 +125,7 @@ def exact(p: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 def operands(p: ConvWgradProblem) -> tuple[jax.Array, jax.Array, np.ndarray]:
     """Small integers, and the exact result."""
-    lhs, g = gpu_wgrad.integers(p)
+    lhs, g = on_gpu.integers(p)
     return lhs, g, exact(p, np.asarray(lhs, np.float64), np.asarray(g, np.float64)).astype(np.float32)
 
 
@@ -153,7 +153,7 @@ def test_im2cols_last_legal_values_are_exact_and_others_serve_the_next(name: str
     p, beyond = IM2COL[name]
     lhs, g, expected = operands(p)
     for config in im2col_configs(p):
-        out = poison.run(gpu_wgrad.plan(im2col.FAMILY, p, config), p, lhs, g)
+        out = poison.run(on_gpu.plan(im2col.FAMILY, p, config), p, lhs, g)
         np.testing.assert_array_equal(out, expected, err_msg=str(config))
     check_others_serve(beyond)
 
@@ -167,7 +167,7 @@ def test_the_last_legal_extents_are_exact(name: str) -> None:
     reasons = (edge.family.problem_refusal(beyond), edge.family.config_refusal(beyond, edge.config))
     assert any(edge.reason in str(reason) for reason in reasons)
     lhs, g, expected = operands(p)
-    out = poison.run(gpu_wgrad.plan(edge.family, p, edge.config), p, lhs, g)
+    out = poison.run(on_gpu.plan(edge.family, p, edge.config), p, lhs, g)
     np.testing.assert_array_equal(out, expected)
     if name in SERVED:
         check_others_serve(beyond)

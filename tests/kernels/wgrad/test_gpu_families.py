@@ -17,7 +17,7 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
-from tests import gpu_wgrad, poison
+from tests import on_gpu, poison
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
 from tests.problems import conv
 from tests.random_problems import FLOATS, HALVES, OUT_DTYPES, TF32
@@ -52,7 +52,7 @@ class Tried:
             yield dataclasses.replace(p, dtype=dtype, precision=precision, out_dtype=out_dtype)
 
     def configs(self, p: ConvWgradProblem) -> list[Any]:
-        return gpu_wgrad.some_configs(self.family, p, self.tiles)
+        return on_gpu.some_configs(self.family, p, self.tiles)
 
 
 def problems(found: Iterable[Case]) -> list[ConvWgradProblem]:
@@ -198,31 +198,31 @@ ODD = [(t, p) for t in TRIED for p in t.odd]
 
 
 def device_code() -> set[compiler.Source]:
-    large = {t.family.source(p, c) for t, p in (*SUITES, *ACCURATE) for c in gpu_wgrad.best_configs(t.family, p, 2)}
+    large = {t.family.source(p, c) for t, p in (*SUITES, *ACCURATE) for c in on_gpu.best_configs(t.family, p, 2)}
     return large | {t.family.source(p, c) for t, p in ODD for c in t.configs(p)}
 
 
 @pytest.mark.parametrize(("tried", "p"), each(SUITES))
 def test_suite_is_exact_on_integers(tried: Tried, p: ConvWgradProblem) -> None:
-    gpu_wgrad.check_exact(tried.family, p, gpu_wgrad.best_configs(tried.family, p, 1), limit=1)
+    on_gpu.check_exact(tried.family, p, on_gpu.best_configs(tried.family, p, 1), limit=1)
 
 
 @pytest.mark.parametrize(("tried", "p"), each(ODD))
 def test_odd_shapes_are_exact(tried: Tried, p: ConvWgradProblem) -> None:
-    gpu_wgrad.check_exact(tried.family, p, tried.configs(p), seed=1)
+    on_gpu.check_exact(tried.family, p, tried.configs(p), seed=1)
 
 
 @pytest.mark.parametrize(("tried", "p"), each(ACCURATE))
 def test_as_accurate_as_xla_and_the_same_every_time(tried: Tried, p: ConvWgradProblem) -> None:
     """In tf32 also where all products have one sign, so that a rounding of one sign would show."""
     for draw in (jax.random.normal, jax.random.uniform)[: 2 if tried.family is tf32.FAMILY else 1]:
-        configs = gpu_wgrad.best_configs(tried.family, p, 1)
-        gpu_wgrad.check_accuracy_and_repeats(tried.family, p, configs, *gpu_wgrad.normals(p, draw=draw))
+        configs = on_gpu.best_configs(tried.family, p, 1)
+        on_gpu.check_accuracy_and_repeats(tried.family, p, configs, *on_gpu.normals(p, draw=draw))
 
 
 @pytest.mark.parametrize(("tried", "p"), each(ODD[::2]))
 def test_what_is_not_finite_reaches_only_what_depends_on_it(tried: Tried, p: ConvWgradProblem) -> None:
-    gpu_wgrad.check_not_finite(tried.family, p, tried.configs(p)[:4])
+    on_gpu.check_not_finite(tried.family, p, tried.configs(p)[:4])
 
 
 @pytest.mark.parametrize("family", [tf32.FAMILY, gather.FAMILY], ids=lambda family: family.name)
@@ -232,6 +232,10 @@ def test_the_largest_floats_stay_finite(family: Family) -> None:
     largest = np.finfo(np.float32).max
     lhs, g = np.zeros(p.lhs_shape, np.float32), np.zeros(p.g_shape, np.float32)
     lhs[0, 1, 2], g[0, 1, 2] = largest, 0.5
-    (config, *_) = gpu_wgrad.best_configs(family, p, 1)
-    out = poison.run(gpu_wgrad.plan(family, p, config), p, jnp.asarray(lhs), jnp.asarray(g))
+    (config, *_) = on_gpu.best_configs(family, p, 1)
+    out = poison.run(on_gpu.plan(family, p, config), p, jnp.asarray(lhs), jnp.asarray(g))
     np.testing.assert_allclose(out, largest / 2, rtol=1e-3)
+
+
+def test_a_measurement_chooses_between_the_cuda_cores_and_xla() -> None:
+    on_gpu.check_measured(DEPTHWISE_ANY)

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax_splitk.kernels.wgrad.gather import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
-from tests import float64, gpu_wgrad, poison
+from tests import float64, on_gpu, poison
 from tests.kernels.wgrad.test_gather import BLOCKS, CHAINED
 from tests.problems import SEED, conv
 from tests.random_problems import FLOATS, HALVES
@@ -33,15 +33,15 @@ SPECIAL = [
 
 def device_code() -> set[compiler.Source]:
     sources = {FAMILY.source(CHAINED, config) for config in BLOCKS.values()}
-    return sources | {FAMILY.source(p, config) for p in SPECIAL for config in gpu_wgrad.some_configs(FAMILY, p, 2)}
+    return sources | {FAMILY.source(p, config) for p in SPECIAL for config in on_gpu.some_configs(FAMILY, p, 2)}
 
 
 @pytest.mark.parametrize("config", BLOCKS.values(), ids=str)
 def test_chains_of_several_blocks_are_exact_and_accurate(config: Config) -> None:
-    gpu_wgrad.check_exact(FAMILY, CHAINED, [config])
-    lhs, g = gpu_wgrad.normals(CHAINED)
+    on_gpu.check_exact(FAMILY, CHAINED, [config])
+    lhs, g = on_gpu.normals(CHAINED)
     exact = float64.conv_wgrad(CHAINED, lhs, g)
-    assert gpu_wgrad.error(gpu_wgrad.ours(FAMILY, CHAINED, config)(lhs, g), exact) < 3e-7
+    assert on_gpu.error(on_gpu.ours(FAMILY, CHAINED, config)(lhs, g), exact) < 3e-7
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -56,6 +56,6 @@ def test_an_infinity_stays_one(p: ConvWgradProblem, value: float) -> None:
     expected = float64.conv_wgrad_on_host(p, lhs, g)
     expected[float64.conv_wgrad_on_host(p, one, g) != 0] = value
     lhs[place] = value
-    for config in gpu_wgrad.some_configs(FAMILY, p, 2):
-        out = poison.run(gpu_wgrad.plan(FAMILY, p, config), p, jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype))
+    for config in on_gpu.some_configs(FAMILY, p, 2):
+        out = poison.run(on_gpu.plan(FAMILY, p, config), p, jnp.asarray(lhs, p.dtype), jnp.asarray(g, p.dtype))
         np.testing.assert_array_equal(out, expected.astype(np.float32), err_msg=str(config))

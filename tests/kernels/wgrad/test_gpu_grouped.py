@@ -6,7 +6,7 @@ import pytest
 
 from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
 from jax_splitk.runtime import compiler
-from tests import gpu_wgrad
+from tests import on_gpu
 from tests.grouped import grouped_case
 
 pytestmark = pytest.mark.gpu
@@ -37,11 +37,11 @@ def test_every_tiling_is_exact(config: Config) -> None:
     p = CASE.problem("float32")
     config = FAMILY.with_splits(p, config, config.splits)
     assert FAMILY.refusal(p, config) is None
-    gpu_wgrad.check_exact(FAMILY, p, [config])
+    on_gpu.check_exact(FAMILY, p, [config])
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str, out_dtype: str) -> None:
     p = dataclasses.replace(CASE, dtype=dtype).problem(out_dtype)
-    gpu_wgrad.check_exact(FAMILY, p, [dataclasses.replace(TILINGS[1], splits=splits) for splits in (1, 4)])
+    on_gpu.check_exact(FAMILY, p, [dataclasses.replace(TILINGS[1], splits=splits) for splits in (1, 4)])

@@ -13,14 +13,13 @@ from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
-from tests import float64, gpu_wgrad, poison
-from tests.gpu_wgrad import integers, normals
+from tests import float64, on_gpu, poison
+from tests.on_gpu import integers, normals
 from tests.problems import conv
 
 pytestmark = pytest.mark.gpu
 
 SMALL = {case.name: case for case in cases.SMALL_CASES}
-VARIANTS = list(im2col.variants())
 # Results of 16 bits leave the registers by a way of their own.
 SHAPES = [
     *(SMALL[name].problem("float32") for name in ("c136k200", "c72")),
@@ -64,16 +63,16 @@ def splits(p: ConvWgradProblem, variant: Config) -> Iterator[Config]:
 
 
 def device_code() -> set[compiler.Source]:
-    tried = [(p, config) for p, variant in itertools.product(SHAPES, VARIANTS) for config in splits(p, variant)]
+    tried = [(p, config) for p, variant in itertools.product(SHAPES, im2col.VARIANTS) for config in splits(p, variant)]
     return {FAMILY.source(p, config) for p, config in (*tried, *((p, config) for p in TURNS for config in turns(p)))}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", im2col.VARIANTS, ids=str)
 def test_every_variant_is_exact(variant: Config) -> None:
     tried = 0
     for p in SHAPES:
         configs = list(splits(p, variant))
-        gpu_wgrad.check_exact(FAMILY, p, configs, seed=tried)
+        on_gpu.check_exact(FAMILY, p, configs, seed=tried)
         tried += len(configs)
     assert tried >= 3 * len(SHAPES)
 
@@ -83,17 +82,17 @@ def test_splits_that_take_turns_are_exact(p: ConvWgradProblem) -> None:
     configs = turns(p)
     assert len(configs) >= 4
     assert all(im2col.takes_turns(p, config) for config in configs)
-    gpu_wgrad.check_exact(FAMILY, p, configs)
+    on_gpu.check_exact(FAMILY, p, configs)
 
 
 @pytest.mark.parametrize("config", turns(TURNS[0]), ids=str)
 def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(config: Config) -> None:
     p = TURNS[0]
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(FAMILY, p, config), *normals(p, seed=3))
+    on_gpu.check_repeats(on_gpu.ours(FAMILY, p, config), *normals(p, seed=3))
     lhs, g = integers(p)
     expected = float64.conv_wgrad(p, lhs, g).astype(np.float32)
     lhs, g = lhs.at[0, 5002, 7].set(jnp.nan), g.at[0, 64, 197].set(jnp.inf)
-    out = poison.run(gpu_wgrad.plan(FAMILY, p, config), p, lhs, g)
+    out = poison.run(on_gpu.plan(FAMILY, p, config), p, lhs, g)
     bad = np.zeros(out.shape, bool)
     bad[..., 7, :] = bad[..., 197] = True
     assert not np.isfinite(out[bad]).any()
@@ -104,4 +103,4 @@ def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(
 def test_gives_bitwise_the_same(config: Config) -> None:
     p = SHAPES[0]
     config = FAMILY.with_splits(p, config, config.splits)
-    gpu_wgrad.check_repeats(gpu_wgrad.ours(FAMILY, p, config), *normals(p, seed=2))
+    on_gpu.check_repeats(on_gpu.ours(FAMILY, p, config), *normals(p, seed=2))

@@ -158,21 +158,21 @@ def row(pixels: int, channels: tuple[int, int] = (8, 8), **fields: Any) -> Field
 EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
     depthwise.FAMILY: [
         ({"channels": (16, 48)}, {"groups": 8}, "feature_group_count 8, batch_group_count 1; accepted: 16 (the input"),
-        ({"channels": (8, 8), "groups": 8}, {"channels": (12, 12), "groups": 12}, "12 channels; accepted: multiples"),
+        ({"channels": (8, 8), "groups": 8}, {"channels": (12, 12), "groups": 12}, "12 input and 12 output channels"),
         *(
             ({"size": (90, 90), "stride": at(2, axis, 8, 1)}, {"size": (90, 90), "stride": at(2, axis, 9, 1)},
-             f"window stride 9 in spatial dimension {axis}; accepted: at most 8")
+             f"window strides {at(2, axis, 9, 1)}; accepted: at most 8")
             for axis in (0, 1)
         ),
         ({"size": (1, FAR), "kernel": (1, 1), "batch": 1}, {"size": (1, FAR + 1), "kernel": (1, 1), "batch": 1},
-         f"{FAR + 1} input columns; accepted: at most {FAR}"),
+         f"1 images: up to {FAR + 1} rows or columns; accepted: at most {FAR}"),
         ({"size": (1, 8), "kernel": (1, 1), "batch": FAR}, {"size": (1, 9), "kernel": (1, 1), "batch": FAR},
-         f"{2 * FAR} rows of 8 columns of all images; accepted: at most {FAR}"),
+         f"{FAR} images: up to {2 * FAR} rows or columns; accepted: at most {FAR}"),
         ({"size": (4, 12), "kernel": (1, 3), "padding": ((FAR, 3 - FAR), (1, 1))},
-         {"size": (4, 12), "kernel": (1, 3), "padding": ((FAR + 1, 2 - FAR), (1, 1))}, "padding"),
+         {"size": (4, 12), "kernel": (1, 3), "padding": ((FAR + 1, 2 - FAR), (1, 1))}, "padded by"),
         ({"kernel": (1, 2), "rhs_dilation": (1, FAR), "padding": ((0, 0), (0, FAR))},
          {"kernel": (1, 2), "rhs_dilation": (1, FAR + 1), "padding": ((0, 0), (0, FAR + 1))},
-         f"dilated window's reach {FAR + 1}"),
+         f"dilation (1, {FAR + 1}), 3 images: up to "),
     ],
     grouped.FAMILY: [
         ({}, {"groups": 1}, "feature_group_count 1; accepted: at least 2"),
@@ -183,17 +183,17 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ({}, {"channels": (28, 28), "groups": 7}, "28 input and 28 output channels; accepted"),
         *(
             ({"size": (20, 20), "kernel": at(2, axis, 16, 3)}, {"size": (20, 20), "kernel": at(2, axis, 17, 3)},
-             f"kernel size 17 in spatial dimension {axis}; accepted: at most 16")
+             f"a filter of {at(2, axis, 17, 3)}; accepted: sides up to 16")
             for axis in (0, 1)
         ),
-        ({"size": (40,), "kernel": (16,)}, {"size": (40,), "kernel": (17,)}, "kernel size 17 in spatial dimension 0"),
+        ({"size": (40,), "kernel": (16,)}, {"size": (40,), "kernel": (17,)}, "a filter of (17,); accepted"),
         ({"size": (12, 400), "stride": (1, 36)}, {"size": (12, 400), "stride": (1, 37)},
-         "window stride (1, 37) and rhs_dilation (1, 1): 3x264 pixels of input for 8 of output; accepted"),
+         "window strides (1, 37), dilation (1, 1): with the smallest tile rows 1, columns 8: 3x264 pixels of input; "),
         ({"size": (600, 12), "rhs_dilation": (127, 1)}, {"size": (600, 12), "rhs_dilation": (128, 1)},
-         "window stride (1, 1) and rhs_dilation (128, 1): 257x16 pixels of input for 8 of output; accepted"),
+         "rows 1, columns 8: 257x16 pixels of input; accepted: at most 256 a side"),
         ({"size": (300, 300), "kernel": (2, 2), "rhs_dilation": 60},
          {"size": (300, 300), "kernel": (2, 2), "rhs_dilation": 120},
-         "rhs_dilation (120, 120): 498688 bytes of shared memory for the smallest tile; accepted: at most 231936"),
+         "498688 bytes of shared memory; accepted: at most 231936"),
     ],
     tf32.FAMILY: [
         ({"channels": (68, 4)}, {"channels": (66, 4)}, "66 input and 4 output channels; accepted: multiples of 4"),
@@ -202,7 +202,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ({"precision": "high"}, {"precision": "default,highest"}, "precision default,highest; accepted: default, high"),
         ({}, {"groups": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
         ({"size": (16, 400), "stride": (1, 71)}, {"size": (16, 400), "stride": (1, 73)},
-         "window_strides (1, 73); 4 columns"),
+         "window strides (1, 73), dilation (1, 1): with the smallest tile stages 2 take 235520 bytes"),
     ],
     halo.FAMILY: [
         ({}, {"stride": (2, 1)}, "window_strides (2, 1); accepted: 1"),
@@ -216,7 +216,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ({}, {"groups": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
         ({"size": (16, 16 + 2 * 124), "rhs_dilation": (1, 124), "padding": 0},
          {"size": (16, 16 + 2 * 125), "rhs_dilation": (1, 125), "padding": 0},
-         "no strip of it and its halo fits in shared memory"),
+         "with the smallest tile rows of 258 pixels; accepted: at most 256"),
         # 16 rows of output, 64 more that a strip may reach, 3 of the filter.
         ({"padding": ((MOST - 83, 2 - (MOST - 83)), (1, 1))}, {"padding": ((MOST - 82, 2 - (MOST - 82)), (1, 1))},
          f"padded input of up to {2**31} pixels in spatial dimension 0; accepted: at most {MOST}"),
@@ -442,15 +442,15 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     (
         im2col.FAMILY, {"channels": (256, 256), "batch": 16}, im2col.Config(128, 128, 4, False, 2, whole_tiles=20),
         [
-            ({"whole_tiles": 36}, "whole_tiles 36; accepted for 36 tiles: 0 to 35"),
-            ({"whole_tiles": -1}, "whole_tiles -1; accepted for 36 tiles: 0 to 35"),
+            ({"whole_tiles": 36}, "whole_tiles 36; accepted for 36 tiles: 0, or 1 to 35"),
+            ({"whole_tiles": -1}, "whole_tiles -1; accepted for 36 tiles: 0, or 1 to 35"),
             ({"splits": 1}, "whole_tiles 20; accepted but for several splits of one group: 0"),
         ],
         [{"whole_tiles": 35}],
     ),
     (
         im2col.FAMILY, row(128, (16448, 16384)), im2col.Config(64, 64, 4, False, 2, whole_tiles=257),
-        [({"whole_tiles": 256}, "whole_tiles 256; accepted for 65792 tiles: 0, or at least 257")], [],
+        [({"whole_tiles": 256}, "whole_tiles 256; accepted for 65792 tiles: 0, or 257 to 65791")], [],
     ),
     (
         depthwise_any.FAMILY, {"size": (16, 16, 40), "kernel": (3, 3, 3), "dtype": "float32"},

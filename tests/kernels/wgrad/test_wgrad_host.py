@@ -20,7 +20,7 @@ from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import Target
 from tests.exhaustive import thinned
 from tests.float64 import conv_wgrad_on_host
-from tests.gpu_wgrad import xla
+from tests.on_gpu import xla
 from tests.problems import conv
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handler runs on the CPU")
@@ -285,10 +285,10 @@ def test_concurrent_calls() -> None:
 
 def test_refusals_name_value_and_range() -> None:
     assert FAMILY.refusal(SMALL) is None
-    assert "dtype=int8" in str(FAMILY.refusal(dataclasses.replace(SMALL, dtype="int8")))
-    assert "splits=19 is outside 1..18" in str(FAMILY.refusal(SMALL, Config(19, 8)))
-    assert "splits=0" in str(FAMILY.refusal(SMALL, Config(0, 8)))
-    assert "block=4097 is outside 8..4096" in str(FAMILY.refusal(SMALL, Config(1, 4097)))
+    assert "dtype int8" in str(FAMILY.refusal(dataclasses.replace(SMALL, dtype="int8")))
+    assert "splits 19; accepted: 1 to 18" in str(FAMILY.refusal(SMALL, Config(19, 8)))
+    assert "splits 0" in str(FAMILY.refusal(SMALL, Config(0, 8)))
+    assert "block 4097; accepted: 8 to 4096" in str(FAMILY.refusal(SMALL, Config(1, 4097)))
     rank4 = make_problem((3, 3, 3, 3), (1, 1, 1, 1))
     assert "4 spatial dimensions" in str(FAMILY.refusal(rank4))
     wide = make_problem((3,), (1,), stride=2**31)

@@ -1,4 +1,4 @@
-"""What a family of weight gradients must hold to on a GPU: exactness, accuracy, determinism, NaN where it belongs."""
+"""What a family of convolutions must hold to on a GPU: exactness, accuracy, determinism, NaN where it belongs."""
 
 import dataclasses
 import itertools
@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from benchmarks.cases import Case
+import jax_splitk
 from jax_splitk.kernels import Family
-from jax_splitk.problems import conv_reference
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
@@ -24,17 +24,25 @@ from tests.random_problems import device_plan as plan
 Run = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def integers(p: ConvWgradProblem | Case, seed: int = 0, limit: int = 2) -> tuple[jax.Array, jax.Array]:
-    """lhs and g, so small that every sum is exact."""
+def integers(p: ConvProblem, seed: int = 0, limit: int = 2) -> tuple[jax.Array, jax.Array]:
+    """Operands so small that every sum is exact."""
     rng = np.random.default_rng([SEED, seed])
-    lhs, g = (rng.integers(-limit, limit + 1, shape, dtype=np.int8) for shape in (p.lhs_shape, p.g_shape))
-    return jnp.asarray(lhs).astype(p.dtype), jnp.asarray(g).astype(p.dtype)
+    x, y = (rng.integers(-limit, limit + 1, shape, dtype=np.int8) for shape in p.operand_shapes)
+    return jnp.asarray(x).astype(p.dtype), jnp.asarray(y).astype(p.dtype)
 
 
-def normals(p: ConvWgradProblem | Case, seed: int = 0, draw: Any = jax.random.normal) -> tuple[jax.Array, jax.Array]:
-    """lhs and g as `draw` draws them."""
+def normals(p: ConvProblem, seed: int = 0, draw: Any = jax.random.normal) -> tuple[jax.Array, jax.Array]:
+    """Operands as `draw` draws them."""
     first, second = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    return draw(first, p.lhs_shape, p.dtype), draw(second, p.g_shape, p.dtype)
+    x, y = p.operand_shapes
+    return draw(first, x, p.dtype), draw(second, y, p.dtype)
+
+
+def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:
+    """In float64; a weight gradient on the device, since the reductions are long."""
+    if isinstance(p, ConvWgradProblem):
+        return float64.conv_wgrad(p, x, y)
+    return float64.ON_HOST[p.op](p, np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
@@ -46,13 +54,13 @@ def error(out: Any, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
 
 
-def xla(p: ConvWgradProblem) -> Run:
-    return jax.jit(lambda lhs, g: conv_reference.conv_wgrad(lhs, g, p))
+def xla(p: ConvProblem) -> Run:
+    return jax.jit(lambda x, y: OPERATIONS[p.op].reference(p, x, y))
 
 
-def ours(family: Family, p: ConvWgradProblem, config: Any) -> Run:
+def ours(family: Family, p: ConvProblem, config: Any) -> Run:
     call = plan(family, p, config).custom_call()
-    return jax.jit(lambda lhs, g: execute.call(call, p, lhs, g))
+    return jax.jit(lambda x, y: execute.call(call, p, x, y))
 
 
 def best_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
@@ -77,13 +85,13 @@ def with_splits(family: Family, p: ConvWgradProblem, config: Any, wanted: int) -
     return next(other for other in others if family.refusal(p, other, DEFAULT_CUDA) is None)
 
 
-def check_exact(family: Family, p: ConvWgradProblem, configs: Iterable[Any], seed: int = 0, limit: int = 2) -> None:
+def check_exact(family: Family, p: ConvProblem, configs: Iterable[Any], seed: int = 0, limit: int = 2) -> None:
     """On integers, whatever the results' memory held before."""
-    lhs, g = integers(p, seed, limit)
-    want = rounded(float64.conv_wgrad(p, lhs, g), p.out_dtype)
+    operands = integers(p, seed, limit)
+    want = rounded(exactly(p, *operands), p.out_dtype)
     for config in configs:
-        out = poison.run(plan(family, p, config), p, lhs, g)
-        np.testing.assert_array_equal(out, want, err_msg=str(config))
+        out = poison.run(plan(family, p, config), p, *operands)
+        np.testing.assert_array_equal(out, want, err_msg=f"{p} {config}")
 
 
 def check_repeats(run: Callable[..., jax.Array], *operands: jax.Array, times: int = 100) -> np.ndarray:
@@ -101,14 +109,13 @@ def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def check_accuracy_and_repeats(
-    family: Family, p: ConvWgradProblem, configs: Iterable[Any], lhs: jax.Array, g: jax.Array
+    family: Family, p: ConvProblem, configs: Iterable[Any], *operands: jax.Array, times: int = 100
 ) -> None:
-    """Against XLA's accuracy, and 100 runs against each other."""
-    exact = float64.conv_wgrad(p, lhs, g)
-    theirs = error(xla(p)(lhs, g), exact)
+    """Against XLA's accuracy, and so many runs against each other."""
+    exact = exactly(p, operands[0], operands[1])
+    theirs = error(xla(p)(operands[0], operands[1]), exact)
     for config in configs:
-        out = check_repeats(ours(family, p, config), lhs, g)
-        mine = error(out, exact)
+        mine = error(check_repeats(ours(family, p, config), *operands, times=times), exact)
         assert mine <= 2 * theirs, (config, mine, theirs)
 
 
@@ -127,3 +134,28 @@ def check_not_finite(family: Family, p: ConvWgradProblem, configs: Sequence[Any]
             where = f"{config}, {value} at {in_lhs} and {in_g}"
             assert not np.isfinite(out[certain].astype(np.float32)).any(), where
             np.testing.assert_array_equal(out[~possible], exact[~possible], err_msg=where)
+
+
+def check_one_not_finite(family: Family, p: ConvProblem, config: Any, value: float) -> None:
+    """One such value in the first operand reaches what depends on it and nothing else."""
+    x, w = (np.array(a, np.float64) for a in integers(p, seed=2))
+    w[w == 0] = 1
+    place = tuple(size // 2 for size in x.shape)
+    x[place] = 0
+    want = rounded(float64.ON_HOST[p.op](p, x, w), p.out_dtype)
+    one = np.zeros_like(x)
+    one[place] = 1
+    reached = float64.ON_HOST[p.op](p, one, np.ones_like(w)) != 0
+    x[place] = value
+    out = poison.run(plan(family, p, config), p, *(jnp.asarray(a, p.dtype) for a in (x, w)))
+    assert not np.isfinite(out[reached].astype(np.float32)).any()
+    np.testing.assert_array_equal(out[~reached], want[~reached])
+
+
+def check_measured(problems: Sequence[Any]) -> None:
+    """That measurements choose between kernels and XLA, and no candidate fails."""
+    tuned = jax_splitk.tune_problems(problems, seconds=5 * len(problems), again=True)
+    for _, entry in tuned.entries:
+        print(entry.choice, entry.us(entry.choice), entry.key.problem)
+        assert not [m for m in entry.measurements if m.error], "candidates that failed"
+    assert len(tuned) == len(problems)

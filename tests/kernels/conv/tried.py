@@ -1,0 +1,467 @@
+"""The families of forward passes and input gradients, and the problems that each is tried with: in the emulator and on
+the host in test_passes.py, on a GPU in test_gpu_passes.py."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_splitk.kernels import Family
+from jax_splitk.kernels.conv import depthwise, gather, grouped, im2col, patch, toeplitz
+from jax_splitk.kernels.dot.tma import Config
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import every_kernel
+from tests.problems import conv_of
+
+BOTH: tuple[type[Any], ...] = (ConvFpropProblem, ConvDgradProblem)
+HALF: dict[str, Any] = {"dtype": "float16", "out_dtype": "float16"}
+BF16: dict[str, Any] = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
+FLOAT: dict[str, Any] = {"dtype": "float32", "out_dtype": "float32"}
+Rng = np.random.Generator
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """Families of one device code.
+
+    Attributes:
+      families: by the problems that they serve.
+      kind: what tells configs apart that are tried with one problem.
+      best: how many kinds are tried.
+      draw: a random problem of a class, served or not.
+      config: a random legal config.
+      sibling: another problem and config of the same device code, legal or not.
+      networks: layers of networks, of few images.
+      measured: layers whose tuning is tried.
+      base: what `refused` changes.
+      refused: (what is changed, what is said).
+    """
+
+    families: Mapping[type[Any], Any]
+    kind: Callable[[Any], Any]
+    draw: Callable[[Rng, type[Any]], Any]
+    networks: Sequence[ConvProblem]
+    measured: Sequence[ConvProblem]
+    base: Callable[[type[Any]], Any]
+    refused: Sequence[tuple[dict[str, Any], str]]
+    config: Callable[[Rng, Family, Any], Any] = lambda rng, family, p: chosen(rng, family.candidates(p, DEFAULT_CUDA))
+    sibling: Callable[[Rng, Any, Any], tuple[Any, Any]] = lambda rng, p, config: (
+        dataclasses.replace(p, batch=int(rng.integers(p.batch, 40))), config
+    )  # fmt: skip
+    best: int = 3
+
+    def __str__(self) -> str:
+        return "-".join(family.name for family in self.families.values())
+
+    def of(self, p: ConvProblem) -> Any:
+        return self.families[type(p)]
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[ConvProblem, Any]]:
+        """Those of tests/every_kernel.py, problems and configs."""
+        found = [run for run in every_kernel.RUNS if run.family in self.families.values()]
+        return [(run.problem, run.config) for run in found if isinstance(run.problem, ConvProblem)]
+
+    def random(self, rng: Rng, kind: type[Any], most: float = 3e7) -> Any:
+        """A problem that the family serves, of at most so many operations."""
+        while True:
+            p = self.draw(rng, kind)
+            if p.flops <= most and self.of(p).refusal(p) is None:
+                return p
+
+
+def chosen(rng: Rng, values: Sequence[Any]) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def geometry(rng: Rng, sizes: tuple[int, ...], kernels: tuple[int, ...], *steps: tuple[str, int]) -> dict[str, Any]:
+    """Of any rank, with sizes of the image and the filter below the limits of that rank, and with one of `steps` in
+    half of the problems: strides or dilations below a limit."""
+    rank = int(rng.integers(1, 4))
+
+    def some(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in rng.integers(low, high, rank))
+
+    found = {"size": some(2, sizes[rank - 1]), "kernel": some(1, kernels[rank - 1]), "batch": int(rng.integers(1, 6))}
+    found["padding"] = tuple(zip(some(-2, 6), some(-2, 6), strict=True))
+    if steps and rng.random() < 0.5:
+        name, limit = chosen(rng, steps)
+        found[name] = some(1, limit)
+    return found
+
+
+def dtypes(rng: Rng, *given: str) -> dict[str, Any]:
+    """One of those given, and any result's."""
+    return {"dtype": chosen(rng, given), "out_dtype": chosen(rng, ("bfloat16", "float16", "float32"))}
+
+
+# ---- depthwise -----------------------------------------------------------------------------------------------------
+
+
+def _depthwise(kind: type[Any], channels: int, **more: Any) -> Any:
+    return conv_of(kind, channels=(channels, channels), groups=channels, **more)
+
+
+def _draw_depthwise(rng: Rng, kind: type[Any]) -> Any:
+    more = geometry(rng, (40, 14, 8), (6, 6, 6), ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4))
+    return _depthwise(kind, 2 * int(rng.integers(1, 5)), **more, **dtypes(rng, "float32", "bfloat16", "float16"))
+
+
+DEPTHWISE = Tried(
+    {ConvFpropProblem: depthwise.FPROP, ConvDgradProblem: depthwise.DGRAD},
+    lambda c: c.columns,
+    _draw_depthwise,
+    networks=[
+        _depthwise(kind, channels, size=size, kernel=kernel, **more)
+        for kind in BOTH
+        for size, kernel, channels, more in (
+            ((56, 56), (7, 7), 96, {"padding": 3, **BF16}),
+            ((14, 14), (7, 7), 384, {"padding": 3, **HALF}),
+            ((56, 57), (3, 3), 144, {"padding": 1, "stride": 2, **BF16}),
+            ((28, 28), (5, 5), 240, {"padding": 2, "stride": 2, "dtype": "bfloat16", "out_dtype": "float32"}),
+            ((1000,), (4,), 512, {"padding": ((3, 0),), **BF16}),
+            ((8, 28, 28), (3, 3, 3), 64, {"padding": 1, **FLOAT}),
+        )
+    ],
+    measured=[_depthwise(kind, 96, size=(56, 56), kernel=(3, 3), batch=16, padding=1, **BF16) for kind in BOTH],
+    base=lambda kind: _depthwise(kind, 4, size=(9, 10), kernel=(3, 3), padding=1, **FLOAT),
+    refused=[
+        ({"out_channels": 8}, "4 input and 8 output channels in 4 groups; accepted: as many groups as"),
+        ({"dtype": "float64"}, "dtype float64; accepted: float32, bfloat16, float16"),
+        ({"kernel_spatial": (8, 1)}, r"a filter of \(8, 1\); accepted: sides up to 7 and 49 taps"),
+        ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
+        ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "stride 2 of an input dilated by 2; accepted: one"),
+        ({"batch": 0}, "accepted: sizes of 1 to"),
+        ({"rhs_dilation": (120, 1)}, "the sums of a thread fit in no registers"),
+    ],
+    best=2,
+)  # fmt: skip
+
+# ---- Toeplitz ------------------------------------------------------------------------------------------------------
+
+
+def _toeplitz(kind: type[Any], channels: int, stride: Any = 1, **more: Any) -> Any:
+    """The stride is the forward pass's that is computed: an input gradient's input is dilated by it."""
+    return _depthwise(kind, channels, **{"stride" if kind is ConvFpropProblem else "lhs_dilation": stride, **more})
+
+
+def _draw_toeplitz(rng: Rng, kind: type[Any]) -> Any:
+    more = geometry(rng, (90, 24, 10), (12, 8, 4), ("stride", 3))
+    return _toeplitz(kind, 8 * int(rng.integers(1, 8)), **more, **dtypes(rng, "bfloat16", "float16"))
+
+
+def _toeplitz_config(rng: Rng, family: Family, p: ConvProblem) -> toeplitz.Config:
+    """Any that is legal; a candidate after 100 that were not."""
+    for _ in range(100):
+        each, rows, images = (int(rng.integers(1, most + 1)) for most in (2, 16, 24))
+        sizes = each, rows, images, chosen(rng, (1, 2, 4)), chosen(rng, (2, 4, 8)), chosen(rng, (1, 2, 4))
+        config = toeplitz.Config(chosen(rng, (8, 16, 32)), *sizes)
+        if family.refusal(p, config) is None:
+            return config
+    return chosen(rng, family.candidates(p, DEFAULT_CUDA))
+
+
+TOEPLITZ = Tried(
+    {ConvFpropProblem: toeplitz.FPROP, ConvDgradProblem: toeplitz.DGRAD},
+    lambda c: (c.channels, c.each, c.step),
+    _draw_toeplitz,
+    networks=[
+        _toeplitz(kind, channels, size=size, kernel=kernel, padding=None, **more)
+        for kind in BOTH
+        for size, kernel, channels, more in (
+            ((56, 56), (7, 7), 96, BF16),
+            ((14, 14), (7, 7), 384, HALF),
+            ((28, 28), (5, 5), 240, {"dtype": "bfloat16", "out_dtype": "float32"}),
+            ((28, 28), (7, 7), 192, {"stride": 2, **BF16}),
+            ((16, 56, 56), (3, 3, 3), 64, BF16),
+            ((4096,), (4,), 2048, BF16),
+        )
+    ],
+    measured=[_toeplitz(kind, 96, size=(56, 56), kernel=(7, 7), batch=16, padding=None, **BF16) for kind in BOTH],
+    base=lambda kind: _toeplitz(kind, 16, size=(50, 50), kernel=(3, 3), padding=1, **BF16),
+    refused=[
+        ({"out_channels": 32}, "16 input and 32 output channels in 16 groups; accepted: as many groups as"),
+        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
+        ({"in_channels": 12, "out_channels": 12, "feature_group_count": 12}, "12 channels; accepted: multiples of 8"),
+        ({"rhs_dilation": (2, 1)}, r"a filter by \(1, 2, 1\); accepted: by 1"),
+        ({"window_strides": (3, 1)}, "accepted: "),
+        ({"batch": 0}, "accepted: sizes of 1 to"),
+        ({"kernel_spatial": (40, 40)}, "registers of a thread; accepted: up to 240"),
+    ],
+    config=_toeplitz_config,
+)  # fmt: skip
+
+# ---- grouped -------------------------------------------------------------------------------------------------------
+
+EQUAL = ((n, n) for n in (2, 4, 8, 16, 24, 32, 64))
+GROUP_CHANNELS = (*EQUAL, (48, 16), (4, 12), (8, 2), (16, 48), (1, 4), (3, 1))
+
+
+def _draw_grouped(rng: Rng, kind: type[Any]) -> Any:
+    each_in, each_out = chosen(rng, GROUP_CHANNELS)
+    multiple = 8 // math.gcd(8, each_in, each_out)
+    groups = max(2, multiple * int(rng.integers(1, max(2, 80 // (multiple * max(each_in, each_out))))))
+    more = geometry(rng, (40, 14, 8), (6, 6, 4), ("stride", 4), ("lhs_dilation", 4), ("rhs_dilation", 4))
+    more |= dtypes(rng, "bfloat16", "float16")
+    return conv_of(kind, channels=(each_in * groups, each_out * groups), groups=groups, **more)
+
+
+def _grouped_config(rng: Rng, family: Family, p: ConvProblem) -> grouped.Config:
+    """Any that is legal; a candidate after 200 that were not."""
+    for _ in range(200):
+        size = 16 * max(p.window_strides)
+        tile = (int(rng.integers(1, most + 1)) for most in (p.batch, size, 2 * size, 4))
+        config = grouped.Config(
+            chosen(rng, grouped.BLOCKS), *tile, chosen(rng, (1, 2, 4)), bool(rng.integers(2)),
+            stages=int(rng.integers(2, 6)), workers=int(rng.integers(1, 7)),
+        )  # fmt: skip
+        if family.refusal(p, config) is None:
+            return config
+    return chosen(rng, family.candidates(p, DEFAULT_CUDA))
+
+
+def _grouped_sibling(rng: Rng, p: ConvProblem, config: grouped.Config) -> tuple[ConvProblem, grouped.Config]:
+    """The number of workers is left open, too."""
+    more = int(rng.integers(p.batch, 20)), int(rng.integers(1, 7))
+    return dataclasses.replace(p, batch=more[0]), dataclasses.replace(config, workers=more[1])
+
+
+GROUPED = Tried(
+    {ConvFpropProblem: grouped.FPROP, ConvDgradProblem: grouped.DGRAD},
+    lambda c: (c.in_block, c.units, c.strips, c.resident),
+    _draw_grouped,
+    networks=[
+        conv_of(kind, size, kernel, (channels, channels), groups=groups, padding=None, stride=stride, **BF16)
+        for kind in BOTH
+        for size, kernel, channels, groups, stride in (
+            ((56, 56), (3, 3), 128, 32, 1),
+            ((56, 56), (3, 3), 256, 32, 2),
+            ((7, 7), (3, 3), 1024, 32, 1),
+            ((28, 28), (3, 3), 256, 4, 2),
+            ((112, 112), (3, 3), 48, 2, 2),
+            ((1000,), (5,), 256, 16, 1),
+        )
+    ],
+    measured=[conv_of(kind, (56, 56), (3, 3), (128, 128), groups=32, batch=16, padding=1, **BF16) for kind in BOTH],
+    base=lambda kind: conv_of(kind, (9, 10), (3, 3), (32, 32), groups=8, padding=1, **BF16),
+    refused=[
+        ({"feature_group_count": 1}, "feature_group_count 1, batch_group_count 1; accepted: at least 2 feature groups"),
+        ({"feature_group_count": 32}, "1 of the input and 1 of the output channels of .*; accepted: not 1 of each"),
+        ({"in_channels": 320, "out_channels": 320, "feature_group_count": 2}, "160 of the output channels of a group"),
+        ({"in_channels": 36, "out_channels": 36, "feature_group_count": 9},
+         "36 output channels; accepted: multiples of 8"),
+        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
+        ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
+        ({"batch": 0}, "accepted: sizes of 1 to"),
+        ({"rhs_dilation": (120, 1)}, "registers of a thread; accepted: up to 240"),
+        ({"rhs_dilation": (1, 200)}, "columns of the input; accepted: up to 256"),
+    ],
+    config=_grouped_config,
+    sibling=_grouped_sibling,
+)  # fmt: skip
+
+# ---- few input channels --------------------------------------------------------------------------------------------
+
+
+def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
+    steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
+    more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
+    more |= chosen(rng, (HALF, BF16, *({"dtype": dtype, "out_dtype": "float32"} for dtype in ("bfloat16", "float16"))))
+    return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
+
+
+def _gather_sibling(rng: Rng, p: ConvProblem, config: gather.Config) -> tuple[ConvProblem, gather.Config]:
+    """The number of output channels is left open, too."""
+    batch, channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
+    return dataclasses.replace(p, batch=batch, out_channels=channels), config
+
+
+GATHER = Tried(
+    {ConvFpropProblem: gather.FAMILY},
+    lambda c: (c.tile_n, c.consumers),
+    _draw_gather,
+    networks=[
+        conv_of(ConvFpropProblem, size, kernel, channels, **more)
+        for size, kernel, channels, more in (
+            ((224, 224), (7, 7), (3, 64), {"batch": 8, "stride": 2, "padding": 3, **BF16}),
+            ((224, 224), (3, 3), (3, 32), {"batch": 8, "stride": 2, "padding": ((0, 1), (0, 1)), **BF16}),
+            ((112, 112), (3, 3), (3, 64), {"batch": 8, "padding": 1, **HALF}),
+            ((224, 224), (4, 4), (3, 96), {"batch": 8, "stride": 4, **BF16}),
+            ((64, 64), (3, 3), (4, 320), {"batch": 8, "padding": 1, **HALF}),
+            ((64, 64), (3, 3), (16, 64), {"batch": 4, "padding": 1}),
+            ((8, 112, 112), (3, 7, 7), (3, 64),
+             {"batch": 1, "stride": (1, 2, 2), "padding": ((1, 1), (3, 3), (3, 3)), **BF16}),
+            ((8000,), (10,), (1, 512), {"batch": 4, "stride": 5, **BF16}),
+        )
+    ],
+    measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
+    base=lambda kind: conv_of(kind, (40, 40), (7, 7), (3, 64), stride=2, padding=3),
+    refused=[
+        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
+        ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
+        ({"in_channels": 17}, "17 input channels; accepted: 1 to 16"),
+        ({"out_channels": 60}, "60 output channels; accepted: multiples of 8"),
+        ({"batch": 0}, "0 output pixels; accepted: 1 to"),
+        ({"kernel_spatial": (32, 32), "in_channels": 8}, "take too much shared memory"),
+    ],
+    sibling=_gather_sibling,
+)  # fmt: skip
+
+# ---- filters as large as their stride ------------------------------------------------------------------------------
+
+
+def _patch(kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], *channels: int, **more: Any) -> Any:
+    return conv_of(kind, size, kernel, (channels[0], channels[1]), stride=kernel, **more)
+
+
+def _draw_patch(rng: Rng, kind: type[Any]) -> Any:
+    rank = int(rng.integers(1, 4))
+    kernel = tuple(int(k) for k in rng.choice([1, 2, 3, 4, 5, 8, 14, 16], rank))
+    rest = [0 if rng.random() < 0.7 else int(rng.integers(k)) for k in kernel]
+    windows = rng.integers(1, (200, 24, 8)[rank - 1], rank)
+    size = tuple(int(n) * k + more for n, k, more in zip(windows, kernel, rest, strict=True))
+    types = {"dtype": chosen(rng, ("bfloat16", "float16"))}
+    types["out_dtype"] = chosen(rng, ("float32", types["dtype"]))
+    channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 20))
+    return _patch(kind, size, kernel, *channels, batch=int(rng.integers(1, 5)), **types)
+
+
+# Device code is of a config and dtypes, and of whether there are whole 64s of output channels.
+PATCH_CONFIGS = (
+    Config(64, 64, 6),
+    Config(128, 256, 4),
+    Config(64, 128, 6, 2, "cluster"),
+    Config(192, 64, 5, 5, "cluster"),
+    Config(256, 128, 4, 3, "workspace"),
+    Config(128, 128, 5, 11, "workspace"),
+)
+
+
+def _patch_config(rng: Rng, family: Family, p: ConvProblem) -> Config:
+    """With one split where the reduction has too few blocks."""
+    config = chosen(rng, PATCH_CONFIGS)
+    return dataclasses.replace(config, splits=1, reduction="none") if family.refusal(p, config) else config
+
+
+PATCH = Tried(
+    {ConvFpropProblem: patch.FPROP, ConvDgradProblem: patch.DGRAD, ConvWgradProblem: patch.WGRAD},
+    lambda c: (c.tile_m, c.tile_n, c.reduction),
+    _draw_patch,
+    networks=[
+        _patch(kind, size, kernel, *channels, batch=batch, **types)
+        for kind in (*BOTH, ConvWgradProblem)
+        for size, kernel, channels, batch, types in (
+            ((224, 224), (16, 16), (3, 768), 4, BF16),
+            ((224, 224), (4, 4), (4, 96), 2, BF16),
+            ((56, 56), (2, 2), (96, 192), 8, HALF),
+            ((14, 14), (2, 2), (384, 768), 8, {}),
+            ((8, 32, 32), (2, 4, 4), (16, 128), 2, BF16),
+        )
+    ],
+    measured=[_patch(kind, (56, 56), (2, 2), 96, 192, batch=64, **HALF) for kind in BOTH],
+    base=lambda kind: _patch(kind, (12, 20), (4, 4), 4, 24),
+    refused=[
+        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"feature_group_count": 2}, "feature_group_count 2, batch_group_count 1; accepted: 1"),
+        ({"window_strides": (2, 2)}, r"a filter of \(4, 4\) with strides \(2, 2\); accepted: strides of its size"),
+        ({"lhs_dilation": (2, 1)}, r"lhs_dilation \(2, 1\); accepted: 1"),
+        ({"rhs_dilation": (1, 2)}, r"rhs_dilation \(1, 2\); accepted: 1"),
+        ({"batch": 0}, "accepted: no empty dimension"),
+        ({"padding": ((1, 0), (0, 0))}, "accepted: (windows|one)"),
+        ({"input_spatial": (12, 19), "padding": ((0, 0), (0, 1))}, "accepted: (windows|one)"),
+        ({"in_channels": 3}, "4 columns of 3 channels in a filter row; accepted: a multiple of 8"),
+        ({"out_channels": 12}, "12 output channels; accepted: a multiple of 8"),
+        ({"kernel_spatial": (18, 4), "window_strides": (18, 4), "input_spatial": (54, 20)}, "of 1 planes and 18 rows"),
+    ],
+    config=_patch_config,
+)  # fmt: skip
+
+# ---- dense ---------------------------------------------------------------------------------------------------------
+
+
+def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
+    """`scale`: of its sizes."""
+    steps = ("stride", 5), ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4)
+    more = geometry(rng, (60 * scale, 14 * scale, 6 * scale), (8, 5, 4), *steps)
+    if rng.random() < 0.2:
+        more["padding"] = 0
+    if rng.random() < 0.3:
+        more["rhs_dilation"] = int(rng.integers(1, 4))
+    channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
+    if kind is ConvDgradProblem:
+        channels[0] -= 4 * int(rng.integers(2))
+    if rng.random() < 0.2:
+        channels = [64 * max(1, c // 64) for c in channels]
+    elif rng.random() < 0.3:
+        channels = [8 * int(rng.integers(1, 5)) for _ in range(2)]
+    elif rng.random() < 0.3:
+        more["groups"] = int(rng.integers(2, 4))
+        whole, other = 32 * int(rng.integers(1, 4)), 4 * int(rng.integers(1, 24))
+        channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
+    types = dtypes(rng, *("bfloat16", "float16", "float32")[: 2 + (kind is ConvDgradProblem)])
+    return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
+
+
+def _im2col_config(rng: Rng, family: Family, p: ConvProblem) -> im2col.Config:
+    """A candidate; with fewer workers, of several tiles each."""
+    config = chosen(rng, family.candidates(p, DEFAULT_CUDA))
+    workers = int(rng.integers(1, config.workers + 1)) if config.workers else 0
+    return dataclasses.replace(config, workers=workers)
+
+
+DENSE: list[ConvProblem] = [
+    conv_of(kind, size, kernel, channels, batch=batch, **{**BF16, **more})
+    for kind in BOTH
+    for batch, size, kernel, channels, more in (
+        (8, (28, 28), (3, 3), (128, 128), {"padding": 1}),
+        (2, (14, 14), (3, 3), (512, 256), {"padding": 1, "out_dtype": "float32"}),
+        (4, (56, 56), (3, 3), (64, 128), {"padding": 1, "stride": 2, **HALF}),
+        (4, (28, 28), (1, 1), (256, 128), {"stride": 2}),
+        (8, (28, 28), (1, 1), (512, 128), {}),
+        (2, (16, 16, 16), (3, 3, 3), (64, 64), {"padding": 1}),
+        (2, (16, 16, 16), (4, 4, 4), (64, 64), {"padding": 1, "stride": 2}),
+        (4, (2000,), (7,), (64, 128), {"padding": 9, "rhs_dilation": 3}),
+        (2, (16, 32, 32), (3, 3, 3), (32, 32), {"padding": 1}),
+        (4, (64, 64), (3, 3), (16, 32), {"padding": 1, "stride": 2}),
+        (4, (64, 64), (5, 5), (16, 16), {"padding": 2, **HALF}),
+        (8, (28, 28), (3, 3), (192, 192), {"padding": 1, "groups": 3}),
+        (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
+    )
+]  # fmt: skip
+IM2COL = Tried(
+    {ConvFpropProblem: im2col.FPROP, ConvDgradProblem: im2col.DGRAD},
+    lambda c: (c.reduction, c.taps, c.swap, c.workers > 0),
+    draw_im2col,
+    networks=DENSE,
+    measured=DENSE[::2],
+    base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
+    refused=[
+        ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
+        ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
+        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
+        ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
+        ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
+        ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
+        ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
+        ({"window_strides": (2, 1), "lhs_dilation": (2, 1)},
+         "window stride 2 of an input dilated by 2; accepted: one of"),
+        ({"window_strides": (17, 1)}, "; accepted: one of them 1, up to 8 and 16"),
+        ({"padding": ((300, 300), (1, 1))}, "windows that begin .* of 2 spatial dimensions; accepted: -128 to 127"),
+        ({"rhs_dilation": (128, 128), "padding": ((128, 128),) * 2}, "reach 256 of 2 spatial .* at most 255"),
+        ({"batch": 2**22}, "more than 2146435071 elements"),
+    ],
+    config=_im2col_config,
+    best=99,
+)  # fmt: skip
+FAMILIES = {
+    "depthwise": DEPTHWISE, "toeplitz": TOEPLITZ, "grouped": GROUPED, "gather": GATHER, "patch": PATCH, "im2col": IM2COL
+}  # fmt: skip
+KINDS = [(name, kind) for name, tried in FAMILIES.items() for kind in tried.families]

@@ -1,0 +1,75 @@
+"""What `import jax_splitk` loads beyond JAX: what a lowering, a bar or the command line needs waits for them."""
+
+from jax_splitk.kernels import catalogue
+from tests.problems import SEED
+from tests.tuning_cache import finish, start
+
+LOADS = """
+import json, sys
+import jax
+before = set(sys.modules)
+import jax_splitk
+first = set(sys.modules)
+jax_splitk.kernels.families("conv_wgrad")
+print(json.dumps([sorted(first - before), sorted(set(sys.modules) - first)]))
+"""
+WAITS = {"jax_splitk.cli", "jax_splitk.tuning.bar", "matplotlib", "scipy", "tqdm"}
+
+
+def test_import_loads_no_family_and_nothing_heavy() -> None:
+    (((first, then), _),) = finish(start(LOADS))
+    families = {of.__module__ for those in catalogue.FAMILIES.values() for f in those for of in (type(f), f.Config)}
+    families = {module for module in families if module.startswith("jax_splitk.")}
+    assert len(families) > 20
+    assert "jax_splitk.tuning.progress" in first, "these are modules' names"
+    assert not set(first) & (families | WAITS)
+    assert families <= set(then)
+
+
+INTERRUPTED = """
+import json, math, random, sys
+from jax import numpy as jnp
+import jax_splitk
+from jax_splitk import kernels
+
+def interrupt_after(events):
+    def trace(*_):
+        nonlocal events
+        events -= 1
+        if events == 0:
+            raise KeyboardInterrupt
+        return trace
+    return trace
+
+rng, before, interrupts = random.Random(int(sys.argv[1])), set(sys.modules), 0
+for _ in range(10):
+    for name in set(sys.modules) - before:  # as in a fresh process
+        folder, _, file = name.rpartition(".")
+        vars(sys.modules.get(folder, sys)).pop(file, None)
+        del sys.modules[name]
+    while True:  # loading them all takes 130,000 events
+        try:
+            sys.settrace(interrupt_after(int(math.exp(rng.uniform(0, math.log(200_000))))))
+            kernels.families("conv_wgrad")
+            break
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(None)
+    for family in sum(map(kernels.families, ("conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general")), ()):
+        for found in (type(family), family.Config):
+            assert getattr(sys.modules[found.__module__], found.__name__) is found, (family, found)
+
+from jax_splitk.kernels.wgrad import host
+config = host.Config(2, 16)
+x, g = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 8, 8, 5))
+numbers = ("NHWC", "HWIO", "NHWC")
+out = jax_splitk.conv_wgrad(x, g, (3, 3, 3, 5), (1, 1), "SAME", dimension_numbers=numbers, config=config)
+print(json.dumps([interrupts, float(out[1, 1, 0, 0])]))
+"""
+
+
+def test_ctrl_c_while_families_load_leaves_them_whole() -> None:
+    (((interrupts, value), _),) = finish(start(INTERRUPTED, SEED))
+    assert interrupts >= 10, f"seed {SEED}"
+    assert value == 2 * 8 * 8
