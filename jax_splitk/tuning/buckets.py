@@ -89,7 +89,9 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
         # XLA's time is not larger for fewer rows, and ours as much smaller as the model says.
         ours = min((m.us for m in entry.measurements if m.us and m.candidate != XLA), default=None) if entry else None
         xla = entry.us(XLA) if entry else None
-        return float("inf") if ours is None or xla is None else xla / (ours * here[0] / there[0]) - 1
+        ours = None if ours is None else ours * here[0] / there[0]
+        # A time of an entry may be as small as a number can be.
+        return xla / ours - 1 if ours and xla else float("inf")
     losses = [
         candidate.family.estimate(k.problem, candidate.config, key.target) / best[0]
         for k, best in ((key, here), (other, there))

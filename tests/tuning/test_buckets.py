@@ -159,6 +159,8 @@ def test_xla_serves_fewer_rows_where_it_stays_the_faster(rows: int, of: int) -> 
         assert buckets.held_by(key_of(rows), held, LIMIT) == (XLA if serves else None)
     unknown = dataclasses.replace(decided(key_of(of), XLA), evidence={})
     assert buckets.held_by(key_of(rows), unknown, LIMIT) is None
+    smallest = decided(key_of(of), XLA, 5e-324, 1.0)  # of a damaged entry: what it becomes for fewer rows is zero
+    assert buckets.held_by(key_of(rows), smallest, LIMIT) is None
 
 
 # ---- tuning ----------------------------------------------------------------------------------------------------------
