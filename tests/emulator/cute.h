@@ -103,7 +103,7 @@ struct TmaLoadIm2col {
     const emulator::Map m(static_cast<const uint64_t*>(map));
     if (!m.im2col || m.rank != RANK) emulator::fail("a load of another kind than its tensor map");
     const std::array<int64_t, 10> at = {int64_t(int32_t(numbers))...};
-    emulator::load_map(m, emulator::address(full), emulator::address(to), emulator::own_mask(),
+    emulator::load_map(m, at[0], emulator::address(full), emulator::address(to), emulator::own_mask(),
                        [at](const emulator::Map& map, uint8_t* window, uint32_t to) {
                          map.load_im2col(window, to, at.data(), at.data() + RANK);
                        });

@@ -159,10 +159,12 @@ struct Map {
   }
 };
 
-// Loads to the same place of each block of the mask, whose barriers count the bytes.
+// Loads to the same place of each block of the mask, whose barriers count the bytes. A GPU takes an innermost
+// coordinate that is not at a multiple of 16 bytes for an illegal instruction.
 template <class Load>
-void load_map(const Map& map, uint32_t full, uint32_t to, uint32_t mask, const Load& load) {
+void load_map(const Map& map, int64_t innermost, uint32_t full, uint32_t to, uint32_t mask, const Load& load) {
   if (to % (map.swizzle ? 128 : 16)) fail("a tensor map's load to " + std::to_string(to));
+  if (innermost * map.item % 16) fail("a tensor map's load from element " + std::to_string(innermost));
   for (Block& block : self->block->cluster->blocks) {
     if (!(mask >> block.rank & 1)) continue;
     uint8_t* window = block.window;
@@ -176,7 +178,7 @@ void load_box(const void* map, uint64_t* full, uint32_t mask, const void* to, At
   const Map m(static_cast<const uint64_t*>(map));
   if (m.im2col || m.rank != RANK) fail("a load of another rank than its tensor map");
   const std::array<int64_t, 5> at = {int64_t(int32_t(coordinates))...};
-  load_map(m, address(full), address(to), mask,
+  load_map(m, at[0], address(full), address(to), mask,
            [at](const Map& map, uint8_t* window, uint32_t to) { map.load_tiled(window, to, at.data()); });
 }
 

@@ -45,7 +45,7 @@ def test_replayed_in_a_command_buffer_with_moving_buffers(config: Config) -> Non
         kept.append(jnp.zeros((i % 7 + 1, 1 << 18)) + i)  # moves the allocator
         if i % 5 == 0:
             kept = kept[-2:]
-        lhs, g = integers(SMALL, seed=i, limit=1)
+        lhs, g = integers(SMALL.problem(), seed=i, limit=1)
         expected = 21 * float64.conv_wgrad(SMALL.problem(), lhs, g)
         np.testing.assert_array_equal(np.asarray(six(lhs, g)), expected.astype(np.float32))
     after = _ffi.launch_counts()
@@ -57,7 +57,7 @@ def test_replayed_in_a_command_buffer_with_moving_buffers(config: Config) -> Non
 
 def test_two_executables_at_once() -> None:
     pair = (IMAGE, SMALL)
-    inputs = [integers(case, seed=5) for case in pair]
+    inputs = [integers(case.problem(), seed=5) for case in pair]
     runs = [ours(case, "float32", config=Config(64, 64, 8, False, 3)) for case in pair]
     expected = [float64.conv_wgrad(case.problem(), *xs) for case, xs in zip(pair, inputs, strict=True)]
     wrong = []
@@ -78,12 +78,12 @@ def test_two_executables_at_once() -> None:
 def test_workspace_is_visible() -> None:
     p = IMAGE.problem()
     config = FAMILY.with_splits(p, Config(64, 192, 4, True, 1), 40)
-    compiled = ours(IMAGE, config=config).lower(*normals(IMAGE)).compile()
+    compiled = ours(IMAGE, config=config).lower(*normals(IMAGE.problem())).compile()
     assert compiled.memory_analysis().temp_size_in_bytes >= FAMILY.workspace_bytes(p, config) > 0
 
 
 def test_errors_are_python_errors() -> None:
-    lhs, g = normals(IMAGE)
+    lhs, g = normals(IMAGE.problem())
     config = Config(64, 192, 4, True, 44)
     with pytest.raises(ValueError, match=r"tile 128x999; accepted: 64x64"):
         ours(IMAGE, config=Config(128, 999, 4, False, 1))(lhs, g)
@@ -102,7 +102,7 @@ def test_a_plan_for_other_buffers_is_refused() -> None:
     short = jax.ShapeDtypeStruct((call.workspace_bytes + 512,), np.uint8)
     run = jax.jit(lambda *xs: jax.ffi.ffi_call(call.target, (out, short))(*xs, **call.attributes)[0])
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*buffer 3 has \d+ bytes; the plan expects \d+"):
-        jax.block_until_ready(run(*normals(SMALL)))
+        jax.block_until_ready(run(*normals(SMALL.problem())))
 
 
 def test_a_plan_for_another_kernel_is_refused() -> None:
@@ -123,4 +123,4 @@ def test_a_plan_for_another_kernel_is_refused() -> None:
         changed = dataclasses.replace(made, launches=(dataclasses.replace(first, params=params), *others))
         call = changed.custom_call()
         with pytest.raises(Exception, match=f"INVALID_ARGUMENT.*kernel '{first.kernel}' {message}"):
-            jax.block_until_ready(execute.call(call, p, *normals(SMALL)))
+            jax.block_until_ready(execute.call(call, p, *normals(SMALL.problem())))

@@ -142,9 +142,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             given = f"{p.in_channels} input and {p.out_channels} output channels"
             return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
         channels, columns = forward(p).group_channels
-        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % 4):
+        # A forward pass's weight is loaded from where a group's columns begin.
+        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % of_lhs):
             given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
-            return f"{given}; accepted: multiples of {_MIN_GROUP} and 4, or 1"
+            return f"{given}; accepted: multiples of {_MIN_GROUP} and {of_lhs}, or 1"
         return None
 
     def _axes_refusal(self, p: ConvProblem) -> str | None:
