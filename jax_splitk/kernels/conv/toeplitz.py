@@ -250,10 +250,6 @@ class ToeplitzConv(passes.Passes[Config]):
         reason = self._tiling_refusal(p, _smallest(p))
         return reason and f"a filter of {p.kernel_spatial}: {reason}"
 
-    def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
-        """No GPU has timed these kernels since they changed: benchmarks/notes/conv.md."""
-        return "these kernels were not timed on a GPU: they take a measurement, or an explicit config or implementation"
-
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         g = _forward(problem)
         reason = field_refusal(
