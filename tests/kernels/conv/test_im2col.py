@@ -95,6 +95,17 @@ def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tupl
     assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
 
 
+def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
+    """TMA would end the GPU's context."""
+    p = problem(FPROP, (6, 6), (1, 3), 64, 2 * 68, groups=2)
+    assert "of 32 channels to 68 each; accepted: multiples of 32 and 8, or 1" in str(im2col.FPROP.refusal(p))
+    x, w = (np.zeros(shape, ml_dtypes.bfloat16) for shape in p.operand_shapes)
+    with pytest.raises(emulator.EmulationError, match="a tensor map's load from element 68"):
+        emulator.run(im2col.FPROP.plan(p, tile(64, 64)), [x, w], [np.zeros(p.out_shape, ml_dtypes.bfloat16)])
+    # The gradient's weight is contiguous along the other channels.
+    assert im2col.DGRAD.refusal(problem(DGRAD, (6, 6), (1, 3), 2 * 68, 64, groups=2)) is None
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("channels", "changes", "row", "tile_n"), [
     ((64, 64), {}, 128, 64),

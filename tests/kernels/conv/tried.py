@@ -445,6 +445,7 @@ IM2COL = Tried(
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
         ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
+        ({"feature_group_count": 2, "out_channels": 88}, "to [34][24] each; accepted: multiples of 32 and [48], or 1"),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
