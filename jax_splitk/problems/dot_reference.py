@@ -5,6 +5,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
+from jax_splitk.problems.random_operands import normals
 
 
 def wide_dtype(dtype: str, out_dtype: str) -> str:
@@ -42,5 +43,4 @@ def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.
 def random_operands(problem: DotProblem, key: jax.Array) -> tuple[jax.Array, ...]:
     """(lhs, rhs, those of the epilogue), normally distributed."""
     wanted = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
-    keys = jax.random.split(key, len(wanted))
-    return tuple(jax.random.normal(k, shape, jnp.dtype(of)) for k, (shape, of) in zip(keys, wanted, strict=True))
+    return normals(wanted, key)

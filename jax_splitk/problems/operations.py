@@ -1,6 +1,7 @@
 """What checking, measuring and storing need to know of each operation: a line in `OPERATIONS` tunes a new one."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
+from jax_splitk.problems.random_operands import normals
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.packing import pack_groups
 
@@ -24,7 +26,7 @@ class Operation:
 
     Attributes:
       problem: the type of its problems.
-      random_operands: of (problem, key), the operands of one call in the order of the custom call's buffers. Traced.
+      random_operands: of (problem, key), the operands of one call in the order of the custom call's buffers.
       reference: of (problem, *operands), the result in plain lax. It is what XLA competes with, and for the problem
         with out_dtype="float32" what results are checked against.
       representatives: of a problem, those whose decision may hold for it, too.
@@ -40,16 +42,14 @@ class Operation:
 
 def _conv_operands(problem: ConvProblem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Normally distributed."""
-    dtype = jnp.dtype(problem.dtype)
-    one, two = jax.random.split(key)
-    shapes = problem.operand_shapes
-    return jax.random.normal(one, shapes[0], dtype), jax.random.normal(two, shapes[1], dtype)
+    return normals([(shape, problem.dtype) for shape in problem.operand_shapes], key)
 
 
 def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
     return Operation(problem, _conv_operands, lambda problem, x, y: reference(x, y, problem))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _quantized_matmul_operands(problem: QuantizedMatmulProblem, key: jax.Array) -> tuple[jax.Array, ...]:
     """(x, words, scale[, zero_point]): every code of the format but NaN, and scales that make results of about 1."""
     keys = jax.random.split(key, 4)

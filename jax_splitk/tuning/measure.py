@@ -112,7 +112,7 @@ class Bench:
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
-        draw = jax.jit(lambda key: self.operation.random_operands(problem, key))
+        draw = functools.partial(self.operation.random_operands, problem)
         keys = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
         # XLA takes seconds for it, as for its contestant: it compiles beside that.
         beside = concurrent.futures.ThreadPoolExecutor(1)
@@ -211,7 +211,7 @@ class Bench:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
         try:
-            found = [self._device_times(contestants, counts) for _ in range(rounds)]
+            found = self._device_times(contestants, counts, rounds)
         except Exception as error:
             _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
             return False
@@ -226,20 +226,24 @@ class Bench:
         wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
         return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
 
-    def _device_times(self, contestants: Sequence[Contestant], counts: Sequence[int]) -> list[float]:
-        """Microseconds a call of each contestant, all from one profile, in which pauses tell them apart: to start and
-        read a profile takes longer than what it shows."""
+    def _device_times(
+        self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
+    ) -> Sequence[Sequence[float]]:
+        """Of each round microseconds a call of each contestant, all from one profile, in which pauses tell them apart:
+        to start and read a profile takes longer than what it shows."""
 
         def work() -> None:
-            for contestant, count in zip(contestants, counts, strict=True):
+            for contestant, count in [*zip(contestants, counts, strict=True)] * rounds:
                 time.sleep(PAUSE_SECONDS)
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
         parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
-        if len(parts) != len(contestants):
-            raise RuntimeError(f"{len(parts)} bursts of {len(contestants)} candidates")
+        each = len(contestants)
+        if len(parts) != each * rounds:
+            raise RuntimeError(f"{len(parts)} bursts of {each} candidates in {rounds} rounds")
         busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
-        return [ns * 1e-3 / count / self.sets for ns, count in zip(busy, counts, strict=True)]
+        times = [ns * 1e-3 / count / self.sets for ns, count in zip(busy, [*counts] * rounds, strict=True)]
+        return [times[begin : begin + each] for begin in range(0, len(times), each)]
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""

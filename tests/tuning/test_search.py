@@ -13,6 +13,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.problems import random_operands
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute, toolchain
 from jax_splitk.runtime.plan import CustomCall
@@ -23,7 +24,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.measure import Bench
 from jax_splitk.tuning.options import Options
-from tests.problems import seeded
+from tests.problems import SEED, seeded
 from tests.tuning_cache import CPU, TINY, TUNES_THE_CPU, finish, key_of, lax_wgrad, operands, random_tiny, start, wgrad
 
 pytestmark = TUNES_THE_CPU
@@ -227,6 +228,19 @@ def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.Monke
     for result, expected, inputs in zip(got, ours.run(), bench._inputs, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(result, lax_wgrad(*inputs, TINY), rtol=1e-4, atol=1e-4)
+
+
+def test_operands_are_random_and_generators_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA compiles a generator for sizes up to the same power of two, not for each problem."""
+    wanted = (((3, 50), "bfloat16"), ((70, 2), "float32"), ((130,), "bfloat16"), ((0, 3), "bfloat16"))
+    first, second = jax.random.split(jax.random.key(SEED % 2**31))
+    found = random_operands.normals(wanted, first)
+    assert [(x.shape, x.dtype.name) for x in found] == list(wanted)
+    values = np.concatenate([np.asarray(x, np.float64).ravel() for x in found])
+    assert abs(values.mean()) < 0.3 and 0.8 < values.std() < 1.2 and len(set(values)) > 250
+    monkeypatch.delattr(jax.random, "normal")
+    (other, _) = random_operands.normals([((2, 200), "bfloat16"), ((129,), "float32")], second)
+    assert not np.isin(np.asarray(other, np.float64), values).all()
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------

@@ -191,6 +191,8 @@ def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> No
     assert gather.FAMILY.unmeasured_refusal(STEM) is None
     assert reason(56, 3, (64, 64), batch=8, dtype="float32") is None
     assert reason(112, 7, (8, 64), batch=64) is None
+    assert reason(64, 3, (320, 4), batch=16) is None
+    assert "320 input channels" in str(reason(64, 3, (320, 8), batch=16))
     assert "64 input channels" in str(reason(12, 3, (64, 64)))
     assert "not known to be faster" in str(reason(56, 3, (64, 64), batch=8, dtype="float32", stride=2))
 
