@@ -196,9 +196,11 @@ def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() 
 
 def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
     """By what was measured: see benchmarks/notes/dot.md."""
-    few, many = dataclasses.replace(LONG, m=1024, n=2048, k=50304), dataclasses.replace(LONG, m=8192, n=8192)
+    few, many = dataclasses.replace(LONG, m=1024, n=256, k=16384), dataclasses.replace(LONG, m=8192, n=8192)
     assert FAMILY.measurement_refusal(few) is None
     assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
+    long = dataclasses.replace(few, m=96, n=384, k=401408)
+    assert "it takes 90 us at the GPU's rates" in str(FAMILY.measurement_refusal(long))
     # What no GPU has shown.
     for unknown in ({"dtype": "float32"}, {"activation": "relu"}):
         assert FAMILY.measurement_refusal(dataclasses.replace(many, **unknown)) is None
