@@ -188,6 +188,18 @@ def test_the_search_does_not_refine_what_is_far_behind_xla(scripted: Any) -> Non
         assert (len(script.prepared) > len(first) + 1) is refines
 
 
+def test_steps_that_the_model_expects_to_be_slower_are_not_made(scripted: Any) -> None:
+    key = wide(generator(13))
+    estimate = lambda c: c.family.estimate(key.problem, c.config, key.target)  # noqa: E731
+    script = scripted(lambda c: 900.0 if c == XLA else 1e6 * estimate(c))  # as the model says
+    tuner.tune(key)
+    first = search.Search(key, 2**28, None, 1.0)._first_candidates()
+    (best, *_) = sorted(first, key=estimate)
+    steps = [c for c in script.prepared if c not in first and c != XLA]
+    assert all(estimate(c) <= search.SLOWER_STEP * estimate(best) for c in steps)
+    assert len(steps) < len(best.family.neighbours(key.problem, best.config, key.target))
+
+
 def test_what_is_within_the_noise_does_not_displace_the_prediction(scripted: Any) -> None:
     key = wide(generator(3))
     ranking = search.ranked(key)
