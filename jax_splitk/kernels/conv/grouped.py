@@ -184,32 +184,23 @@ def _smallest(p: ConvProblem) -> Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants; clocks are of one SM.
+class Costs(passes.BlockCosts):
+    """The cost model's constants.
 
     Attributes:
-      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
-      hbm_bytes_per_second: of device memory, by the channels of a box.
-      clock: a second.
       mma_clocks: of an m16n8k16.
       shared_clocks: of a warp's ldmatrix.
       issued: instructions of a clock.
       l2_bytes_per_clock: loaded and stored.
       step_clocks, chain_clocks: of a warp alone, for its barrier and first load, and for a product after another.
-      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
     """
 
-    launch_seconds: float
-    ramp_seconds: float
-    hbm_bytes_per_second: dict[int, float]
-    clock: float
     mma_clocks: float
     shared_clocks: float
     issued: float
     l2_bytes_per_clock: float
     step_clocks: float
     chain_clocks: float
-    shadow: float
 
 
 def _clocks(p: ConvProblem, config: Config, costs: Costs) -> dict[str, float]:

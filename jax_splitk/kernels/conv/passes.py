@@ -1,6 +1,7 @@
 """What families of forward passes and input gradients share: either is the forward pass of some convolution, with
 strides or with a dilated input."""
 
+import dataclasses
 import functools
 from typing import Any, TypeVar
 
@@ -14,6 +15,24 @@ MAX_SIZE = 2**24 - 1
 
 _Config = TypeVar("_Config")
 _Family = TypeVar("_Family", bound=Family[Any, Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCosts:
+    """Constants of a cost model that counts clocks of one SM.
+
+    Attributes:
+      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
+      hbm_bytes_per_second: of device memory, by the channels of a thread block's loads.
+      clock: a second.
+      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
+    """
+
+    launch_seconds: float
+    ramp_seconds: float
+    hbm_bytes_per_second: dict[int, float]
+    clock: float
+    shadow: float
 
 
 class Passes(CudaFamily[ConvProblem, _Config]):

@@ -207,23 +207,14 @@ def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants; clocks are of one SM.
+class Costs(passes.BlockCosts):
+    """The cost model's constants.
 
     Attributes:
-      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
-      hbm_bytes_per_second: of device memory, by the channels of a thread block.
-      clock: a second.
       latency_clocks: of a stage's loads.
-      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
     """
 
-    launch_seconds: float
-    ramp_seconds: float
-    hbm_bytes_per_second: dict[int, float]
-    clock: float
     latency_clocks: float
-    shadow: float
 
 
 class ToeplitzConv(passes.Passes[Config]):

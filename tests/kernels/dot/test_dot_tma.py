@@ -19,6 +19,7 @@ from tests import dots, emulator, tf32
 from tests.problems import seeded
 
 LONG = DotProblem(1, 128, 256, 65536, "bkm", "bkn", "bfloat16", "float32")
+SLIGHT = DotProblem(1, 16, 1280, 320, "bmk", "bkn", "bfloat16", "bfloat16")
 
 FLOAT32 = {"dtype": "float32", "lhs_order": "bmk", "rhs_order": "bnk"}
 
@@ -192,6 +193,8 @@ def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() 
     assert FAMILY.unmeasured_refusal(dataclasses.replace(LONG, k=16384)) is None
     for problem in (dataclasses.replace(LONG, m=8192, n=8192), dataclasses.replace(LONG, m=1024, n=2048, k=50304)):
         assert "was not measured" in str(FAMILY.unmeasured_refusal(problem))
+    assert "was not measured" in str(FAMILY.unmeasured_refusal(SLIGHT))
+    assert FAMILY.unmeasured_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
 
 
 def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
@@ -201,6 +204,8 @@ def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
     assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
     long = dataclasses.replace(few, m=96, n=384, k=401408)
     assert "it takes 90 us at the GPU's rates" in str(FAMILY.measurement_refusal(long))
+    assert "its reduction of 320 is short" in str(FAMILY.measurement_refusal(SLIGHT))
+    assert FAMILY.measurement_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
     # What no GPU has shown.
     for unknown in ({"dtype": "float32"}, {"activation": "relu"}):
         assert FAMILY.measurement_refusal(dataclasses.replace(many, **unknown)) is None
