@@ -83,13 +83,14 @@ def test_uncertainty_is_that_of_the_class_of_problems() -> None:
 
 def test_xlas_time_is_known_where_it_was_measured() -> None:
     """Of the problems of the suites, within the uncertainty that is said."""
-    found = [*records.shipped(DEFAULT_CUDA), *records.read([records.DATA / "dot_h200.jsonl"])]
+    products = [r for r in records.read([records.DATA / "dot_h200.jsonl"]) if r.kind == "suite"]
+    found = [*records.shipped(DEFAULT_CUDA), *products]
     errors = []
     for record in found:
         estimate = xla.estimate(record.problem, DEFAULT_CUDA)
         assert estimate is not None, record.problem
         errors.append(math.log(estimate.seconds * 1e6 / record.xla_us) / estimate.uncertainty)
-    assert len(found) == 28 + 28 + 16
+    assert len(products) == 16 and len(found) >= 28 + 28 + 16
     assert sum(abs(error) < 2 for error in errors) > 0.9 * len(errors)
 
 

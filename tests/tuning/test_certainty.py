@@ -58,16 +58,19 @@ def test_xla_is_preferred_where_it_is_faster_beyond_doubt(
     estimate = xla.estimate(LONG, DEFAULT_CUDA)
     assert estimate is not None
     equal = math.log(ours.times.us * 1e-6 / estimate.seconds)  # what makes XLA as fast as ours
-    faster = device(monkeypatch, tmp_path, equal - 0.4, 0.1)
+    doubt = math.hypot(estimate.uncertainty, 0.1)
+    faster = device(monkeypatch, tmp_path, equal - 1.2 * doubt, 0.1)
     choice = select(LONG, faster, Options())
     assert choice.candidate == XLA
     assert choice.why == (
-        f"the cost model predicts that XLA is faster (XLA {ours.times.us * math.exp(-0.4):.1f} us, "
+        f"the cost model predicts that XLA is faster (XLA {ours.times.us * math.exp(-1.2 * doubt):.1f} us, "
         f"{ours.candidate.name} {ours.times.us:.1f} us)"
     )
     # Not where it is doubtful, nor where ours were asked for.
-    assert select(LONG, device(monkeypatch, tmp_path, equal - 0.4, 0.5), Options()).candidate == ours.candidate
-    assert select(LONG, device(monkeypatch, tmp_path, equal - 0.1, 0.1), Options()).candidate == ours.candidate
+    doubtful = device(monkeypatch, tmp_path, equal - 1.2 * doubt, 2 * doubt)
+    assert select(LONG, doubtful, Options()).candidate == ours.candidate
+    nearly = device(monkeypatch, tmp_path, equal - 0.8 * doubt, 0.1)
+    assert select(LONG, nearly, Options()).candidate == ours.candidate
     assert select(LONG, faster, Options(implementation="cutlass")).candidate == ours.candidate
     assert select(LONG, faster, Options(config=ours.config)).candidate == ours.candidate
 
