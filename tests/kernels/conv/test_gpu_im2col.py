@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,17 @@ from tests.random_problems import OUT_DTYPES, device_plan
 pytestmark = pytest.mark.gpu
 
 LARGE = dataclasses.replace(IM2COL, draw=functools.partial(draw_im2col, scale=2))
-RANDOM, KERNELS = 500, 90  # of a pass
+RANDOM, KERNELS = 500, 150  # of a pass
+# What is rare among them, of problems and of configs, has a share of both.
+SHARE = 45, 20
+Wanted = tuple[Callable[[Any], bool], Callable[[Any], bool]]
+ANY: Wanted = (lambda p: True, lambda config: True)
+RARE: tuple[Wanted, ...] = (
+    (lambda p: im2col.shared_taps(p) > 1, lambda config: config.taps > 1),
+    (lambda p: p.feature_group_count > 1, ANY[1]),
+    (lambda p: max(p.window_strides) > 1, ANY[1]),
+    (lambda p: max(p.lhs_dilation) > 1, ANY[1]),
+)
 THREADS = 8  # XLA compiles what surrounds the kernels
 
 
@@ -29,13 +39,20 @@ THREADS = 8  # XLA compiles what surrounds the kernels
 def random_runs() -> list[tuple[Family, Any, Any]]:
     """Other ones in each run of the tests."""
 
-    def drawn(rng: np.random.Generator, kind: type[Any]) -> Iterator[tuple[Family, Any]]:
+    def drawn(rng: np.random.Generator, kind: type[Any], wanted: Callable[[Any], bool]) -> Iterator[tuple[Family, Any]]:
         while True:
             p = LARGE.random(rng, kind, most=8e8)
-            yield LARGE.of(p), p
+            if wanted(p):
+                yield LARGE.of(p), p
 
+    found = []
+    rest = (total - len(RARE) * share for total, share in zip((RANDOM, KERNELS), SHARE, strict=True))
+    shares = [(ANY, *rest), *((wanted, *SHARE) for wanted in RARE)]
     with seeded(85) as rng:
-        return [run for kind in BOTH for run in few_kernels.runs(drawn(rng, kind), rng, RANDOM, KERNELS)]
+        for kind in BOTH:
+            for (of_problem, of_config), count, most in shares:
+                found += few_kernels.runs(drawn(rng, kind, of_problem), rng, count, most, of_config)
+    return found
 
 
 def device_code() -> set[compiler.Source]:
@@ -53,7 +70,7 @@ def test_random_problems_are_of_every_kind() -> None:
         assert {p.dtype for p, _ in of} == {"bfloat16", "float16"} | floats
         assert {c.reduction for _, c in of} == {"none", "workspace", "cluster"}
         assert {im2col.row_bytes(p) for p, _ in of} == {32, 64, 128} and {c.tile_n for _, c in of} >= {16, 32, 64}
-        assert any(c.taps > 1 for _, c in of)
+        assert sum(c.taps > 1 for _, c in of) > RANDOM / 20
         assert sum(p.feature_group_count > 1 for p, _ in of) > RANDOM / 20
         for field in ("window_strides", "lhs_dilation", "rhs_dilation"):
             assert sum(max(getattr(p, field)) > 1 for p, _ in of) > RANDOM / 20, field
