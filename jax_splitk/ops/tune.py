@@ -101,7 +101,7 @@ def _tune_all(
     keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
     missing = decide.missing(keys, again)
-    with tuner.coming(missing), session().progress.run(len(missing), len(keys) - len(missing)) as run:
+    with tuner.coming(missing, budget), session().progress.run(len(missing), len(keys) - len(missing)) as run:
         for (key, limit), count in keys.items():
             tuned = functools.partial(decide.tuned, key, limit, budget, again)
             _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])

@@ -29,7 +29,7 @@ class Pool:
         self._urgent: dict[Hashable, _Job] = {}
         self._ahead: dict[Hashable, _Job] = {}
         self._threads = 0
-        self._spared = 0
+        self._spared: list[int] = []
         self._closed = False
 
     @property
@@ -83,14 +83,15 @@ class Pool:
 
     @contextlib.contextmanager
     def sparing(self, count: int) -> Iterator[None]:
-        """Leaves so many cores free, but for what somebody waits for, while the block runs."""
+        """Leaves so many cores free, but for what somebody waits for, while the block runs; where there are several,
+        as many as the most of them."""
         with self._lock:
-            self._spared += count
+            self._spared.append(count)
         try:
             yield
         finally:
             with self._lock:
-                self._spared -= count
+                self._spared.remove(count)
                 self._start()
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class Pool:
 
     def _room(self) -> int:
         """Threads that there may be for what is queued."""
-        return cores() if self._urgent else max(1, cores() - self._spared)
+        return cores() if self._urgent else max(1, cores() - max(self._spared, default=0))
 
     def _start(self) -> None:
         for _ in range(self._threads, min(self._room(), self._threads + self.queued)):

@@ -16,7 +16,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, disk, settings
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, decide
+from jax_splitk.tuning import agreement, decide, tuner
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
@@ -86,7 +86,7 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
         decides = options.config is None and tuned is None and session().measures(options)
         if measure and decides and (measured := decide.to_measure(key, limit)) is not None:
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
-                session().coming[measured, limit] = None
+                tuner.may_come(measured, limit)
             return
         candidate = select(problem, target, options).candidate
         if candidate != XLA and isinstance(plan := candidate.plan(problem), DevicePlan):

@@ -1,11 +1,10 @@
 """Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
 
-import dataclasses
 import functools
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,9 +23,6 @@ from jax_splitk.tuning.session import session
 _logger = logging.getLogger("jax_splitk")
 
 _ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
-
-# GPUs of one architecture: what is fastest on one of them is worth a try on another.
-_RELATIVES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
 
 
 class FrozenCacheMiss(RuntimeError):
@@ -149,11 +145,9 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
             return held
         _listen()
         old = next(store.found(key), (None, ""))[0]
-        # A relative's measurements say what to try first, and decide nothing.
-        relative = next(itertools.chain.from_iterable(map(store.found, _relatives(key))), (None, ""))[0]
         seconds = tuner.budget_seconds() if seconds is None else seconds
         with session().progress.measuring(key, seconds) as measured:
-            entry = flips.noted(old, tuner.tune(key, workspace_limit, old or relative, seconds))
+            entry = flips.noted(old, tuner.tune(key, workspace_limit, tuner.earlier(key), seconds))
             measured.append(entry)
         session().measured(key)
         if not store.save(entry):
@@ -171,14 +165,6 @@ def missing(asked: Iterable[tuple[Key, int]], again: bool) -> list[tuple[Key, in
     return [each for each in asked if again or not is_held(*each)]
 
 
-def _relatives(key: Key) -> Iterator[Key]:
-    """The keys of the same problem on other GPUs of the architecture with as many multiprocessors."""
-    if key.environment.device_kind in _RELATIVES:
-        for kind in _RELATIVES:
-            if kind != key.environment.device_kind:
-                yield dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind=kind))
-
-
 def _served(key: Key, workspace_limit: int) -> Found | None:
     """What is held for a representative of the problem, and holds for it, too."""
     return buckets.served(key, workspace_limit, lambda other: _held(other, workspace_limit))
@@ -190,8 +176,8 @@ def _listen() -> None:
     for a device's part."""
 
     def ended(event: str, duration_secs: float, **_: Any) -> None:
-        if event in _ENDS:
-            session().progress.lowered()
+        if event in _ENDS and session().progress.lowered():
+            tuner.give_up_ahead()
 
     jax.monitoring.register_event_duration_secs_listener(ended)
 

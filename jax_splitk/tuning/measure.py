@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,21 +24,24 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import profile
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
+from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
 # An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
-# Enough calls in one executable that the host, which takes about 0.1 ms to start it, keeps ahead of small kernels.
 MAX_INPUT_SETS = 24
-# XLA's own calls are fewer: it prepares each convolution by itself, cuDNN's plan included, for up to 0.2 s.
-XLA_INPUT_SETS = 4
-WARM_UP_CALLS = 3  # XLA records its command buffers in the first ones
+# Of one executable: XLA prepares each convolution in it by itself, cuDNN's plan included, for up to 0.2 s.
+CALLED_TOGETHER = 4
+WARM_UP_CALLS = 3  # the first ones load code
 ROUND_SECONDS = 3e-3
 DEVICE_ROUNDS = 3
-MAX_TRACED_CALLS = 480  # reading a trace takes longer than what it shows
+MAX_TRACED_CALLS = 96  # the host takes longer to start short ones than they do
 SCREENING_CALLS = 48
-PAUSE_SECONDS = 0.01  # twice as long as any within a contestant's calls, on a busy host too
+LOCK_SECONDS = 0.2
+# For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
+# profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
+WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -51,6 +55,8 @@ class Contestant:
     times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
     device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
     error: str | None = None  # why it failed while it was timed
+    module: str = ""  # as which the profiler knows it
+    warm_us: float = 0.0  # a call's part of the last warm-up, which the host may have held up
 
     @property
     def us(self) -> float:
@@ -58,6 +64,10 @@ class Contestant:
         if self.error is not None:
             return math.inf
         return float(np.median(self.device_times)) if self.device_times else min(self.times, default=math.inf)
+
+    @property
+    def is_timed(self) -> bool:
+        return bool(self.times or self.device_times)
 
     @property
     def spread(self) -> float:
@@ -113,20 +123,21 @@ class Bench:
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
         draw = functools.partial(self.operation.random_operands, problem)
-        keys = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
+        with self._device():
+            keys = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
+            self._inputs = jax.block_until_ready([draw(key) for key in keys])
         # XLA takes seconds for it, as for its contestant: it compiles beside that.
         beside = concurrent.futures.ThreadPoolExecutor(1)
-        self._compiled_reference = beside.submit(self._compile_reference, jax.eval_shape(draw, keys[0]))
+        self._compiled_reference = beside.submit(self._compile_reference)
         beside.shutdown(wait=False)
-        self._inputs = [draw(key) for key in keys]
 
     @usual_settings()
-    def _compile_reference(self, operands: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., jax.Array]:
+    def _compile_reference(self) -> Callable[..., jax.Array]:
         """XLA's float32 result, by whichever of its kernels: none of them is timed, which would disturb what is."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
-        options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if self.platform == "cuda" else {}
+        options = {**WITHOUT_GRAPHS, **({"xla_gpu_autotune_level": 0} if self.platform == "cuda" else {})}
         with jax.default_device(jax.local_devices()[0]):
-            lowered = jax.jit(lambda *operands: self.operation.reference(full, *operands)).lower(*operands)
+            lowered = jax.jit(lambda *operands: self.operation.reference(full, *operands)).lower(*self._inputs[0])
             return lowered.compile(compiler_options=options)
 
     @functools.cached_property
@@ -145,15 +156,15 @@ class Bench:
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
                 continue
-            wrong = _attempt(lambda c=candidate, run=outcome: self._on_device(c, lambda: self._check(run)))
+            wrong = _attempt(lambda c=candidate, made=outcome: self._on_device(c, lambda: self._check(made)))
             if wrong is None:
-                contestants.append(Contestant(candidate, outcome))
+                contestants.append(outcome)
             else:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
     @usual_settings()  # it runs in the threads of a pool
-    def _compile(self, candidate: Candidate, plan: Any) -> Callable[[], Any]:
+    def _compile(self, candidate: Candidate, plan: Any) -> Contestant:
         self._check_given_up()
         problem = self.problem
         if isinstance(plan, str):
@@ -167,15 +178,23 @@ class Bench:
         def every_set(inputs: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             return [one(*operands) for operands in inputs]
 
-        together = XLA_INPUT_SETS if candidate == XLA else self.sets
-        groups = [self._inputs[i : i + together] for i in range(0, self.sets, together)]
-        compiled = jax.jit(every_set).lower(groups[0]).compile()
-        return lambda: [result for group in groups for result in compiled(group)]
+        groups = [self._inputs[i : i + CALLED_TOGETHER] for i in range(0, self.sets, CALLED_TOGETHER)]
+        # A name of its own, by which a profile of several tells them apart.
+        every_set.__name__ = f"jax_splitk_{zlib.crc32(f'{problem} {candidate}'.encode()):08x}"
+        lowered = jax.jit(every_set).lower(groups[0])
+        # XLA times cuDNN's kernels.
+        with self._device() if candidate == XLA else contextlib.nullcontext():
+            compiled = lowered.compile(compiler_options=WITHOUT_GRAPHS)
+        run = lambda: [result for group in groups for result in compiled(group)]  # noqa: E731
+        return Contestant(candidate, run, module=f"jit_{every_set.__name__}")
 
-    def _check(self, run: Callable[[], Any]) -> str | None:
-        for _ in range(WARM_UP_CALLS - 1):
-            run()
-        error = float(_relative_error(run()[0], self._reference))
+    def _check(self, contestant: Contestant) -> str | None:
+        for _ in range(math.ceil((WARM_UP_CALLS - 1) * CALLED_TOGETHER / self.sets)):
+            contestant.run()
+        started = time.perf_counter()
+        results = jax.block_until_ready(contestant.run())
+        contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
+        error = float(_relative_error(results[0], self._reference))
         if error <= TOLERANCE[self.problem.out_dtype]:
             return None
         return f"differs from XLA's: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
@@ -187,7 +206,7 @@ class Bench:
                 if contestant.times and time.monotonic() > deadline:
                     return
                 if contestant.error is None:
-                    timed = _attempt(lambda c=contestant: self._on_device(c.candidate, lambda: self._round(c)))
+                    timed = _attempt(lambda c=contestant: self._alone(c))
                     if isinstance(timed, str):
                         contestant.error = timed
                     else:
@@ -205,8 +224,8 @@ class Bench:
 
     def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
-        is as large as the differences. A single round is of a few calls. False, and nothing changed, where there are
-        none (on the CPU, or while the user takes a profile)."""
+        is as large as the differences. A single round is of a few calls; a single contestant has one round. False, and
+        nothing changed, where there are none (on the CPU, or while the user takes a profile)."""
         if self.platform != "cuda" or not contestants:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
@@ -219,31 +238,50 @@ class Bench:
             contestant.device_times = list(times)
         return True
 
+    def _alone(self, contestant: Contestant) -> float:
+        """A round by the wall clock, while no other search holds the device."""
+        with self._device():
+            return self._on_device(contestant.candidate, lambda: self._round(contestant))
+
     def _calls(self, contestant: Contestant, rounds: int) -> int:
         """How often to run it while a profile is taken."""
+        us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
+        wanted = math.ceil(ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
         if rounds == 1:
-            return max(1, SCREENING_CALLS // self.sets)
-        wanted = math.ceil(ROUND_SECONDS / (contestant.us * 1e-6 * self.sets))
+            return max(1, min(wanted, SCREENING_CALLS // self.sets))
         return max(2, min(wanted, MAX_TRACED_CALLS // self.sets))
 
     def _device_times(
         self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
     ) -> Sequence[Sequence[float]]:
-        """Of each round microseconds a call of each contestant, all from one profile, in which pauses tell them apart:
-        to start and read a profile takes longer than what it shows."""
+        """Of each round microseconds a call of each contestant, all from one profile: to start and read one takes
+        longer than what it shows."""
+        together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
 
         def work() -> None:
-            for contestant, count in [*zip(contestants, counts, strict=True)] * rounds:
-                time.sleep(PAUSE_SECONDS)
+            for contestant, count in together:
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        parts = profile.bursts(profile.trace(work), PAUSE_SECONDS * 0.5e9)
+        with self._device():
+            events = profile.traced(work, profile.module_times)
+        turns = profile.turns(events, {contestant.module for contestant in contestants})
+        if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
+            raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
+        busy = [profile.busy_time((start, end) for _, start, end in events) for _, events in turns]
+        times = [ns * 1e-3 / count / self.sets for ns, (_, count) in zip(busy, together, strict=True)]
         each = len(contestants)
-        if len(parts) != each * rounds:
-            raise RuntimeError(f"{len(parts)} bursts of {each} candidates in {rounds} rounds")
-        busy = [profile.busy_time((start, end) for _, start, end in part) for part in parts]
-        times = [ns * 1e-3 / count / self.sets for ns, count in zip(busy, [*counts] * rounds, strict=True)]
         return [times[begin : begin + each] for begin in range(0, len(times), each)]
+
+    @contextlib.contextmanager
+    def _device(self) -> Iterator[None]:
+        """While the block runs, no other search times or draws anything, nor does XLA for one."""
+        device = session().device
+        while not device.acquire(timeout=LOCK_SECONDS):
+            self._check_given_up()
+        try:
+            yield
+        finally:
+            device.release()
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
@@ -251,6 +289,9 @@ class Bench:
         self.running = (candidate, time.monotonic())
         try:
             return work()
+        except Exception:
+            session().suspect = session().suspect or self.problem
+            raise
         finally:
             self.running = None
 
@@ -276,8 +317,8 @@ def _run(contestant: Contestant, repeats: int) -> None:
 
 
 def _whole_groups(sets: int) -> int:
-    """At least so many sets that XLA's calls share them evenly."""
-    return sets if sets <= XLA_INPUT_SETS else -(-sets // XLA_INPUT_SETS) * XLA_INPUT_SETS
+    """At least so many sets that calls share them evenly."""
+    return sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
 
 
 def _attempt(what: Callable[[], Any]) -> Any:
@@ -288,7 +329,7 @@ def _attempt(what: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"[:500] or type(error).__name__
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=WITHOUT_GRAPHS)
 def _relative_error(out: jax.Array, exact: jax.Array) -> jax.Array:
     """Norm of the difference over that of `exact`; the greatest number where that is zero. On the device, for an
     output may have hundreds of megabytes."""

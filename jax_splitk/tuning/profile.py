@@ -1,6 +1,6 @@
 """Device time from JAX's profiler: what ran on the GPU's streams, without the host in between."""
 
-import math
+import itertools
 import pathlib
 import re
 import tempfile
@@ -30,7 +30,9 @@ def traced(work: Callable[[], object], read: Callable[[pathlib.Path, int], list[
     """`trace`, by what `read` finds in the profile's files for a GPU."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    options.host_tracer_level = 1
+    options.host_tracer_level = 0
+    # The programs of every executable in the process: with 300 of them they take longer than all the rest.
+    options.enable_hlo_proto = False
     with tempfile.TemporaryDirectory(prefix="jax_splitk_trace_") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             work()
@@ -54,21 +56,25 @@ def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
                 yield from (event for event in line.events if not _HOST_COPIES.match(event.name))
 
 
-def bursts(events: Iterable[Event], pause_ns: float) -> list[list[Event]]:
-    """The events in the order of their starts, parted where the device was idle for longer than `pause_ns`."""
-    found: list[list[Event]] = []
-    reached = -math.inf
-    for event in sorted(events, key=lambda event: event[1:]):
-        if event[1] - reached > pause_ns:
-            found.append([])
-        found[-1].append(event)
-        reached = max(reached, event[2])
+def module_times(path: pathlib.Path, ordinal: int) -> list[Event]:
+    """`device_events`, with the module that each belongs to in place of its own name."""
+    found = []
+    for event in stream_events(path, ordinal):
+        module = next((str(value) for name, value in event.stats if name == "hlo_module"), "")
+        found.append((module, event.start_ns, event.end_ns))
     return found
+
+
+def turns(events: Iterable[Event], modules: Iterable[str]) -> list[tuple[str, list[Event]]]:
+    """The events of these modules in the order of their starts, as runs of one module each."""
+    wanted = set(modules)
+    ordered = sorted((event for event in events if event[0] in wanted), key=lambda event: event[1:])
+    return [(module, list(run)) for module, run in itertools.groupby(ordered, lambda event: event[0])]
 
 
 def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals: kernels that overlap (programmatic dependent launch) count once."""
-    total, reached = 0.0, -math.inf
+    total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

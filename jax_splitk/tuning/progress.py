@@ -182,10 +182,12 @@ class Progress:
         if (run := self._open.get(key)) is not None:
             run.tick()
 
-    def lowered(self, *, given_up: bool = False) -> None:
-        """What this thread was lowering is lowered."""
+    def lowered(self, *, given_up: bool = False) -> bool:
+        """What this thread was lowering is lowered. Whether that ends a run."""
         run = getattr(self._own, "run", None)
-        if run is not None and run.total is None:
-            self._own.run = None
-            if run.measured:
-                run.close(given_up)
+        if run is None or run.total is not None:
+            return False
+        self._own.run = None
+        if run.measured:
+            run.close(given_up)
+        return True

@@ -45,7 +45,6 @@ KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
-HOST_BOUND_US = 30  # below it a wall clock shows what the host takes to start the kernels
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
 LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
@@ -116,20 +115,20 @@ class Search:
             first = self._first_candidates()
             bench, xla = self._start(first)
             taken = self._prepare_first(bench, first)
-            bench.time([xla, *self.contestants], 3, self._deadline)
+            self._screen(bench, [xla, *self.contestants])
             self._tell()
-            host_bound = _fastest([xla, *self.contestants]).us < HOST_BOUND_US and time.monotonic() < self._deadline
-            screened = host_bound and bench.time_on_device(_working([xla, *self.contestants]), rounds=1)
-            self._refine(bench, taken, screened)
+            self._refine(bench, taken)
             finalists = self._time_finalists(bench, xla)
         if xla.error is not None:
-            if not self._context_is_lost(xla):
+            if not self._took_the_context(xla):
                 raise RuntimeError(f"XLA cannot compute it: {xla.error}")
             _logger.warning(
                 "%s: the device fails since a candidate did (%s); XLA is chosen. Start the process again",
                 *(self.key.problem, xla.error),
             )
             return self._entry(XLA, self.contestants)
+        if session().suspect == self.key.problem:
+            session().suspect = None  # whatever failed, the device goes on
         entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
@@ -192,23 +191,30 @@ class Search:
             if self.contestants and late:
                 break
             self.contestants += self._prepare(bench, first[i : i + self._at_once])
-            taken = max(taken, time.monotonic() - preparing)
             self._compile_steps(bench)
+            taken = max(taken, time.monotonic() - preparing)
         return taken
 
     def _compile_steps(self, bench: Bench) -> None:
         """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
         first round are prepared and timed."""
         if self.key.target.platform == "cuda":
-            bench.time([c for c in (self.xla, *self.contestants) if c is not None and not c.times], 1, self._deadline)
+            self._screen(bench, [c for c in (self.xla, *self.contestants) if c is not None])
             if (best := _fastest(_working(self.contestants))) is not None and self._may_win(best):
                 self._compile_ahead(self._neighbours(best.candidate))
+
+    def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
+        """Times those that are not timed yet: once by the profiler, where that can be, for the wall clock shows what
+        the host takes to start short kernels, and what other threads take from it."""
+        new = [contestant for contestant in contestants if not contestant.is_timed]
+        if new and not bench.time_on_device(_working(new), rounds=1):
+            bench.time(new, 3, self._deadline)
 
     def _may_win(self, best: Contestant) -> bool:
         """Whether steps from our fastest may be faster than XLA."""
         return self.xla is None or self.xla.error is not None or best.us <= GIVE_UP * self.xla.us
 
-    def _refine(self, bench: Bench, taken: float, screened: bool) -> None:
+    def _refine(self, bench: Bench, taken: float) -> None:
         """Steps to the neighbours of the fastest until none is faster, it is hopeless, or the time is over."""
         while self.contestants and time.monotonic() < self._deadline:
             started, best = time.monotonic(), _fastest(self.contestants)
@@ -219,9 +225,7 @@ class Search:
             if not new:
                 break
             joined = self._prepare(bench, new)
-            bench.time(joined, 3, self._deadline)
-            if screened:
-                bench.time_on_device(_working(joined), rounds=1)
+            self._screen(bench, joined)
             self.contestants += joined
             self._tell()
             if _fastest(self.contestants) is best and best.error is None:
@@ -255,10 +259,10 @@ class Search:
             bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
         return finalists
 
-    def _context_is_lost(self, xla: Contestant) -> bool:
-        """Whether XLA's operation, which had worked, fails because one of ours did before it."""
+    def _took_the_context(self, xla: Contestant) -> bool:
+        """Whether XLA's operation, which had worked, fails because one of ours did before it, and no other search's."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
-        return failed and "RESOURCE_EXHAUSTED" not in str(xla.error)
+        return failed and session().suspect == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
     def entry_without(self, stuck: Candidate) -> Entry:
         """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""
@@ -266,21 +270,21 @@ class Search:
         if self.xla is None or stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
         self.failures.append(Measurement(stuck, None, error))
-        timed = [c for c in self.contestants if c.times and c.error is None and c.candidate != stuck]
-        choice = decide(timed, self.xla, self._predicted) if self.xla.times else self.xla
+        timed = [c for c in self.contestants if c.is_timed and c.error is None and c.candidate != stuck]
+        choice = decide(timed, self.xla, self._predicted) if self.xla.is_timed else self.xla
         return self._entry(choice.candidate, timed)
 
     def unfinished(self) -> Entry | None:
         """What was measured until now, as an entry that no search is spared for; None before anything was."""
-        timed = [c for c in list(self.contestants) if c.times and c.error is None]
-        if self.xla is None or not self.xla.times or not timed:
+        timed = [c for c in list(self.contestants) if c.is_timed and c.error is None]
+        if self.xla is None or not self.xla.is_timed or not timed:
             return None
         choice = decide(timed, self.xla, self._predicted).candidate
         return dataclasses.replace(self._entry(choice, timed), workspace_limit_bytes=0)
 
     def _entry(self, choice: Candidate, contestants: list[Contestant]) -> Entry:
-        timed = [c for c in contestants if c.times or c.error is not None]
-        if self.xla is not None and self.xla.times and self.xla.error is None:
+        timed = [c for c in contestants if c.is_timed or c.error is not None]
+        if self.xla is not None and self.xla.is_timed and self.xla.error is None:
             timed.insert(0, self.xla)
         measurements = (*map(_measurement, timed), *self.failures)
         metadata = _metadata(time.monotonic() - self._started, len(self.tried))

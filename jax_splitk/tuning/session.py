@@ -46,13 +46,15 @@ class Session:
     """The tuning of one process; safe to use from several threads.
 
     Attributes:
-      turn: held by whoever measures: measurements must not disturb each other, and threads that miss the same problem
-        at once measure it once.
-      search: the latest search and its thread, which may have been left behind.
+      turn: held by whoever waits for a measurement: threads that miss the same problem at once measure it once.
+      device: held while a search times something on the device, or XLA does for one: nothing may disturb it.
+      searches: those that are under way, or whose entries nobody has taken yet.
+      left: those that were given up, whose threads may not have ended.
+      suspect: the problem of a candidate that failed as it ran, after which nothing else may have worked.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
       untold: warnings of what was begun ahead of a lowering, which says them.
       looking_on: for each thread, whether its trace is only looked at.
-      coming: what may be measured next: keys and the callers' limits.
+      coming: what may be measured next: keys and the callers' limits, with what is known of it.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
       progress: what the user sees of it.
@@ -61,12 +63,15 @@ class Session:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
+        self.device = threading.Lock()
         self.progress = Progress()
-        self.search: tuple[Any, threading.Thread] | None = None
+        self.searches: dict[tuple[Key, int], Any] = {}
+        self.left: list[Any] = []
+        self.suspect: Problem | None = None
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.untold: list[str] = []
         self.looking_on = threading.local()
-        self.coming: collections.OrderedDict[tuple[Key, int], None] = collections.OrderedDict()
+        self.coming: dict[tuple[Key, int], Any] = {}
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
         self.alone: set[str] = set()

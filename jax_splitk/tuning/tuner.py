@@ -1,4 +1,7 @@
-"""A search in a thread that is watched: `tune`.
+"""Searches in threads that are watched: `tune`.
+
+While one is waited for, those that come next are under way: one compiles while another holds the device, which is one's
+at a time.
 
 A candidate that raises, or computes something else than XLA, is recorded and passed over. Two failures end the search,
 because they take the device from the whole process: a kernel that does not come back, which nobody can stop and behind
@@ -8,9 +11,10 @@ program works when it is started again.
 """
 
 import atexit
-import collections
 import concurrent.futures
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -23,7 +27,7 @@ from jax_splitk.tuning import agreement, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import usual_settings
+from jax_splitk.tuning.measure import ROTATED_BYTES, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import Search
 from jax_splitk.tuning.session import session
@@ -32,11 +36,58 @@ _logger = logging.getLogger("jax_splitk")
 
 _WATCH_SECONDS = 0.2
 _MEASUREMENTS_CORES = 2  # that no compilation takes from it, unless it waits for that
+_AT_ONCE = 4  # searches at most, of which one holds the device
+_CORES_EACH = 4  # at least: on a few cores they would only take them from each other
+_OPERANDS_BYTES = 4 * 2**30  # at most of searches under way, roughly, unless there is only one
+_LEAVE_SECONDS = 2.0  # in which a search that was given up lets go of the device
+
+# GPUs of one architecture: what is fastest on one of them is worth a try on another.
+_RELATIVES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
+
+
+@dataclasses.dataclass
+class Running:
+    """A search in its thread.
+
+    Attributes:
+      result: its entry.
+      awaited: whether somebody waits for it.
+    """
+
+    search: Search
+    limit: int
+    thread: threading.Thread
+    result: concurrent.futures.Future[Entry]
+    awaited: bool = False
+
+
+@dataclasses.dataclass
+class Coming:
+    """What is known of a key that may be measured next: the budget (None for the default), and whether its first
+    candidates are compiling."""
+
+    seconds: float | None = None
+    compiling: bool = False
 
 
 def budget_seconds() -> float:
     """`JAX_SPLITK_TUNE_BUDGET_S`, seconds for one problem; 10 by default. Raises ValueError unless positive."""
     return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S")
+
+
+def earlier(key: Key) -> Entry | None:
+    """An entry whose candidates take part in a search: the key's own, else a relative's, whose measurements say what to
+    try first and decide nothing."""
+    found = itertools.chain.from_iterable(map(store.found, (key, *_relatives(key))))
+    return next(found, (None, ""))[0]
+
+
+def _relatives(key: Key) -> Iterator[Key]:
+    """The keys of the same problem on other GPUs of the architecture with as many multiprocessors."""
+    if key.environment.device_kind in _RELATIVES:
+        for kind in _RELATIVES:
+            if kind != key.environment.device_kind:
+                yield dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind=kind))
 
 
 def tune(
@@ -50,7 +101,7 @@ def tune(
     Args:
       key: what to decide, for the local device.
       workspace_limit: bytes that a candidate's workspace may have.
-      old: an earlier entry for the key; its best candidates take part again.
+      old: an earlier entry (`earlier`); its best candidates take part again.
       seconds: time budget; None for `budget_seconds()`. Compilation of the first candidates may exceed it.
 
     Raises:
@@ -62,8 +113,37 @@ def tune(
     missing = toolchain.unavailable() if key.target.platform == "cuda" else None
     if missing is not None:
         raise toolchain.CompilerUnavailable(missing)
-    if _wait_for_the_last() is not None:
+    if _wait_for_those_left() is not None:
         raise RuntimeError("an earlier measurement has not come back; the process must be started again")
+    searches = session().searches
+    session().coming.pop((key, workspace_limit), None)
+    try:
+        running = searches.get((key, workspace_limit)) or _begin(key, workspace_limit, old, seconds)
+        running.awaited = True
+        with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
+            running.search.compile_first()
+        while not running.result.done():
+            _look_ahead()
+            concurrent.futures.wait([running.result], _WATCH_SECONDS)
+            session().progress.tick(key)
+            if (found := _stuck()) is not None:
+                return _without(*found, awaited=running)
+        running.thread.join()  # it lets go of executables, in native code: see `_leave`
+        del searches[key, workspace_limit]
+        return running.result.result()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        _forget_coming()
+        for each in list(searches.values()):
+            _give_up(each)
+        if isinstance(error, RuntimeError):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | None) -> Running:
     search = Search(key, workspace_limit, old, budget_seconds() if seconds is None else seconds)
     result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
 
@@ -75,95 +155,137 @@ def tune(
             result.set_exception(error)
 
     thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
-    session().search = (search, thread)
-    try:
-        thread.start()
-        _compile_ahead(search, workspace_limit)
-        while not result.done():
-            concurrent.futures.wait([result], _WATCH_SECONDS)
-            session().progress.tick(key)
-            if (stuck := search.stuck()) is not None and not result.done():
-                return _without(search, stuck)
-        thread.join()  # it lets go of executables, in native code: see `_leave`
-        session().search = None
-        return result.result()
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
-        if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        search.given_up.set()
-        _forget_coming()
-        if not result.done() and (entry := search.unfinished()) is not None:
-            store.save(entry)
-        if isinstance(error, RuntimeError):
-            raise KeyboardInterrupt from error
-        raise
+    running = session().searches[key, workspace_limit] = Running(search, workspace_limit, thread, result)
+    thread.start()
+    return running
 
 
-def _compile_ahead(search: Search, workspace_limit: int) -> None:
-    """Begins to compile what this search will ask for, and the first candidates of the next problem, and of more until
-    there is enough to do for every core while this one is measured. It is done now, while the search waits for XLA:
-    later Python that runs beside it would disturb the measurement."""
-    if search.key.target.platform != "cuda":
-        return
-    coming = session().coming
-    coming.pop((search.key, workspace_limit), None)
+def _look_ahead() -> None:
+    """Begins the searches of the next problems, and after that to compile the first candidates of more of them until
+    there is enough to do for every core."""
+    coming, searches = session().coming, session().searches
     with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
-        search.compile_first()
-        enough = False
-        while coming and not enough:
-            (key, limit), _ = coming.popitem(last=False)
-            Search(key, limit, None, 0.0).compile_first()
-            enough = compiler.pool.queued >= 2 * cores()
+        while coming and _has_room(key_and_limit := next(iter(coming))):
+            seconds = coming.pop(key_and_limit).seconds
+            if key_and_limit not in searches:
+                _begin(*key_and_limit, earlier(key_and_limit[0]), seconds).search.compile_first()
+        for (key, limit), next_one in list(coming.items()):
+            if compiler.pool.queued >= 2 * cores():
+                break
+            if not next_one.compiling:
+                next_one.compiling = True
+                Search(key, limit, None, 0.0).compile_first()
+
+
+def _has_room(key_and_limit: tuple[Key, int]) -> bool:
+    """Whether another search may begin beside those under way."""
+    under_way = [key for (key, _), running in session().searches.items() if not running.result.done()]
+    held = sum(map(_operands_bytes, (*under_way, key_and_limit[0])))
+    return len(under_way) < min(_AT_ONCE, cores() // _CORES_EACH) and held <= _OPERANDS_BYTES
+
+
+def _operands_bytes(key: Key) -> int:
+    """Roughly, of a search's operands and results."""
+    return 2 * max(ROTATED_BYTES[key.target.platform], 2 * key.problem.bytes_moved)
 
 
 @contextlib.contextmanager
-def coming(keys: Iterable[tuple[Key, int]]) -> Iterator[None]:
-    """While the block runs, keys and limits that it asks for, in this order: the next ones' kernels are compiled while
-    one is measured."""
+def coming(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
+    """While the block runs, keys and limits that it asks for, in this order, with a budget for each: the next ones are
+    searched, and kernels compiled, while one is waited for."""
     here = not agreement.needed()  # in a job the others must not disturb process 0
-    session().coming = collections.OrderedDict.fromkeys(k for k in keys if here and k[0].target.platform == "cuda")
+    session().coming = {k: Coming(seconds) for k in keys if here and k[0].target.platform == "cuda"}
     try:
         yield
     finally:
         _forget_coming()
 
 
+def may_come(key: Key, workspace_limit: int) -> None:
+    """Takes note that a lowering may ask for it."""
+    session().coming.setdefault((key, workspace_limit), Coming())
+
+
 def _forget_coming() -> None:
-    session().coming.clear()
+    session().coming = {}
+    give_up_ahead()
     compiler.pool.drop_ahead()
 
 
-def _without(search: Search, stuck: Candidate) -> Entry:
-    """The entry where a candidate does not come back."""
+def give_up_ahead() -> None:
+    """Ends the searches that nobody waits for, and lets the device be free of them."""
+    ahead = [running for running in list(session().searches.values()) if not running.awaited]
+    for running in ahead:
+        _give_up(running)
+    for running in ahead:
+        running.thread.join(_LEAVE_SECONDS)
+
+
+def _give_up(running: Running) -> None:
+    """Ends a search that was not waited for, or not to the end; what it has measured is stored."""
+    running.search.given_up.set()
+    session().searches.pop((running.search.key, running.limit), None)
+    session().left.append(running)
+    if running.result.done():
+        entry = None if running.result.exception() else running.result.result()
+    else:
+        entry = running.search.unfinished()
+    if entry is not None:
+        store.save(entry)
+
+
+def _stuck() -> tuple[Running, Candidate] | None:
+    """A search whose candidate does not come back, and nothing else that waits for the device."""
+    for running in list(session().searches.values()):
+        if (stuck := running.search.stuck()) is not None and not running.result.done():
+            return running, stuck
+    return None
+
+
+def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
+    """The entry where a candidate does not come back: if it is another search's, that is stored, and RuntimeError."""
+    search = running.search
+    others = [other for other in session().searches.values() if other is not running]
     search.given_up.set()
+    session().searches.clear()
+    session().left += [running, *others]
+    for other in others:
+        other.search.given_up.set()
     entry = search.entry_without(stuck)
     _logger.warning(
         "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
         "it: start the process again",
         *(search.key.problem, stuck, search.failures[-1].error, entry.choice),
     )
+    if running is not awaited:
+        store.save(entry)
+        raise RuntimeError("a measurement beside it does not come back; the process must be started again")
     return entry
 
 
-def _wait_for_the_last() -> Candidate | None:
-    """Waits until the latest search has ended, if that was given up; what does not come back, if it never will."""
-    search, thread = session().search or (None, None)
-    while search is not None and thread is not None and thread.is_alive():
-        if (stuck := search.stuck()) is not None:
+def _wait_for_those_left() -> Candidate | None:
+    """Waits until the searches that were given up have ended; what does not come back, if it never will."""
+    left = session().left
+    while left:
+        if not left[0].thread.is_alive():
+            left.pop(0)
+        elif (stuck := next((s for one in left if (s := one.search.stuck()) is not None), None)) is not None:
             return stuck
-        thread.join(_WATCH_SECONDS)
-    session().search = None
+        else:
+            left[0].thread.join(_WATCH_SECONDS)
     return None
 
 
 @atexit.register
 def _leave() -> None:
-    """Waits for a search that was given up: a thread that comes back from native code while the interpreter ends aborts
-    the process."""
+    """Waits for searches that were given up: a thread that comes back from native code while the interpreter ends
+    aborts the process."""
     try:
-        if (left := session().search) is not None:
-            left[0].given_up.set()
-            _wait_for_the_last()
+        for running in list(session().searches.values()):
+            running.search.given_up.set()
+            session().left.append(running)
+        for running in session().left:
+            running.search.given_up.set()
+        _wait_for_those_left()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)

@@ -284,7 +284,8 @@ def test_there_is_only_so_much_ahead(
     searches.during = during
     with tuner.coming((key, LIMIT) for key in KEYS):
         tuner.tune(KEYS[0])
-        assert [key for key, _ in session.session().coming] == KEYS[2:]
+        waiting = [key for (key, _), one in session.session().coming.items() if not one.compiling]
+        assert waiting and waiting == KEYS[-len(waiting) :]
         assert compiler.pool.queued > 0
     assert compiler.pool.queued == 0, "what has not begun is dropped at the end"
     ended.set()
@@ -333,7 +334,7 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
     first = one._first_candidates()
     fastest = next(c for c in first if {n.plan(key.problem).source for n in one._neighbours(c)} - first_kernels(key))
     bench = Bench.__new__(Bench)
-    bench.problem, bench.given_up = key.problem, one.given_up
+    bench.problem, bench.platform, bench.given_up = key.problem, "cpu", one.given_up
     prepared: list[Candidate] = []
 
     def prepare(candidates: list[Candidate]) -> tuple[list[Contestant], list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_splitk.tuning import measure, profile
+from jax_splitk.tuning import profile, session
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
 from tests.tuning_cache import TINY
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tu
 
 def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     def event(name: str, start: float, end: float) -> Any:
-        return types.SimpleNamespace(name=name, start_ns=start, end_ns=end)
+        stats = [("hlo_op", "custom-call"), ("hlo_module", f"jit_{name}")] if name != "reduce" else []
+        return types.SimpleNamespace(name=name, start_ns=start, end_ns=end, stats=stats)
 
     def plane(name: str, **lines: list[Any]) -> Any:
         found = [types.SimpleNamespace(name=line, events=events) for line, events in lines.items()]
@@ -35,13 +36,14 @@ def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch
     data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", data)
     assert profile.device_events(tmp_path, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.5, 2.5)]
+    assert profile.module_times(tmp_path, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.5, 2.5)]
 
 
-def test_pauses_part_what_ran() -> None:
-    a, b, c, d = ("main", 3.0, 90.0), ("reduce", 5.0, 7.0), ("main", 99.0, 100.0), ("main", 111.0, 112.0)
-    assert profile.bursts([d, b, c, a], 10.0) == [[a, b, c], [d]]
-    assert profile.bursts([d, b, c, a], 11.0) == [[a, b, c, d]]
-    assert profile.bursts([], 1.0) == []
+def test_turns_are_told_apart_by_their_modules() -> None:
+    a, b, c, d = ("one", 3.0, 90.0), ("other", 105.0, 107.0), ("one", 99.0, 100.0), ("one", 111.0, 112.0)
+    beside = [("user's", 1.0, 2.0), ("user's", 95.0, 97.0), ("", 106.0, 106.5)]
+    assert profile.turns([d, *beside, b, c, a], ["one", "other"]) == [("one", [a, c]), ("other", [b]), ("one", [d])]
+    assert profile.turns(beside, ["one"]) == []
 
 
 class FakeDevice:
@@ -50,28 +52,24 @@ class FakeDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[tuple[str, float]] = []
         self.profiles = 0
-        monkeypatch.setattr(profile, "trace", self.trace)
-        monkeypatch.setattr(measure, "PAUSE_SECONDS", 1e-6)
+        monkeypatch.setattr(profile, "traced", self.traced)
 
-    def contestant(self, name: str, us: float, pause_us: float = 0.0) -> Contestant:
+    def contestant(self, name: str, us: float, beside: str = "") -> Contestant:
         def run() -> None:
             self.ran.append((name, us))
-            if pause_us:
-                self.ran.append(("", pause_us))
+            if beside:
+                self.ran.append((beside, us / 2))
 
-        return Contestant(Candidate(name), run, [us])
+        return Contestant(Candidate(name), run, module=name, warm_us=us)
 
-    def trace(self, work: Callable[[], None]) -> list[profile.Event]:
+    def traced(self, work: Callable[[], None], _: Any) -> list[profile.Event]:
+        assert session.session().device.locked()
         self.profiles += 1
         self.ran.clear()
         work()
-        events: list[profile.Event] = []
-        now, last = 0.0, ""
+        now, events = 0.0, []
         for name, us in self.ran:
-            now += 1e3 * us if not name else 1e6 if name != last else 0.0
-            if name:
-                events.append((name, now, now := now + 1e3 * us))
-            last = name or last
+            events.append((name, now, now := now + 1e3 * us))
         return events
 
     def bench(self) -> Bench:
@@ -93,12 +91,21 @@ def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> N
     assert device.profiles == 1 + 1
     # Short ones are called more often, none less than twice in a round, and a profile stays readable.
     calls = [[name for name, _ in device.ran].count(name) for name in times]
-    assert calls == [3 * 429, 3 * 11, 3 * 2]
+    assert calls == [3 * 96, 3 * 11, 3 * 2]
+    assert device.bench().time_on_device(contestants[:1])
+    assert contestants[0].device_times == [pytest.approx(7.0)]
+
+
+def test_what_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    contestants = [device.contestant("a", 7.0, beside="of another search"), device.contestant("b", 9.0, beside="")]
+    assert device.bench().time_on_device(contestants)
+    assert [c.us for c in contestants] == [pytest.approx(7.0), pytest.approx(9.0)]
 
 
 def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
-    contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, pause_us=20.0)]
+    contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, beside="a")]
     assert not device.bench().time_on_device(contestants, rounds=1)
     assert not device.bench().time_on_device(contestants)
     assert [c.device_times for c in contestants] == [[], []]
