@@ -20,7 +20,7 @@ from jax_splitk.runtime import source as device_source
 from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam, Pointer, TiledMap
 
 _FOLDER = pathlib.Path(__file__).parent
-_HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "launch.h")
+_HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "async.h", "launch.h")
 # A block's variables are its own, not those of another library in which they have the same name.
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
@@ -135,8 +135,10 @@ def _bytes(
 
 def _text(plan: DevicePlan) -> str:
     """The device source as C++, without its headers, and a table of the kernels."""
-    ptx = device_source._file_text("device/ptx.cuh")
-    text = plan.source.text().replace(ptx, "")
+    text = plan.source.text()
+    for header in ("ptx", "async"):
+        own = device_source._file_text(f"device/{header}.cuh")
+        text = text.replace(re.sub(r'^#include ".*"$', "", own, flags=re.MULTILINE), "")
     text = re.sub(r"^#include <.*>$", "", text, flags=re.MULTILINE)
     text = re.sub(r"__shared__ (alignas\(\d+\)) ", r"\1 __shared__ ", text)
     text = re.sub(r"^  (constexpr uint16_t \w+\[16\] =)", r"  static \1", text, flags=re.MULTILINE)

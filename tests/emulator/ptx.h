@@ -1,5 +1,8 @@
 // Stands for kernels/device/ptx.cuh: the same functions.
 
+template <bool CONDITION, class A, class B>
+using conditional_t = std::conditional_t<CONDITION, A, B>;
+
 namespace emulator {
 
 // Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
@@ -95,9 +98,22 @@ inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1, SITE) {
 inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4], SITE) {
   emulator::store_matrices<true>(address, v, site);
 }
+// d += a * b of 16x16 and 16x8 elements, by a warp.
 template <class Element>
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  cute::mma_m16n8k16<Element>(d, a, b, d);
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const int lane = emulator::self->number % 32;
+  const auto given = emulator::exchange(~0u, {a[0], a[1], a[2], a[3], b[0], b[1]}, "mma");
+  const auto half = [](uint32_t word, int i) { return float(bits_as<Element>(uint16_t(word >> 16 * i))); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t* of_a = given[row % 8 * 4 + k % 8 / 2];
+      const uint32_t* of_b = given[column * 4 + k % 8 / 2];
+      sum += half(of_a[row / 8 + k / 8 * 2], k % 2) * half(of_b[4 + k / 8], k % 2);
+    }
+    d[i] += sum;
+  }
 }
 
 inline void store_global_if(bool condition, float* to, float x, SITE) {
@@ -128,42 +144,6 @@ inline void prefetch_tensor_map(const void*) {}
 inline void discard_l2(const void* line) { std::memset(const_cast<void*>(line), 0xff, 128); }
 inline void fence_async_global() {}
 
-template <int BYTES>
-inline void copy_async(uint32_t to, const void* from, int bytes, SITE) {
-  emulator::count("cp.async from global", BYTES, from, site, bytes > 0);
-  emulator::count("cp.async to shared", BYTES, to, site);
-  uint8_t* target = emulator::pointer(to);
-  emulator::self->copies.push_back([=] { std::memset(target, 0, BYTES), std::memcpy(target, from, bytes); });
-}
-inline void commit_copies() {
-  emulator::self->groups.push_back(std::move(emulator::self->copies));
-  emulator::self->copies.clear();
-}
-// What has not been waited for has not come.
-template <int PENDING>
-inline void wait_copies() {
-  auto& groups = emulator::self->groups;
-  for (; groups.size() > PENDING; groups.pop_front()) {
-    for (auto& copy : groups.front()) copy();
-  }
-}
-inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
-  uint8_t* target = emulator::pointer(to);
-  emulator::Barrier* counts = &emulator::barrier(barrier);
-  emulator::later([=] { std::memcpy(target, from, bytes), counts->complete(bytes); });
-}
-
-inline void wait(uint32_t barrier, uint32_t phase) {
-  emulator::wait_phase(emulator::barrier(barrier), phase, "mbarrier");
-}
-template <bool REMOTE = false>
-inline void arrive_if(bool condition, uint32_t barrier) {
-  if (condition) emulator::barrier(barrier).arrive();
-}
-template <int THREADS, int BARRIER>
-inline void sync_threads() {
-  emulator::sync(100 + BARRIER, THREADS, "sync_threads");
-}
 inline void fence_compiler() {}
 inline void launch_dependent_grids() {}
 inline void wait_on_dependent_grids() {}

@@ -62,9 +62,9 @@ __device__ inline void produce(const Args& g, const Element* x, uint32_t stages,
     pipeline.wait_empty(at);
     load_x(g, x, stages + at.stage * STAGE_BYTES, tile_at(g, tile), 0);
     if constexpr (X_ASYNC) {
-      cutlass::arch::cpasync_barrier_arrive_noinc(&pipeline.full[at.stage]);
+      Barrier::arrive_after_copies(&pipeline.full[at.stage]);
     } else {
-      EmptyBarrier::arrive(&pipeline.full[at.stage]);
+      Barrier::arrive(&pipeline.full[at.stage]);
     }
   }
 }
@@ -205,7 +205,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 __device__ inline void consume(const Args& g, const Element* w, uint32_t weights, uint32_t stages,
                                uint32_t turns, Pipeline<STAGES>& pipeline, int k0, Output* out) {
   load_weights(g, w, weights, k0);
-  cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
+  fence_async_shared();  // WGMMA reads what was stored here
   sync_threads<CONSUMER_THREADS, 1>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - PRODUCERS / 32;
   const int first = warp / 4 * 64 * BLOCKS + warp % 4 * 16;  // the warp's rows of its first block
@@ -249,14 +249,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const uint32_t weights = aligned_address(raw), stages = weights + WEIGHT_BYTES;
   if (threadIdx.x == 0) {
     pipeline.init(PRODUCERS, 4 * CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < PRODUCERS) {
-    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    lower_registers<PRODUCER_REGS>();
     produce(g, x, stages, pipeline);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    raise_registers<CONSUMER_REGS>();
     consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, blockIdx.y * TILE_N, out);
   }
 }

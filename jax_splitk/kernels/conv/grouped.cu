@@ -280,7 +280,7 @@ struct Target {
 
 // 4 neighbouring values as one access.
 __device__ inline void store_values(Output* to, float v0, float v1, float v2, float v3) {
-  using Bits = cute::conditional_t<sizeof(Output) == 2, uint2, uint4>;
+  using Bits = conditional_t<sizeof(Output) == 2, uint2, uint4>;
   const Vec<Output, 4> result = converted<Output>({v0, v1, v2, v3});
   *reinterpret_cast<Bits*>(to) = reinterpret_cast<const Bits&>(result);
 }
@@ -403,13 +403,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw), weights = stages + STAGES * STAGE_BYTES;
   const int warp = warp_index();
-  if (warp == WARPS && cute::elect_one_sync()) {
+  if (warp == WARPS && elect_one()) {
     pipeline.init(1, WARPS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   }
   __syncthreads();
   if (warp == WARPS) {
-    if (cute::elect_one_sync()) produce(x_map, g, stages, pipeline);
+    if (elect_one()) produce(x_map, g, stages, pipeline);
     return;
   }
   stage_weights(w, weights);

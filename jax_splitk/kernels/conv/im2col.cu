@@ -69,10 +69,10 @@ struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
     return tap / TAPS * PIXELS_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
   }
 };
-using Weight = cute::conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
-                                   Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
-using A = cute::conditional_t<SWAP, Weight, Pixels>;
-using B = cute::conditional_t<SWAP, Pixels, Weight>;
+using Weight = conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
+                             Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
+using A = conditional_t<SWAP, Weight, Pixels>;
+using B = conditional_t<SWAP, Pixels, Weight>;
 
 // A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
@@ -212,18 +212,18 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   int tap = on_w.tap + block.tap.w * g.tap_step.w;
   uint8_t* to = shared_pointer(a);
 #if AXES == 1
-  cute::SM90_TMA_LOAD_IM2COL_3D::copy(&a_map, full, to, c, l.window.w, l.n, w);
+  load_im2col(&a_map, full, to, c, l.window.w, l.n, w);
 #else
   const auto& on_h = g.on_h[tile.residue.h];
   const uint16_t h = on_h.offset + block.tap.h * g.step.h;
   tap += on_h.tap + block.tap.h * g.tap_step.h;
 #if AXES == 2
-  cute::SM90_TMA_LOAD_IM2COL_4D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
+  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
   const auto& on_d = g.on_d[tile.residue.d];
   const uint16_t d = on_d.offset + block.tap.d * g.step.d;
   tap += on_d.tap + block.tap.d * g.tap_step.d;
-  cute::SM90_TMA_LOAD_IM2COL_5D::copy(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
+  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
 #endif
 #endif
 #endif
@@ -253,11 +253,11 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
                                Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int count) {
-  const bool lead = !FIRST || cute::elect_one_sync();
+  const bool lead = !FIRST || elect_one();
   Position at;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
+    if constexpr (!FIRST) Barrier::wait(&pipeline.empty[at.stage], at.phase);
     if (lead) {
       uint64_t* full = pipeline.expect(at, LOAD_BYTES);
       load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
@@ -309,9 +309,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   // The producer does not wait for the others: what it needs, it starts itself.
   if (warp == 0) {
     loads = loads_of(g, tile, split);
-    if (cute::elect_one_sync()) {
+    if (elect_one()) {
       pipeline.init(1, CONSUMERS);
-      cutlass::arch::fence_barrier_init();
+      fence_barrier_init();
     }
     produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(count, STAGES));
   }
@@ -324,13 +324,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
   __syncthreads();
   if (warp < 4) {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp == 0 && cute::elect_one_sync()) {
+    if constexpr (SHARE_REGISTERS) lower_registers<PRODUCER_REGS>();
+    if (warp == 0 && elect_one()) {
       produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, count - STAGES);
     }
     join_cluster();
   } else {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
     const auto block_of = [=](uint32_t stage, int m) {

@@ -33,8 +33,8 @@ struct FilterPart {
   const bool is_there = part.row < g.filter_rows;
   const int t = is_there ? part.row / g.kernel_h : 0, r = is_there ? part.row - t * g.kernel_h.value : 0;
   const int element = is_there ? part.element : g.chunks.value * 64;
-  cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, shared_pointer(to), element, w, h * g.step.h, d * g.step.d,
-                                      pixel, uint16_t(0), uint16_t(r), uint16_t(t));
+  load_im2col(&map, full, shared_pointer(to), element, w, h * g.step.h, d * g.step.d, pixel, uint16_t(0),
+              uint16_t(r), uint16_t(t));
 }
 #endif
 

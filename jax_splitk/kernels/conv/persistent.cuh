@@ -40,7 +40,7 @@ __device__ inline void for_tiles(const Args& g, const Work& work) {
 // Every lane walks, so that the compiler knows that the warp's numbers are uniform.
 __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
                                   uint32_t stages, Pipeline<STAGES>& pipeline) {
-  const bool lead = cute::elect_one_sync();
+  const bool lead = elect_one();
   Position at;
   for_tiles(g, [&](const Tile& tile, int) {
     Loads loads = loads_of(g, tile, 0);
@@ -115,7 +115,7 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEA
 #endif
     const int team = turn % TEAMS;
     const uint32_t from = results + team * PACKED_BYTES;
-    FullBarrier::wait(&handover.full[team], turn / TEAMS & 1);
+    Barrier::wait(&handover.full[team], turn / TEAMS & 1);
     if (part.inside) store_part(g, part, from, rows, tile.m, out);
     __syncwarp();
     if (threadIdx.x % 32 == 0) handover.release(team);
@@ -140,17 +140,17 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
       return;
     }
     const uint32_t phase = turn / TEAMS & 1;
-    if constexpr (TEAMS > 1) EmptyBarrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
+    if constexpr (TEAMS > 1) Barrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
     const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
-    if (TEAMS > 1 && threadIdx.x % 128 == 0) EmptyBarrier::arrive(&turns[team ^ 1]);
+    if (TEAMS > 1 && threadIdx.x % 128 == 0) Barrier::arrive(&turns[team ^ 1]);
     cute::warpgroup_wait<0>();
     fence(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
     handover.wait_empty({team, phase});
     stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) FullBarrier::arrive(&handover.full[team]);
+    if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
   });
 }
 
@@ -163,19 +163,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ uint64_t turns[2];
   const uint32_t stages = aligned_address(raw), results = stages + STAGES * STAGE_BYTES;
   const int warp = warp_index();
-  if (warp == 0 && cute::elect_one_sync()) {
+  if (warp == 0 && elect_one()) {
     pipeline.init(1, CONSUMERS);
     handover.init(4 * CONSUMERS, STORERS / 32);
-    for (uint64_t& turn : turns) EmptyBarrier::init(&turn, 1);
-    cutlass::arch::fence_barrier_init();
+    for (uint64_t& turn : turns) Barrier::init(&turn, 1);
+    fence_barrier_init();
   }
   __syncthreads();
   if (warp >= 4) {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    raise_registers<CONSUMER_REGS>();
     multiply_tiles(g, stages, pipeline, results, handover, turns);
     return;
   }
-  cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+  lower_registers<PRODUCER_REGS>();
   if (warp == 0) {
     load_tiles(a_map, b_map, g, stages, pipeline);
   } else {

@@ -4,21 +4,7 @@
 // consumers' arrivals, once nothing reads the stage any more). Both start in phase 0. A producer waits for
 // the opposite parity, which is complete as long as the stage has never been filled.
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "device/ptx.cuh"
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-// A TMA descriptor, which the launcher encodes: by value, as a `__grid_constant__` parameter.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
+#include "device/async.cuh"
 
 // Where a role is in a pipeline: the stage, and the parity of its barriers' phase.
 struct Position {
@@ -33,21 +19,6 @@ struct Position {
   }
 };
 
-// A generic pointer to an address in shared memory. Arithmetic is for the 32-bit address: it takes half of
-// the instructions.
-__device__ inline uint8_t* shared_pointer(uint32_t address) {
-  return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
-}
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return cute::cast_smem_ptr_to_uint(pointer);
-}
-
-// The first multiple of 1024, for the 128-byte swizzle.
-__device__ inline uint32_t aligned_address(const void* pointer) {
-  return (shared_address(pointer) + 1023) & ~1023u;
-}
-
 // Barriers of COUNT stages, in shared memory.
 template <int COUNT>
 struct Pipeline {
@@ -56,23 +27,23 @@ struct Pipeline {
   // By one thread, before any other comes to the barriers; a fence (fence_barrier_init) is to follow.
   __device__ void init(int producers, int consumers) {
     for (int i = 0; i < COUNT; ++i) {
-      FullBarrier::init(&full[i], producers);
-      EmptyBarrier::init(&empty[i], consumers);
+      Barrier::init(&full[i], producers);
+      Barrier::init(&empty[i], consumers);
     }
   }
 
   // For a producer: waits until the stage may be filled.
-  __device__ void wait_empty(const Position& at) { EmptyBarrier::wait(&empty[at.stage], at.phase ^ 1); }
+  __device__ void wait_empty(const Position& at) { Barrier::wait(&empty[at.stage], at.phase ^ 1); }
 
   // Announces so many bytes of copies, which the returned barrier counts.
   __device__ uint64_t* expect(const Position& at, int bytes) {
-    FullBarrier::arrive_and_expect_tx(&full[at.stage], bytes);
+    Barrier::arrive_and_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
 
   // For a consumer.
-  __device__ void wait_full(const Position& at) { FullBarrier::wait(&full[at.stage], at.phase); }
-  __device__ void release(int stage) { EmptyBarrier::arrive(&empty[stage]); }
+  __device__ void wait_full(const Position& at) { Barrier::wait(&full[at.stage], at.phase); }
+  __device__ void release(int stage) { Barrier::arrive(&empty[stage]); }
 };
 
 // A warp's number, uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the

@@ -2,11 +2,25 @@
 //
 // What the constraints say decides the machine code, so it is the same for all callers. Volatile: the
 // statement stays in its place among the others, and is neither merged nor dropped. "memory": accesses of
-// plain C++ do not cross it. Addresses in shared memory are 32-bit (cute::cast_smem_ptr_to_uint). The
-// barriers, TMA loads and WGMMA of CUTLASS and CuTe are used as they are.
+// plain C++ do not cross it. Addresses in shared memory are 32-bit. What runs beside the threads is in
+// async.cuh, WGMMA is CuTe's.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <cuda/std/cstdint>
+
+template <bool CONDITION, class A, class B>
+struct Conditional {
+  using type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using type = B;
+};
+// A if the condition holds, else B.
+template <bool CONDITION, class A, class B>
+using conditional_t = typename Conditional<CONDITION, A, B>::type;
 
 // ---- shared memory ---------------------------------------------------------------------------------------
 
@@ -216,77 +230,13 @@ __device__ inline void discard_l2(const void* line) {
 // What this thread has stored is visible to TMA.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- copies from global to shared memory -----------------------------------------------------------------
-
-// `bytes` (0 to BYTES) of BYTES (4, 8 or 16), and zeros.
-template <int BYTES>
-__device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes)
-                 : "memory");
-  }
-}
-
-// The thread's copies since the last group become one, or none an empty one.
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all of the thread's groups but the last PENDING have come, which it sees then.
-template <int PENDING>
-__device__ inline void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// Whole 16 bytes, which `barrier` counts.
-__device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(hint)
-      : "memory");
-}
-
-// ---- barriers --------------------------------------------------------------------------------------------
-
-// Until the barrier's phase of that parity is complete. Unlike CUTLASS's it names no time after which to try
-// again.
-__device__ inline void wait(uint32_t barrier, uint32_t phase) {
-  asm volatile(
-      "{.reg .pred p; wait_more: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra waited; "
-      "bra wait_more; waited: }" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
-
-// At a barrier of this block, or with REMOTE of any block of the cluster.
-template <bool REMOTE = false>
-__device__ inline void arrive_if(bool condition, uint32_t barrier) {
-#define ARRIVE(space)                                                                   \
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::" space \
-               ".b64 _, [%0];}" ::"r"(barrier),                                         \
-               "r"(uint32_t(condition))                                                 \
-               : "memory")
-  if constexpr (REMOTE) {
-    ARRIVE("cluster");
-  } else {
-    ARRIVE("cta");
-  }
-#undef ARRIVE
-}
-
-// The first THREADS threads that come to the named barrier wait for each other. Orders plain accesses to
-// shared memory too, which CUTLASS's NamedBarrier leaves to the compiler.
-template <int THREADS, int BARRIER>
-__device__ inline void sync_threads() {
-  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
-}
+// ---- order, and the next grid
+// ------------------------------------------------------------------------------
 
 // Plain accesses to memory stay on their side.
 __device__ inline void fence_compiler() { asm volatile("" ::: "memory"); }
 
-// Programmatic dependent launch. CUTLASS's header for these (cutlass/arch/grid_dependency_control.h) takes
-// more than a second to compile.
+// Programmatic dependent launch.
 __device__ inline void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ inline void wait_on_dependent_grids() { asm volatile("griddepcontrol.wait;"); }
 

@@ -119,13 +119,13 @@ __device__ inline void store_tile(uint32_t stages, int split, int warpgroup, con
   sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
   stage_sums(stages, warpgroup, acc);
 #if REDUCTION == 2
-  cute::cluster_arrive();
-  cute::cluster_wait();
+  cluster_arrive();
+  cluster_wait();
   constexpr int ROWS = (TILE_M + SPLITS - 1) / SPLITS;
   store_rows(stages, split * ROWS, min(ROWS, TILE_M - split * ROWS), inside, store);
   // Shared memory stays until all have read it.
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
+  cluster_arrive_relaxed();
+  cluster_wait();
 #else
   sync_threads<CONSUMER_THREADS, 1>();
   store_rows(stages, 0, TILE_M, inside, store);
@@ -137,9 +137,9 @@ __device__ inline void store_tile(uint32_t stages, int split, int warpgroup, con
 __device__ inline void join_cluster() {
 #if REDUCTION == 2
   __syncwarp();
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
+  cluster_arrive_relaxed();
+  cluster_wait();
+  cluster_arrive_relaxed();
+  cluster_wait();
 #endif
 }

@@ -1,15 +1,12 @@
 // Boxes that TMA loads, and where it puts them.
 
-#include <cute/arch/copy_sm90_tma.hpp>
+#include "device/async.cuh"
 
 // Loads a box of a tensor at these coordinates, the contiguous dimension's first, to `to` in shared memory.
 // The barrier counts its bytes.
 template <class Map, class... Coordinates>
 __device__ inline void load_box(const Map& map, uint64_t* full, uint32_t to, Coordinates... at) {
-  constexpr uint64_t hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  static_assert(sizeof...(at) == 4 || sizeof...(at) == 5);
-  using Load = cute::conditional_t<sizeof...(at) == 4, cute::SM90_TMA_LOAD_4D, cute::SM90_TMA_LOAD_5D>;
-  Load::copy(&map, full, hint, __cvta_shared_to_generic(to), at...);
+  load_tile(&map, full, EVICT_NORMAL, __cvta_shared_to_generic(to), at...);
 }
 
 // Byte of a 16-byte chunk of a row of ROW_BYTES under the swizzle of that width (128: 16 bytes are not

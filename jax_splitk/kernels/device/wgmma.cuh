@@ -1,6 +1,5 @@
 // WGMMA: 64 rows by N columns, with A in shared memory or in registers.
 
-#include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 namespace GMMA = cute::SM90::GMMA;
@@ -55,15 +54,14 @@ __device__ __forceinline__ void fence(T (&values)[N]) {
   for (int i = 0; i < N; ++i) fence(values[i]);
 }
 
+// How rows in shared memory are swizzled, in a descriptor's numbers.
+enum class Swizzle : uint32_t { NONE, B128, B64, B32 };
+
 // Descriptor of an operand in shared memory. MN-major under the 128-byte swizzle: 64-element blocks along MN
 // are `leading` bytes apart, groups of 8 rows along k are `stride` bytes apart.
 __device__ inline uint64_t operand(uint32_t address, int leading, int stride = 8 * 128,
-                                   GMMA::LayoutType layout = GMMA::LayoutType::B128) {
-  cute::GmmaDescriptor desc;
-  desc.desc_ = 0;
-  desc.bitfield.start_address_ = address >> 4;
-  desc.bitfield.leading_byte_offset_ = leading >> 4;
-  desc.bitfield.stride_byte_offset_ = stride >> 4;
-  desc.bitfield.layout_type_ = uint8_t(layout);
-  return desc.desc_;
+                                   Swizzle swizzle = Swizzle::B128) {
+  const uint32_t low = (address >> 4 & 0x3fff) | (leading >> 4 & 0x3fff) << 16;
+  const uint32_t high = (stride >> 4 & 0x3fff) | uint32_t(swizzle) << 30;
+  return uint64_t(high) << 32 | low;
 }

@@ -52,9 +52,7 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 // PART, after STEPS of them, to the next part of a stage that has several.
 template <int STEP, int WIDTH = 128, int LEADING = BLOCK_BYTES, int STEPS = 4, int PART = 0>
 struct Operand {
-  static constexpr auto SWIZZLE = WIDTH == 128  ? GMMA::LayoutType::B128
-                                  : WIDTH == 64 ? GMMA::LayoutType::B64
-                                                : GMMA::LayoutType::B32;
+  static constexpr auto SWIZZLE = WIDTH == 128 ? Swizzle::B128 : WIDTH == 64 ? Swizzle::B64 : Swizzle::B32;
 
   __device__ static uint64_t at(uint32_t address) { return operand(address, LEADING, 8 * WIDTH, SWIZZLE); }
   static constexpr int offset(int k) { return k / STEPS * PART + k % STEPS * STEP; }
@@ -68,21 +66,18 @@ template <bool MN_MAJOR, bool WHOLE, int BLOCKS, int BYTES = BLOCK_BYTES>
 __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32_t to, int mn, int k,
                                     int batch, uint64_t hint) {
   if constexpr (!MN_MAJOR) {
-    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to), k, mn, batch);
+    load_tile(&map, full, hint, shared_pointer(to), k, mn, batch);
   } else if constexpr (WHOLE) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
+    load_tile(&map, full, hint, shared_pointer(to), 0, k, mn / 64, batch);
   } else {
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, shared_pointer(to + i * BYTES), mn + 64 * i, k, batch);
+      load_tile(&map, full, hint, shared_pointer(to + i * BYTES), mn + 64 * i, k, batch);
     }
   }
 }
 
-__device__ inline uint64_t hint_for(int once) {
-  using Hint = cute::TMA::CacheHintSm90;
-  return uint64_t(once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
-}
+__device__ inline uint64_t hint_for(int once) { return once ? EVICT_FIRST : EVICT_NORMAL; }
 
 // acc = the sum over so many stages, from `at` on, of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ...
 // of A's rows. `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine

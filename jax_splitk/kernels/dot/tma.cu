@@ -64,7 +64,7 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   Position at;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i, k += step) {
-    if constexpr (!FIRST) EmptyBarrier::wait(&pipeline.empty[at.stage], at.phase);
+    if constexpr (!FIRST) Barrier::wait(&pipeline.empty[at.stage], at.phase);
     uint64_t* full = pipeline.expect(at, STAGE_BYTES);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
 #if PATCH == 1
@@ -163,21 +163,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const int blocks = blocks_of(g, work.split);
   const int warp = warp_index();
   // The producer does not wait for the others: what it needs, it starts itself.
-  if (warp == 0 && cute::elect_one_sync()) {
+  if (warp == 0 && elect_one()) {
     pipeline.init(1, CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
     produce<true>(a_map, b_map, g, stages, pipeline, work, work.split * BLOCK_K, min(blocks, STAGES));
   }
   __syncthreads();
   if (warp < 4) {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp == 0 && cute::elect_one_sync()) {
+    if constexpr (SHARE_REGISTERS) lower_registers<PRODUCER_REGS>();
+    if (warp == 0 && elect_one()) {
       const int k = (work.split + STAGES * g.splits.value) * BLOCK_K;
       produce<false>(a_map, b_map, g, stages, pipeline, work, k, blocks - STAGES);
     }
     join_cluster();
   } else {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
 #if ELEMENT == 3
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
     };
-    consume<Wgmma, cute::conditional_t<A_MN, MnMajor, KMajor>, cute::conditional_t<B_MN, MnMajor, KMajor> >(
+    consume<Wgmma, conditional_t<A_MN, MnMajor, KMajor>, conditional_t<B_MN, MnMajor, KMajor> >(
         stages, pipeline, blocks, block_at, acc);
 #endif
 #if REDUCTION == 1

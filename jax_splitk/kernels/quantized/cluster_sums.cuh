@@ -30,14 +30,14 @@ __device__ inline uint32_t landing(int rank) {
 // Tells the cluster's blocks that this one's stages behind the last one have been read.
 __device__ inline void offer_room(const Kernel& kernel) {
   uint64_t* barriers = kernel.barriers;
-  const int rank = int(cute::block_rank_in_cluster()), mine = (CHUNKS - rank + SPLITS - 1) / SPLITS;
-  FullBarrier::arrive_and_expect_tx(&barriers[ARRIVED], mine * (SPLITS - 1) * CHUNK_BYTES);
+  const int rank = int(block_rank_in_cluster()), mine = (CHUNKS - rank + SPLITS - 1) / SPLITS;
+  Barrier::arrive_and_expect_tx(&barriers[ARRIVED], mine * (SPLITS - 1) * CHUNK_BYTES);
   Position at{blocks_of(rank) % STAGES, uint32_t(blocks_of(rank) / STAGES % 2)};
   for (int bytes = ROUNDS * ROUND_BYTES; bytes > 0; bytes -= STAGE_BYTES) {
-    EmptyBarrier::wait(&barriers[EMPTY + at.stage], at.phase ^ 1);
+    Barrier::wait(&barriers[EMPTY + at.stage], at.phase ^ 1);
     at.advance(STAGES);
   }
-  for (int other = 0; other < SPLITS; ++other) EmptyBarrier::arrive(&barriers[ROOM], other, 1);
+  for (int other = 0; other < SPLITS; ++other) Barrier::arrive(&barriers[ROOM], other);
 }
 
 // Adds up what two warpgroups that share 64 features have: each gets the sums of half of the chunks.
@@ -58,7 +58,7 @@ __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, 
       }
     }
   }
-  cutlass::arch::NamedBarrier::sync(256, warpgroup);
+  named_sync(256, warpgroup);
 #pragma unroll
   for (int i = 0; i < PART_CHUNKS; ++i) {
     const uint32_t from = at + part * HALF_BYTES + i * CHUNK_BYTES;
@@ -71,7 +71,7 @@ __device__ inline void add_parts(uint32_t shared_sums, int warpgroup, int part, 
 // before.
 __device__ inline void exchange(const Kernel& kernel, uint32_t staging, const Place& at, int warpgroup,
                                 const float* sums) {
-  const int thread = threadIdx.x % 128, rank = int(cute::block_rank_in_cluster());
+  const int thread = threadIdx.x % 128, rank = int(block_rank_in_cluster());
   constexpr int last = SPLITS - 1;
   const uint32_t room = shared_address(&kernel.barriers[ROOM]), arrived = room + 8;
   const auto wrapped = [](uint32_t at) { return at < PIPELINE_BYTES ? at : at - PIPELINE_BYTES; };
@@ -88,9 +88,8 @@ __device__ inline void exchange(const Kernel& kernel, uint32_t staging, const Pl
       store_shared(address, low);
       store_shared(address + CHUNK_BYTES / 2, high);
     } else {
-      store_async(cute::set_block_rank(address, owner), low, cute::set_block_rank(arrived, owner));
-      store_async(cute::set_block_rank(address + CHUNK_BYTES / 2, owner), high,
-                  cute::set_block_rank(arrived, owner));
+      store_async(set_block_rank(address, owner), low, set_block_rank(arrived, owner));
+      store_async(set_block_rank(address + CHUNK_BYTES / 2, owner), high, set_block_rank(arrived, owner));
     }
     if (owner++ == last) {
       owner = 0;

@@ -53,7 +53,7 @@ struct Reader : Consumer {
     scales = keep(stages + EXTRAS_AT + role.m_warpgroup * SCALES + (warp * 16 + lane / 4 * 2) * SCALE_ITEM);
     pick = lane % 4 < 2 ? 0x6420 : 0x7531;
     empty = full + EMPTY * 8;
-    if constexpr (MULTICAST > 1) empty = cute::set_block_rank(empty, lane % MULTICAST);
+    if constexpr (MULTICAST > 1) empty = set_block_rank(empty, lane % MULTICAST);
     released = empty = keep(lane < MULTICAST ? empty : NOBODY);
   }
 
@@ -244,9 +244,9 @@ struct Loop {
         const int column = block * (BLOCK_K / 2), row = at.n * TILE_N + share;  // the map has pairs of x
         if constexpr (MULTICAST > 1) {
           constexpr int ALL = (1 << MULTICAST) - 1;
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&x_map, full, ALL, EVICT_NORMAL, to, column, row);
+          load_tile_multicast(&x_map, full, ALL, EVICT_NORMAL, to, column, row);
         } else {
-          cute::SM90_TMA_LOAD_2D::copy(&x_map, full, EVICT_NORMAL, to, column, row);
+          load_tile(&x_map, full, EVICT_NORMAL, to, column, row);
         }
       });
     } else {

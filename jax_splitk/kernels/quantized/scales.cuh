@@ -7,7 +7,7 @@ constexpr int item_bytes(int type) { return type == FLOAT ? 4 : type == NONE ? 0
 
 // A pair as it lies in memory.
 template <int TYPE>
-using Pair = cute::conditional_t<TYPE == FLOAT, float2, uint32_t>;
+using Pair = conditional_t<TYPE == FLOAT, float2, uint32_t>;
 
 template <int TYPE>
 __device__ inline float2 to_floats(const Pair<TYPE>& pair) {

@@ -81,19 +81,19 @@ struct Barriers {
 
   __device__ inline void init_pipeline() {
     pipeline.init(1, CONSUMERS / 32);
-    cutlass::arch::fence_barrier_init();
-    cutlass::arch::fence_view_async_shared();
+    fence_barrier_init();
+    fence_async_shared();
   }
 
   __device__ inline void init_sums() {
-    EmptyBarrier::init(&written, CONSUMERS / 32);
-    EmptyBarrier::init(&read, EPILOGUE_WARPS);
+    Barrier::init(&written, CONSUMERS / 32);
+    Barrier::init(&read, EPILOGUE_WARPS);
 #pragma unroll
     for (int i = 0; i < INBOXES; ++i) {
-      FullBarrier::init(&arrived[i], 1);
-      EmptyBarrier::init(&free[i], CLUSTER * FINISHERS);
+      Barrier::init(&arrived[i], 1);
+      Barrier::init(&free[i], CLUSTER * FINISHERS);
     }
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   }
 };
 static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
@@ -110,7 +110,7 @@ struct Block {
       : g(g),
         smem(smem),
         barriers(*reinterpret_cast<Barriers*>(smem + BARRIERS_AT)),
-        rank(CLUSTER > 1 ? int(cute::block_rank_in_cluster()) : 0),
+        rank(CLUSTER > 1 ? int(block_rank_in_cluster()) : 0),
         cluster(blockIdx.x / CLUSTER),
         clusters(gridDim.x / CLUSTER),
         first(g.stages * rank / CLUSTER),
@@ -130,10 +130,10 @@ __device__ inline void copy_rows(const void* all, int tile, int first, int count
            uint64_t(uint32_t(tile) * uint32_t(count) + uint32_t(i)) * BYTES;
   };
   const int rows = WHOLE ? ROWS : min(ROWS, count - first);
-  cute::SM90_BULK_COPY_G2S::copy(row(first), full, to, rows * BYTES);
+  copy_bulk(to, row(first), rows * BYTES, full);
 #pragma unroll 1
   for (int i = rows; i < ROWS; ++i) {
-    cute::SM90_BULK_COPY_G2S::copy(row(count - 1), full, to + i * BYTES, BYTES);
+    copy_bulk(to + i * BYTES, row(count - 1), BYTES, full);
   }
 }
 
@@ -144,7 +144,7 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
                                const uint8_t* scale, const uint8_t* zero, bool leader) {
   const Args& g = block.g;
   Barriers& barriers = block.barriers;
-  constexpr uint64_t HINT = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+  constexpr uint64_t HINT = EVICT_LAST;
   if (WHOLE && !leader) return;
   Position at;
   bool first = X_TMA;
@@ -167,14 +167,14 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
                                               stage + ZEROS_OFFSET);
           }
         }
-        if (WHOLE && first) cute::SM90_TMA_LOAD_3D::copy(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
+        if (WHOLE && first) load_tile(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
       }
       if (!WHOLE && first) {
         __syncwarp();
         const int lane = threadIdx.x % 32;
         if (lane < STAGE_TILES) {
           const int column = (s * STAGE_TILES + lane) * X_BOX;
-          cute::SM90_TMA_LOAD_2D::copy(x_map, full, HINT, x + lane * X_TILE, column, 0);
+          load_tile(x_map, full, HINT, x + lane * X_TILE, column, 0);
         }
       }
     }
@@ -207,8 +207,8 @@ __device__ inline uint4 reordered(uint4 x) {
     const int at = i + threadIdx.x % 128;
     if (at < TILES * X_TILE / 16) chunks[at] = reordered(chunks[at]);
   }
-  cutlass::arch::fence_view_async_shared();  // WGMMA reads it
-  cutlass::arch::NamedBarrier::sync(128, 2 + warpgroup);
+  fence_async_shared();  // WGMMA reads it
+  named_sync(128, 2 + warpgroup);
 }
 
 // The bits of an element as the products take it, 0 beyond X's ends.
@@ -254,8 +254,8 @@ __device__ inline uint4 reordered(uint4 x) {
       *place_of(to, n, chunk) = E4M3_PRODUCTS ? reordered(loaded) : loaded;
     }
   }
-  cutlass::arch::fence_view_async_shared();  // WGMMA reads it
-  cutlass::arch::NamedBarrier::sync(CONSUMERS, 1);
+  fence_async_shared();  // WGMMA reads it
+  named_sync(CONSUMERS, 1);
 }
 
 // ---- consumers -------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ __device__ inline void finish(const Block& block, Output* out, int thread, int c
   const int inbox = count % 2;
   Barriers& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
-  FullBarrier::wait(&barriers.arrived[inbox], count / 2 & 1);
+  Barrier::wait(&barriers.arrived[inbox], count / 2 & 1);
 #pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
   for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
     const int item = i + thread;
@@ -355,7 +355,7 @@ __device__ inline void finish(const Block& block, Output* out, int thread, int c
     store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
   }
   __syncwarp();
-  if (again && thread % 32 < CLUSTER) EmptyBarrier::arrive(&barriers.free[inbox], thread % 32, 1);
+  if (again && thread % 32 < CLUSTER) Barrier::arrive(&barriers.free[inbox], thread % 32);
 }
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
@@ -373,10 +373,10 @@ __device__ inline void epilogue(const Block& block, Output* out) {
     if (more) {
       [[maybe_unused]] const int inbox = count % 2;
       if constexpr (CLUSTER > 1) {
-        if (thread == 0) FullBarrier::arrive_and_expect_tx(&barriers.arrived[inbox], INBOX_BYTES);
-        if (count >= 2) EmptyBarrier::wait(&barriers.free[inbox], (count / 2 - 1) & 1);
+        if (thread == 0) Barrier::arrive_and_expect_tx(&barriers.arrived[inbox], INBOX_BYTES);
+        if (count >= 2) Barrier::wait(&barriers.free[inbox], (count / 2 - 1) & 1);
       }
-      FullBarrier::wait(&barriers.written, count & 1);
+      Barrier::wait(&barriers.written, count & 1);
 #pragma unroll 1
       for (unsigned first = 0; first < TILE_N; first += TURNS * ROWS) {
         float4 sum[TURNS];
@@ -400,13 +400,13 @@ __device__ inline void epilogue(const Block& block, Output* out) {
             const unsigned owner = n / PART_ROWS, row = block.rank * PART_ROWS + n % PART_ROWS;
             const uint32_t to =
                 shared_address(block.smem + INBOXES_AT + inbox * INBOX_BYTES) + (row * 64 + column) * 4;
-            store_async(cute::set_block_rank(to, owner), sum[turn],
-                        cute::set_block_rank(shared_address(&barriers.arrived[inbox]), owner));
+            store_async(set_block_rank(to, owner), sum[turn],
+                        set_block_rank(shared_address(&barriers.arrived[inbox]), owner));
           }
         }
       }
       __syncwarp();
-      if (thread % 32 == 0) EmptyBarrier::arrive(&barriers.read);
+      if (thread % 32 == 0) Barrier::arrive(&barriers.read);
     }
     if (CLUSTER > 1 && count) {
       const int previous = tile - block.clusters;
@@ -434,7 +434,7 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * ZERO_ITEM),
   };
   const uint32_t pipeline = shared_address(smem);
-  constexpr auto SWIZZLE = X_ROW == 128 ? GMMA::LayoutType::B128 : GMMA::LayoutType::B64;
+  constexpr auto SWIZZLE = X_ROW == 128 ? Swizzle::B128 : Swizzle::B64;
   const uint64_t x_start =
       operand(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE, 16, 8 * X_ROW, SWIZZLE);
   float* mine = reinterpret_cast<float*>(smem + SUMS_AT) + (warpgroup * TILE_N + id % 4 * 2) * SUMS_PITCH +
@@ -539,12 +539,12 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       cute::warpgroup_wait<0>();
       finish(LAST_UNIT);
     }
-    EmptyBarrier::wait(&barriers.read, phase);
+    Barrier::wait(&barriers.read, phase);
     phase ^= 1;
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
     __syncwarp();
-    if (id == 0) EmptyBarrier::arrive(&barriers.written);
+    if (id == 0) Barrier::arrive(&barriers.written);
   }
 }
 
@@ -564,30 +564,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void quantized_stream(const 
   const int warp = warp_index();
   if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
-    if (warp == 0 && cute::elect_one_sync()) prefetch_tensor_map(&x);
+    if (warp == 0 && elect_one()) prefetch_tensor_map(&x);
 #endif
     if (warp == CONSUMERS / 32) {
-      if (cute::elect_one_sync()) block.barriers.init_sums();
+      if (elect_one()) block.barriers.init_sums();
       __syncwarp();
     }
-    if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
-    cutlass::arch::NamedBarrier::sync(THREADS, READY);
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+    named_sync(THREADS, READY);
     if (warp < CONSUMERS / 32) {
 #if !X_TMA
       load_x(block, x);
 #endif
       consume(block, scale, zero);
     } else {
-      if constexpr (CLUSTER > 1) cute::cluster_wait();  // for the other blocks' barriers
+      if constexpr (CLUSTER > 1) cluster_wait();  // for the other blocks' barriers
       epilogue(block, out);
     }
     return;
   }
   // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
-  const bool leader = cute::elect_one_sync();
+  const bool leader = elect_one();
   if (leader) block.barriers.init_pipeline();
   __syncwarp();
-  cutlass::arch::NamedBarrier::arrive(THREADS, READY);
-  if constexpr (CLUSTER > 1) cute::cluster_arrive_relaxed();
+  named_arrive(THREADS, READY);
+  if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
   produce(block, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, leader);
 }

@@ -292,7 +292,7 @@ struct Loop {
       if (has_x) {
         uint8_t* to = kernel.stages + stage * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES;
         const int k = block * BLOCK_K + (warp - X_WARP) * 64;
-        cute::SM90_TMA_LOAD_2D::copy(&x_map, full, EVICT_NORMAL, to, k, at.n * TILE_N);
+        load_tile(&x_map, full, EVICT_NORMAL, to, k, at.n * TILE_N);
       }
       if (SUM_ROWS > 0 && has_sums) {
 #pragma unroll 1

@@ -106,7 +106,7 @@ __device__ inline int clusters() { return int(gridDim.x) / MULTICAST; }
 // during a piece. begin is not below end if there is none.
 __device__ inline Piece piece_of(const Args& g, int index, int worker = int(blockIdx.x) / MULTICAST) {
   if constexpr (SPLIT) {  // without divisions, which the first loads wait for
-    const int rank = int(cute::block_rank_in_cluster()), begin = rank * RANGE;
+    const int rank = int(block_rank_in_cluster()), begin = rank * RANGE;
     return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
   } else {
     if (index < g.whole_tiles) return {worker + index * clusters(), 0, g.k_blocks, -1};
@@ -159,16 +159,13 @@ __device__ inline void fill_stages(const Kernel& kernel, int bytes, const Copy& 
 #pragma unroll 1  // all but the first turn find their code
     for (int block = piece.begin; block < piece.end; ++block) {
       uint64_t* full = &kernel.barriers[to.stage];
-      EmptyBarrier::wait(full + EMPTY, to.phase);
-      FullBarrier::arrive_and_expect_tx(full, bytes);
+      Barrier::wait(full + EMPTY, to.phase);
+      Barrier::arrive_and_expect_tx(full, bytes);
       copy(at, block, to.stage, full);
       to.advance(STAGES);
     }
   }
 }
-
-constexpr uint64_t EVICT_FIRST = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
-constexpr uint64_t EVICT_NORMAL = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
 // `bytes` of a block; of half a block that half, twice.
 __device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, bool half, uint64_t* full,
@@ -389,45 +386,45 @@ __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args&
   extern __shared__ uint8_t raw[];
   __shared__ uint64_t barriers[Loop::BARRIERS];
   const uint32_t raw_address = shared_address(raw), address = aligned_address(raw);
-  if (cute::elect_one_sync()) {
+  if (elect_one()) {
 #pragma unroll 1  // for all of them in a row are slower: code that is new
     for (int i = threadIdx.x / 32; i < Loop::BARRIERS; i += THREADS / 32) {
       const int arrivals = i < EMPTY   ? Loop::PRODUCERS
                            : i < ROOM  ? 4 * M_WARPGROUPS * MULTICAST
                            : i == ROOM ? SPLITS
                                        : 4 * WARPGROUPS + 1;
-      EmptyBarrier::init(&barriers[i], arrivals);
+      Barrier::init(&barriers[i], arrivals);
     }
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
     if (threadIdx.x / 32 == Loop::X_WARP) prefetch_tensor_map(&x_map);
   }
   if constexpr (MULTICAST > 1) {
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
+    cluster_arrive_relaxed();
+    cluster_wait();
   } else {
     __syncthreads();
-    if constexpr (SPLIT) cute::cluster_arrive_relaxed();
+    if constexpr (SPLIT) cluster_arrive_relaxed();
   }
   const Kernel kernel{g, out, partials, barriers, raw + (address - raw_address), address};
   // As warp_index(), by which the compiler would not expect the first case: its code comes next, since all
   // wait for the first loads.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
   if (__builtin_expect(warp < 0, true)) {
-    cutlass::arch::warpgroup_reg_dealloc<Loop::PRODUCER_REGS>();
-    if (warp + 4 < Loop::PRODUCERS && cute::elect_one_sync()) loop.produce(kernel, x_map, warp + 4);
+    lower_registers<Loop::PRODUCER_REGS>();
+    if (warp + 4 < Loop::PRODUCERS && elect_one()) loop.produce(kernel, x_map, warp + 4);
     if constexpr (SPLIT) {
       __syncwarp();
-      cute::cluster_wait();  // for the other blocks' barriers
-      if (warp + 4 == Loop::PRODUCERS - 1 && cute::elect_one_sync()) offer_room(kernel);
+      cluster_wait();  // for the other blocks' barriers
+      if (warp + 4 == Loop::PRODUCERS - 1 && elect_one()) offer_room(kernel);
     }
     return;
   }
-  cutlass::arch::warpgroup_reg_alloc<Loop::CONSUMER_REGS>();
-  if constexpr (SPLIT) cute::cluster_wait();
+  raise_registers<Loop::CONSUMER_REGS>();
+  if constexpr (SPLIT) cluster_wait();
   loop.consume(kernel, warp);
   if constexpr (!SPLIT) launch_dependent_grids();
   if constexpr (MULTICAST > 1) {
-    cute::cluster_arrive();
-    cute::cluster_wait();
+    cluster_arrive();
+    cluster_wait();
   }
 }

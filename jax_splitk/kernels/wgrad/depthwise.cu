@@ -42,8 +42,6 @@
 // once before the first loads or after the last products is fetched from L2 at every launch. Of `Operand`
 // there the planes of X and Y have structs.
 
-#include <cute/arch/mma_sm80.hpp>
-
 #include "device/pipeline.cuh"
 #include "device/split_k.cuh"
 
@@ -51,8 +49,6 @@
 constexpr int TAPS = SIZE_W, SHIFT = SHIFT_W, REACH = (TAPS - 1) * SHIFT;
 
 using Element = TypeOf<ELEMENT>::type;
-using Mma = cute::conditional_t<ELEMENT == BF16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
-                                cute::SM80_16x8x16_F32F16F16F32_TN>;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -100,7 +96,7 @@ __device__ inline void wait_empty(Pipeline<MAX_STAGES>& pipeline, const Position
 // What all lanes of the warp have read or written before is so for whoever waits.
 __device__ inline void arrive(uint64_t* barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(barrier);
+  if (threadIdx.x % 32 == 0) Barrier::arrive(barrier);
   fence_compiler();
 }
 
@@ -317,14 +313,12 @@ __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAP
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      const uint32_t* a = y[i];
 #pragma unroll
       for (int s = 0; s < TAPS; ++s) {
         if (s * SHIFT % 2 != odd) continue;
         const int at = i + s * SHIFT / 2;
         const uint32_t b[2] = {odd ? x_odd[at] : word(at), odd ? x_odd[at + STEPS] : word(at + STEPS)};
-        float* d = acc[s];
-        Mma::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+        mma_m16n8k16<Element>(acc[s], y[i], b);
       }
     }
   }
@@ -495,8 +489,8 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     if (threadIdx.x == 32 * PRODUCERS) {
 #pragma unroll 1  // shorter
       for (int i = 0; i < g.stages; ++i) {
-        EmptyBarrier::init(&pipeline.full[i], PRODUCERS);
-        EmptyBarrier::init(&pipeline.empty[i], WARPS);
+        Barrier::init(&pipeline.full[i], PRODUCERS);
+        Barrier::init(&pipeline.empty[i], WARPS);
       }
     }
     clear<X>(stages, g.stages);
@@ -513,14 +507,14 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     sync_threads<THREADS, START>();
   }
   if (warp < 0) {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    if constexpr (SHARED_OUT) lower_registers<PRODUCER_REGS>();
     if constexpr (TIGHT) {
       producer.begin(g, work, x, y);
       sync_threads<THREADS, START>();
     }
     producer.run(g, shared_address(stages), pipeline);
   } else {
-    if constexpr (SHARED_OUT) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (SHARED_OUT) raise_registers<CONSUMER_REGS>();
     if constexpr (TIGHT) {
       prepare();
       sync_threads<THREADS, START>();

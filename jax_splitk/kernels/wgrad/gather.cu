@@ -155,12 +155,12 @@ __device__ inline void produce(const Gradient& dy, const Args& g, const Element*
     }
 #endif
     load_x(g, x, stage + COPIES * COPY_BYTES, tile, c0);
-    if constexpr (X_ASYNC) cutlass::arch::cpasync_barrier_arrive_noinc(&pipeline.full[at.stage]);
+    if constexpr (X_ASYNC) Barrier::arrive_after_copies(&pipeline.full[at.stage]);
 #if !DY_TMA
     load_dy(g, dy, stage, tile, k0);
-    cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
+    fence_async_shared();  // WGMMA reads what was stored here
 #endif
-    if constexpr (STORES) EmptyBarrier::arrive(&pipeline.full[at.stage]);
+    if constexpr (STORES) Barrier::arrive(&pipeline.full[at.stage]);
   }
 }
 
@@ -202,7 +202,7 @@ struct Two {
 
 // `at`: addresses of the elements of the thread's two rows.
 __device__ inline Two load_two(const uint32_t (&at)[2], int bytes) {
-  using Item = cute::conditional_t<ITEM == 4, uint32_t, uint16_t>;
+  using Item = conditional_t<ITEM == 4, uint32_t, uint16_t>;
   if constexpr (!PAIRED) {
     const uint32_t first = load_shared<Item>(at[0] + bytes), second = load_shared<Item>(at[1] + bytes);
     return {ITEM == 2 ? first | second << 16 : first, second};
@@ -420,7 +420,7 @@ __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x
   const uint32_t stages = aligned_address(raw);
   if (threadIdx.x == 0) {
     pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   }
   __syncthreads();
 
@@ -429,10 +429,10 @@ __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x
   const int m_tile = mn / g.n_tiles, k0 = (mn - m_tile * g.n_tiles) * TILE_N, c0 = slice * SLICE;
   const int kt = blockIdx.y * g.k_tiles_per_split, kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
   if (threadIdx.x < PRODUCERS) {
-    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    lower_registers<PRODUCER_REGS>();
     produce(dy, g, x, stages, pipeline, c0, k0, kt, kt_end);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    raise_registers<CONSUMER_REGS>();
     const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
     Accumulator sum;
     consume(g, stages, pipeline, m0, kt, kt_end, sum);

@@ -364,14 +364,14 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   const Channels channels = block_channels(blockIdx.x);
   const int warp = warp_index();
   if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  if (warp == WARPS && cute::elect_one_sync()) {
+  if (warp == WARPS && elect_one()) {
     pipeline.init(1, WARPS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
     produce<true>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first), min(tiles, STAGES));
   }
   __syncthreads();
   if (warp == WARPS) {
-    if (tiles > STAGES && cute::elect_one_sync()) {
+    if (tiles > STAGES && elect_one()) {
       produce<false>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first + STAGES), tiles - STAGES);
     }
     return;

@@ -164,7 +164,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
     if (waited < at.lines) {
       // Lines that no product reads: no warp may be behind when they are released, and could be filled anew.
       wait_until(at.lines);
-      cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
+      named_sync(128, 1 + warpgroup);
     }
     held.release(pipeline, held.end);
   }
@@ -211,9 +211,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32_t buffers = aligned_address(raw);
   const Geometry at(g);
   if (threadIdx.x < at.lines * g.buffers) {
-    FullBarrier::init(&pipeline.full[threadIdx.x], 1);
-    EmptyBarrier::init(&pipeline.empty[threadIdx.x], CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    Barrier::init(&pipeline.full[threadIdx.x], 1);
+    Barrier::init(&pipeline.empty[threadIdx.x], CONSUMERS);
+    fence_barrier_init();
   }
   __syncthreads();
 
@@ -221,10 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int begin = blockIdx.y * g.units_per_split, end = min(begin + g.units_per_split, g.units_per_tile);
   const int warp = warp_index();
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp == 0 && cute::elect_one_sync()) produce(x_map, dy_map, g, tile, begin, end, buffers, pipeline);
+    lower_registers<PRODUCER_REGS>();
+    if (warp == 0 && elect_one()) produce(x_map, dy_map, g, tile, begin, end, buffers, pipeline);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    raise_registers<CONSUMER_REGS>();
     const int thread = threadIdx.x - 128;
     Accumulator acc;
     Position buffer;

@@ -85,9 +85,8 @@ __device__ inline void advance(const Args& g, Pixel& at) {
 // `once`: a single tile reads it, so that it need not stay in L2.
 __device__ inline void load_matrix(const TensorMap& map, uint64_t* full, uint8_t* to, int c, const Pixel& at,
                                    bool once) {
-  using Hint = cute::TMA::CacheHintSm90;
-  const uint64_t hint = uint64_t(TURNS && once ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL);
-  cute::SM90_TMA_LOAD_2D::copy(&map, full, hint, to, c, at.index);
+  const uint64_t hint = TURNS && once ? EVICT_FIRST : EVICT_NORMAL;
+  load_tile(&map, full, hint, to, c, at.index);
 }
 
 __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* full, uint8_t* to, int c,
@@ -98,9 +97,9 @@ __device__ inline void load_x(const TensorMap& map, const Args& g, uint64_t* ful
   const int w = at.q * g.stride.w - g.pad.w, h = at.p * g.stride.h - g.pad.h;
 #if RANK3
   const int d = at.o * g.stride.d - g.pad.d;
-  cute::SM90_TMA_LOAD_IM2COL_5D::copy(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
+  load_im2col(&map, full, to, c, w, h, d, at.n, tap.w, tap.h, tap.d);
 #else
-  cute::SM90_TMA_LOAD_IM2COL_4D::copy(&map, full, to, c, w, h, at.n, tap.w, tap.h);
+  load_im2col(&map, full, to, c, w, h, at.n, tap.w, tap.h);
 #endif
 #endif
 }
@@ -160,14 +159,14 @@ template <bool FIRST>
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
                                uint32_t stages, uint32_t barriers, int warp, Loads& loads, int k_tiles) {
   Position at;
-  const bool lead = !FIRST || cute::elect_one_sync();
+  const bool lead = !FIRST || elect_one();
 #pragma unroll 1  // short: all of it is fetched anew in each block
   for (int kt = 0; kt < k_tiles; ++kt) {
     uint64_t* full = reinterpret_cast<uint64_t*>(shared_pointer(barriers + at.stage * 8));
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    if constexpr (!FIRST) EmptyBarrier::wait(full + STAGES, at.phase);
+    if constexpr (!FIRST) Barrier::wait(full + STAGES, at.phase);
     if (lead) {
-      FullBarrier::arrive_and_expect_tx(full, loads.boxes * BLOCK_BYTES);
+      Barrier::arrive_and_expect_tx(full, loads.boxes * BLOCK_BYTES);
 #pragma unroll
       for (int i = 0; i < BOXES_PER_WARP; ++i) {
         if (!loads.issued[i]) continue;
@@ -326,7 +325,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     loads = loads_of(g, warp, x_tile, dy_tile, work.kt);
   } else if (threadIdx.x == 128) {
     pipeline.init(PRODUCERS, CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
     const int slot = threadIdx.x % 32;
     slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
@@ -338,17 +337,17 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   if (warp < PRODUCERS)
     produce<true>(x_map, dy_map, g, stages, barriers, warp, loads, min(work.k_tiles, STAGES));
   if (warp < 4) {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
-    if (warp < PRODUCERS && cute::elect_one_sync()) {
+    if constexpr (SHARE_REGISTERS) lower_registers<PRODUCER_REGS>();
+    if (warp < PRODUCERS && elect_one()) {
       produce<false>(x_map, dy_map, g, stages, barriers, warp, loads, work.k_tiles - STAGES);
     }
   } else {
-    if constexpr (SHARE_REGISTERS) cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
                                 : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     Accumulator acc;
-    const auto sync_consumers = [] { cutlass::arch::NamedBarrier::sync(CONSUMER_THREADS, 1); };
+    const auto sync_consumers = [] { named_sync(CONSUMER_THREADS, 1); };
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + warpgroup * BLOCK_BYTES + m * CONSUMERS * BLOCK_BYTES;
     };

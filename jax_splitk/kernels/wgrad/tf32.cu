@@ -180,11 +180,11 @@ __device__ inline void transpose(const Args& g, int unit, int end, const Stages&
       pipelines.raw.wait_full(raw_at);
       pipelines.dy.wait_empty(dy_at);
       transpose_row(stages.raw + raw_at.stage * DY_BYTES, stages.dy + dy_at.stage * DY_BYTES, warp, lane);
-      cutlass::arch::fence_view_async_shared();  // WGMMA reads what was stored here
+      fence_async_shared();  // WGMMA reads what was stored here
       __syncwarp();
       if (lane == 0) {
         pipelines.raw.release(raw_at.stage);
-        EmptyBarrier::arrive(&pipelines.dy.full[dy_at.stage]);
+        Barrier::arrive(&pipelines.dy.full[dy_at.stage]);
       }
     }
   }
@@ -341,7 +341,7 @@ __device__ __forceinline__ void consume(const Args& g, int unit, int end, const 
   const bool leads = threadIdx.x % 32 == 0;
   const Places places = places_of(warpgroup);
   // dY's two chunks of four pixels are CHUNK_BYTES apart, groups of eight channels 128.
-  const uint64_t dy = operand(stages.dy, CHUNK_BYTES, 128, GMMA::LayoutType::INTERLEAVE);
+  const uint64_t dy = operand(stages.dy, CHUNK_BYTES, 128, Swizzle::NONE);
   Position at;
   uint32_t rows_before = 0;  // of dY, in units before
   for (; unit < end; ++unit) {
@@ -417,7 +417,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     pipelines.x.init(1, 4 * CONSUMERS);
     pipelines.raw.init(1, TRANSPOSERS);
     pipelines.dy.init(TRANSPOSERS, 4 * CONSUMERS);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
   }
   __syncthreads();
 
@@ -425,14 +425,14 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
   const int unit = blockIdx.y * g.units_per_split, end = min(unit + g.units_per_split, g.units);
   const int warp = warp_index();
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<PRODUCER_REGS>();
+    lower_registers<PRODUCER_REGS>();
     if (warp > 0) {
       transpose(g, unit, end, stages, pipelines, warp - 1);
-    } else if (cute::elect_one_sync()) {
+    } else if (elect_one()) {
       produce(x_map, dy_map, g, tile, unit, end, stages, pipelines);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<CONSUMER_REGS>();
+    raise_registers<CONSUMER_REGS>();
     const int warpgroup = warp / 4 - 1;
     Accumulator acc = {};
     consume(g, unit, end, stages, pipelines, warpgroup, acc);
