@@ -1,6 +1,7 @@
 """Kernels that are compiled before the lowering, or the search, that needs them: which, when and how often. No test
 here compiles: machine code is played."""
 
+import concurrent.futures
 import dataclasses
 import pathlib
 import threading
@@ -17,9 +18,9 @@ from benchmarks.cases import WGRAD_CASES, Case
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import ahead, search, select, session, tuner
+from jax_splitk.tuning import ahead, search, select, session, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
@@ -348,6 +349,148 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
     one._prepare_first(bench, [fastest, *(c for c in first if c != fastest)])
     assert len(prepared) == len(first)
     assert all(contestant.times for contestant in one.contestants)
+
+
+# ---- searches at once ------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """Searches that are played, of which so many begin at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tuner, "cores", lambda: 1000)
+        self.begun: list[Key] = []
+        self.most = 0
+        self.held: dict[Key, threading.Event] = {}
+        self.ends: Callable[[search.Search], Entry] = lambda this: Entry.of(this.key, XLA)
+        self._under_way = 0
+        self._lock = threading.Lock()
+
+        def run(this: search.Search) -> Entry:
+            with self._lock:
+                self.begun.append(this.key)
+                self._under_way += 1
+                self.most = max(self.most, self._under_way)
+            try:
+                hold = self.held.get(this.key)
+                while hold is not None and not hold.wait(0.01) and not this.given_up.is_set():
+                    pass
+                return self.ends(this)
+            finally:
+                with self._lock:
+                    self._under_way -= 1
+
+        monkeypatch.setattr(search.Search, "run", run)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many have begun."""
+        for _ in range(2000):
+            if len(self.begun) >= count:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(self.begun)
+
+
+@pytest.fixture
+def together(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> Together:
+    return Together(monkeypatch)
+
+
+MANY = [key_for(dataclasses.replace(CASES[0], batch=8 + i).problem(), DEFAULT_CUDA) for i in range(9)]
+
+
+def test_the_next_searches_are_under_way_while_one_is_waited_for(together: Together) -> None:
+    together.held = {key: threading.Event() for key in MANY[:4]}
+    found: dict[Key, Entry] = {}
+
+    def work() -> None:
+        with tuner.coming((key, LIMIT) for key in MANY):
+            for key in MANY:
+                found[key] = tuner.tune(key, LIMIT)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    together.wait_for(4)
+    threading.Event().wait(0.3)
+    assert together.begun == MANY[:4], "as many as there is room for, in the order in which they are asked for"
+    for event in reversed(together.held.values()):
+        event.set()
+    thread.join(60)
+    assert [entry.key for entry in found.values()] == list(found) == MANY
+    assert sorted(map(MANY.index, together.begun)) == list(range(9)), "each once"
+    assert together.most == 4
+    assert (session.session().searches, session.session().left, session.session().coming) == ({}, [], {})
+
+
+def test_large_operands_are_alone(together: Together) -> None:
+    large = [key_for(dataclasses.replace(CASES[0], batch=4096 + i).problem(), DEFAULT_CUDA) for i in range(3)]
+    with tuner.coming((key, LIMIT) for key in large):
+        for key in large:
+            tuner.tune(key, LIMIT)
+    assert (together.most, together.begun) == (1, large)
+
+
+def test_what_nobody_waits_for_is_given_up_and_kept(together: Together, cache: pathlib.Path) -> None:
+    """Where a lowering ends, or an error ends the block."""
+    together.held = {MANY[2]: threading.Event()}
+
+    def ends(this: search.Search) -> Entry:
+        if this.key == MANY[0]:
+            together.wait_for(3)
+        return Entry.of(this.key, XLA)
+
+    together.ends = ends
+    with tuner.coming((key, LIMIT) for key in MANY[:3]):
+        tuner.tune(MANY[0], LIMIT)
+        running = session.session().searches[MANY[2], LIMIT]
+        assert not running.search.given_up.is_set()
+    assert running.search.given_up.is_set()
+    assert not running.thread.is_alive()
+    assert session.session().searches == {}
+    assert [store.lookup(key) is not None for key in MANY[:3]] == [False, True, False], "the caller stores its own"
+    together.held.clear()
+    tuner.tune(MANY[2], LIMIT)
+    assert together.begun == [*MANY[:3], MANY[2]]
+
+
+def test_ctrl_c_gives_up_all_that_are_under_way(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
+    together.held = {MANY[0]: threading.Event(), MANY[2]: threading.Event()}
+
+    def interrupted(*_: Any) -> None:
+        together.wait_for(4)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt), tuner.coming((key, LIMIT) for key in MANY):
+            tuner.tune(MANY[0], LIMIT)
+    assert (session.session().searches, session.session().coming) == ({}, {})
+    assert all(running.search.given_up.is_set() for running in session.session().left)
+    assert [store.lookup(key) is not None for key in MANY[:4]] == [False, True, False, True]
+    tuner.tune(MANY[5], LIMIT)
+    assert session.session().left == []
+
+
+def test_a_search_that_does_not_come_back_ends_the_others(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them wait for the device. Its entry says which candidate it was."""
+    together.held = {key: threading.Event() for key in MANY[:4]}
+    stuck = search.ranked(MANY[1])[0]
+    monkeypatch.setattr(search.Search, "stuck", lambda this: stuck if this.key == MANY[1] else None)
+
+    def without(this: search.Search, candidate: Candidate) -> Entry:
+        this.failures.append(Measurement(candidate, None, "it did not come back"))
+        return Entry.of(this.key, XLA, tuple(this.failures))
+
+    monkeypatch.setattr(search.Search, "entry_without", without)
+    with pytest.raises(RuntimeError, match="beside it does not come back"), tuner.coming((k, LIMIT) for k in MANY):
+        tuner.tune(MANY[0], LIMIT)
+    assert session.session().searches == {}
+    found = store.lookup(MANY[1])
+    assert found is not None
+    assert found[0].measurements[0].candidate == stuck
+    monkeypatch.setattr(search.Search, "stuck", lambda this: None)
+    together.held.clear()
+    assert tuner.tune(MANY[0], LIMIT).key == MANY[0], "once they have ended"
 
 
 # ---- the first round -------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def truncated_sum(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
 def chain_error(order: list[tuple[int, int, int]], splits: int, chains: int) -> float:
     """Relative error of inner products in `splits` parts of so many chains, whose products are `order`: (step of 16
     pixels, part of X, part of dY)."""
-    width, steps = 128, 1 + max(step for step, _, _ in order)
+    width, steps = 512, 1 + max(step for step, _, _ in order)
     with seeded(35) as rng:
         x, dy = (rng.standard_normal((splits, chains, steps, 16, width)).astype(np.float32) for _ in range(2))
     exact = (x.astype(np.float64) * dy).sum((0, 1, 2, 3))
