@@ -86,4 +86,4 @@ def model(tiny: bool = False) -> Model:
         return squared_error(predicted_noise(layers, groups, params, x, times), noise)
 
     title = f"diffusion UNet blocks, {size}, batch {batch}"
-    return Model("diffusion_unet", title, "arXiv:2112.10752", lambda: initial(widths, depth), data, loss)
+    return Model("diffusion_unet", title, "arXiv:2112.10752", lambda: initial(widths, depth), data, loss, rate=0.005)

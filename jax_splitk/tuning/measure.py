@@ -44,6 +44,7 @@ LOCK_SECONDS = 0.2
 WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
+MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed it
 
 
 @dataclasses.dataclass
@@ -110,6 +111,7 @@ class Bench:
 
     Attributes:
       running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
+      accepted: relative error of a candidate, at most: `TOLERANCE`, or twice XLA's own once that is known.
       given_up: set by that thread: nothing more is run.
     """
 
@@ -117,6 +119,7 @@ class Bench:
 
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
         self.problem = problem
+        self.accepted = TOLERANCE[problem.out_dtype]
         self.given_up = given_up
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
@@ -195,9 +198,12 @@ class Bench:
         results = jax.block_until_ready(contestant.run())
         contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
         error = float(_relative_error(results[0], self._reference))
-        if error <= TOLERANCE[self.problem.out_dtype]:
+        if contestant.candidate == XLA and error <= MOST_OF_XLAS * self.accepted:
+            # Its kernels differ among themselves, by more than ours do where sums are long.
+            self.accepted = max(self.accepted, 2 * error)
+        if error <= self.accepted:
             return None
-        return f"differs from XLA's: relative error {error:.1e}, accepted: {TOLERANCE[self.problem.out_dtype]:.0e}"
+        return f"differs from XLA's: relative error {error:.1e}, accepted: {self.accepted:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
         """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""

@@ -133,6 +133,26 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
     assert failure.error.startswith("differs from XLA's: relative error")
 
 
+def test_xlas_own_error_is_accepted_and_twice_that_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's kernels differ among themselves where sums are long; what none of them could have computed is refused."""
+    key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
+    bench = Bench(key.problem, "cpu", threading.Event())
+    exact = bench._reference
+    tolerance = measure.TOLERANCE["float32"]
+
+    def check(candidate: Candidate, error: float) -> str | None:
+        return bench._check(measure.Contestant(candidate, lambda: [exact * (1 + error)] * bench.sets))
+
+    ours = search.ranked(key)[0]
+    assert check(ours, 1.5 * tolerance) is not None
+    assert "1.1e-02, accepted: 1e-03" in (check(XLA, 11 * tolerance) or "")
+    assert check(XLA, 0.5 * tolerance) is None
+    assert check(ours, 1.5 * tolerance) is not None, "no less is accepted than without XLA's error"
+    assert check(XLA, 1.2 * tolerance) is None
+    assert check(ours, 2.3 * tolerance) is None
+    assert "accepted: 2e-03" in (check(ours, 2.6 * tolerance) or "")
+
+
 @pytest.mark.parametrize("where", ["plan", "call", "run"])
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(TINY, batch=12))
