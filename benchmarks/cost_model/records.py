@@ -66,18 +66,19 @@ class Record:
 
 
 def loads(text: str) -> Record:
-    """Inverse of `Record.dumps`. Candidates that this version does not have are left out."""
+    """Inverse of `Record.dumps`. Candidates that this version does not have, or refuses, are left out."""
     data = json.loads(text)
     op = data["problem"].pop("op")
+    problem, target = problem_from_dict(op, data["problem"]), Target(**data["target"])
     timed = []
     for each in data["timed"]:
         try:
             candidate = candidate_from(op, {name: each[name] for name in ("family", "config")})
         except ValueError:
             continue
-        timed.append(Timed(candidate, each["us"], each.get("spread", 0.0), each.get("error")))
-    problem = problem_from_dict(op, data["problem"])
-    return Record(problem, Target(**data["target"]), tuple(timed), data["index"], data["kind"])
+        if candidate == XLA or candidate.refusal(problem, target) is None:
+            timed.append(Timed(candidate, each["us"], each.get("spread", 0.0), each.get("error")))
+    return Record(problem, target, tuple(timed), data["index"], data["kind"])
 
 
 def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
