@@ -41,7 +41,7 @@ SCREENING_CALLS = 48
 LOCK_SECONDS = 0.2
 # For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
 # profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
-WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
 # Relative norm of the difference from XLA's float32 result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed it
