@@ -334,6 +334,24 @@ def test_a_candidate_that_takes_the_device_with_it_leaves_the_decision_to_xla(
         tuner.tune(key)
 
 
+def test_what_another_search_did_to_the_device_is_not_stored(scripted: Any) -> None:
+    """Ours fail, too, after that, and are not to blame."""
+    key = wide(generator(25))
+    bad = search.ranked(key)[1]
+    script = scripted(lambda c: 900.0 if c == XLA else 100.0)
+    script.late, script.fatal = {bad: 1}, "CUDA_ERROR_ILLEGAL_ADDRESS: scripted"
+    session.session().suspect = TINY.problem()
+    with pytest.raises(RuntimeError, match="XLA cannot compute it: RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        tuner.tune(key)
+    assert session.session().suspect == TINY.problem()
+    # A failure that the device survives is forgotten with the search that it belongs to.
+    script = scripted(lambda c: 100.0)
+    script.late = {bad: 1}
+    session.session().suspect = None
+    assert tuner.tune(key).choice != XLA
+    assert session.session().suspect is None
+
+
 def test_candidates_are_screened_by_device_time(scripted: Any) -> None:
     """Where there is one; the wall clock shows the host as well."""
     key = wide(generator(21))
