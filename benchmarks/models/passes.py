@@ -63,8 +63,5 @@ def launches_of(work: Callable[[], object]) -> list[Launch]:
 
 
 def _read(path: pathlib.Path, ordinal: int) -> list[Launch]:
-    found = []
-    for event in profile.stream_events(path, ordinal):
-        instruction = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
-        found.append(Launch(event.name, instruction, event.start_ns, event.end_ns))
-    return found
+    events = profile.stream_events(path, ordinal)
+    return [Launch(e.name, profile.stat(e, "hlo_op"), e.start_ns, e.end_ns) for e in events]

@@ -144,10 +144,10 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
         if held is not None and not again and held[0].is_searched(workspace_limit):
             return held
         _listen()
-        old = next(store.found(key), (None, ""))[0]
+        old = tuner.earlier(key)
         seconds = tuner.budget_seconds() if seconds is None else seconds
         with session().progress.measuring(key, seconds) as measured:
-            entry = flips.noted(old, tuner.tune(key, workspace_limit, tuner.earlier(key), seconds))
+            entry = flips.noted(old, tuner.tune(key, workspace_limit, old, seconds))
             measured.append(entry)
         session().measured(key)
         if not store.save(entry):

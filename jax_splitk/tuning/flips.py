@@ -12,8 +12,8 @@ NOISE = 0.02
 
 
 def noted(old: Entry | None, new: Entry) -> Entry:
-    """The new entry; its metadata say what became of the choice of an old one that was searched as far."""
-    if old is None or not old.is_searched(new.workspace_limit_bytes):
+    """The new entry; its metadata say what became of the choice of an old one of its key that was searched as far."""
+    if old is None or old.key != new.key or not old.is_searched(new.workspace_limit_bytes):
         return new
     found: dict[str, Any] = {"changed": new.choice != old.choice}
     if found["changed"]:

@@ -138,7 +138,7 @@ class Bench:
     def _compile_reference(self) -> Callable[..., jax.Array]:
         """XLA's float32 result, by whichever of its kernels: none of them is timed, which would disturb what is."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
-        options = {**WITHOUT_GRAPHS, **({"xla_gpu_autotune_level": 0} if self.platform == "cuda" else {})}
+        options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
         with jax.default_device(jax.local_devices()[0]):
             lowered = jax.jit(lambda *operands: self.operation.reference(full, *operands)).lower(*self._inputs[0])
             return lowered.compile(compiler_options=options)
@@ -273,7 +273,7 @@ class Bench:
         turns = profile.turns(events, {contestant.module for contestant in contestants})
         if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
-        busy = [profile.busy_time((start, end) for _, start, end in events) for _, events in turns]
+        busy = [profile.busy_time((start, end) for _, start, end in turn) for _, turn in turns]
         times = [ns * 1e-3 / count / self.sets for ns, (_, count) in zip(busy, together, strict=True)]
         each = len(contestants)
         return [times[begin : begin + each] for begin in range(0, len(times), each)]

@@ -58,11 +58,12 @@ def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
 
 def module_times(path: pathlib.Path, ordinal: int) -> list[Event]:
     """`device_events`, with the module that each belongs to in place of its own name."""
-    found = []
-    for event in stream_events(path, ordinal):
-        module = next((str(value) for name, value in event.stats if name == "hlo_module"), "")
-        found.append((module, event.start_ns, event.end_ns))
-    return found
+    return [(stat(e, "hlo_module"), e.start_ns, e.end_ns) for e in stream_events(path, ordinal)]
+
+
+def stat(event: Any, name: str) -> str:
+    """What XLA says of an event under a name; "" where it says nothing."""
+    return next((str(value) for key, value in event.stats if key == name), "")
 
 
 def turns(events: Iterable[Event], modules: Iterable[str]) -> list[tuple[str, list[Event]]]:

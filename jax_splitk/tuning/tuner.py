@@ -120,8 +120,6 @@ def tune(
     try:
         running = searches.get((key, workspace_limit)) or _begin(key, workspace_limit, old, seconds)
         running.awaited = True
-        with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
-            running.search.compile_first()
         while not running.result.done():
             _look_ahead()
             concurrent.futures.wait([running.result], _WATCH_SECONDS)
@@ -157,6 +155,9 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
     thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
     running = session().searches[key, workspace_limit] = Running(search, workspace_limit, thread, result)
     thread.start()
+    if key.target.platform == "cuda":
+        with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
+            search.compile_first()
     return running
 
 
@@ -168,7 +169,7 @@ def _look_ahead() -> None:
         while coming and _has_room(key_and_limit := next(iter(coming))):
             seconds = coming.pop(key_and_limit).seconds
             if key_and_limit not in searches:
-                _begin(*key_and_limit, earlier(key_and_limit[0]), seconds).search.compile_first()
+                _begin(*key_and_limit, earlier(key_and_limit[0]), seconds)
         for (key, limit), next_one in list(coming.items()):
             if compiler.pool.queued >= 2 * cores():
                 break
@@ -221,11 +222,16 @@ def give_up_ahead() -> None:
         running.thread.join(_LEAVE_SECONDS)
 
 
-def _give_up(running: Running) -> None:
-    """Ends a search that was not waited for, or not to the end; what it has measured is stored."""
+def _leave_behind(running: Running) -> None:
+    """Ends a search, whose thread may go on for a while."""
     running.search.given_up.set()
     session().searches.pop((running.search.key, running.limit), None)
     session().left.append(running)
+
+
+def _give_up(running: Running) -> None:
+    """Ends a search that was not waited for, or not to the end; what it has measured is stored."""
+    _leave_behind(running)
     if running.result.done():
         entry = None if running.result.exception() else running.result.result()
     else:
@@ -245,12 +251,8 @@ def _stuck() -> tuple[Running, Candidate] | None:
 def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
     """The entry where a candidate does not come back: if it is another search's, that is stored, and RuntimeError."""
     search = running.search
-    others = [other for other in session().searches.values() if other is not running]
-    search.given_up.set()
-    session().searches.clear()
-    session().left += [running, *others]
-    for other in others:
-        other.search.given_up.set()
+    for each in list(session().searches.values()):
+        _leave_behind(each)
     entry = search.entry_without(stuck)
     _logger.warning(
         "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
@@ -282,10 +284,7 @@ def _leave() -> None:
     aborts the process."""
     try:
         for running in list(session().searches.values()):
-            running.search.given_up.set()
-            session().left.append(running)
-        for running in session().left:
-            running.search.given_up.set()
+            _leave_behind(running)
         _wait_for_those_left()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)
