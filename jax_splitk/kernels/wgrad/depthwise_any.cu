@@ -179,7 +179,9 @@ __device__ inline void slide(const Word* __restrict__ x, const Word* __restrict_
                              float (&sums)[TAPS][CHANNELS]) {
   Lines next;
   load(x, g, item, item.first, next);
-  float window[WINDOW][COLUMNS][CHANNELS];
+  // Zeros, although the first steps do not use them: ptxas 13.0 takes a register that has no value yet for
+  // another one.
+  float window[WINDOW][COLUMNS][CHANNELS] = {};
 #pragma unroll 1
   for (int step = item.first; step < item.end + LEAD; ++step) {
 #pragma unroll
