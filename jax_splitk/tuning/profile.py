@@ -1,9 +1,11 @@
 """Device time from JAX's profiler: what ran on the GPU's streams, without the host in between."""
 
+import functools
 import itertools
 import pathlib
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -63,7 +65,19 @@ def module_times(path: pathlib.Path, ordinal: int) -> list[Event]:
 
 def stat(event: Any, name: str) -> str:
     """What XLA says of an event under a name; "" where it says nothing."""
+    _make_type_of_stats()
     return next((str(value) for key, value in event.stats if key == name), "")
+
+
+@functools.cache
+def _make_type_of_stats() -> None:
+    """jaxlib makes the type when it is first needed, without a module, of which Python 3.12 and later warn. Where
+    warnings are errors the process would end there."""
+    data = jax.profiler.ProfileData.from_text_proto("planes { lines { events { } } }")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for event in (event for plane in data.planes for line in plane.lines for event in line.events):
+            event.stats  # noqa: B018
 
 
 def turns(events: Iterable[Event], modules: Iterable[str]) -> list[tuple[str, list[Event]]]:

@@ -2,7 +2,6 @@
 
 import pathlib
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,31 +11,58 @@ import pytest
 from jax_splitk.tuning import profile, session
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
-from tests.tuning_cache import TINY
+from tests.tuning_cache import TINY, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
 
 
-def test_only_the_measured_devices_streams_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def event(name: str, start: float, end: float) -> Any:
-        stats = [("hlo_op", "custom-call"), ("hlo_module", f"jit_{name}")] if name != "reduce" else []
-        return types.SimpleNamespace(name=name, start_ns=start, end_ns=end, stats=stats)
+NAMES = ("hlo_op", "hlo_module", "custom-call", "wgrad", "reduce", "MemcpyH2D", "python", "jit_wgrad")
 
-    def plane(name: str, **lines: list[Any]) -> Any:
-        found = [types.SimpleNamespace(name=line, events=events) for line, events in lines.items()]
-        return types.SimpleNamespace(name=name, lines=found)
 
-    kernels = [event("wgrad", 1.0, 2.0), event("MemcpyH2D", 2.0, 3.0)]
+@pytest.fixture
+def profiled(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A profile as XLA writes it: three GPUs and the host."""
+    number = {name: i + 1 for i, name in enumerate(NAMES)}
+
+    def event(name: str, start: int, end: int) -> str:
+        stats = {"hlo_op": "custom-call", "hlo_module": f"jit_{name}"} if name == "wgrad" else {}
+        said = "".join(f"stats {{ metadata_id: {number[k]} ref_value: {number[v]} }}" for k, v in stats.items())
+        times = f"offset_ps: {start * 1000} duration_ps: {(end - start) * 1000}"
+        return f"events {{ metadata_id: {number[name]} {times} {said} }}"
+
+    def plane(name: str, **lines: list[str]) -> str:
+        found = "".join(f'lines {{ name: "{line}" {" ".join(events)} }}' for line, events in lines.items())
+        kinds = ("event_metadata", "stat_metadata")
+        named = [f'{kind} {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for n, i in number.items() for kind in kinds]
+        return f'planes {{ name: "{name}" {found} {" ".join(named)} }}'
+
     planes = [
-        plane("/device:GPU:0", Stream1=[event("of another user", 0.0, 9.0)]),
-        plane("/device:GPU:1", Stream1=kernels, Stream2=[event("reduce", 1.5, 2.5)], Steps=[event("0", 0.0, 9.0)]),
-        plane("/device:GPU:11", Stream1=[event("of a third", 0.0, 9.0)]),
-        plane("/host:CPU", Stream1=[event("python", 0.0, 9.0)]),
+        plane("/device:GPU:0", Stream1=[event("python", 0, 9)]),
+        plane(
+            "/device:GPU:1",
+            Stream1=[event("wgrad", 1, 2), event("MemcpyH2D", 2, 3)],
+            Stream2=[event("reduce", 1, 3)],
+            Steps=[event("python", 0, 9)],
+        ),
+        plane("/device:GPU:11", Stream1=[event("python", 0, 9)]),
+        plane("/host:CPU", Stream1=[event("python", 0, 9)]),
     ]
-    data = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
-    monkeypatch.setattr(jax.profiler, "ProfileData", data)
-    assert profile.device_events(tmp_path, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.5, 2.5)]
-    assert profile.module_times(tmp_path, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.5, 2.5)]
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
+    return path
+
+
+def test_only_the_measured_devices_streams_count(profiled: pathlib.Path) -> None:
+    assert profile.device_events(profiled, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.0, 3.0)]
+    assert profile.module_times(profiled, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.0, 3.0)]
+
+
+def test_a_profile_is_read_where_warnings_are_errors(profiled: pathlib.Path) -> None:
+    """jaxlib's own warning, of a type that it makes, ended the process."""
+    read = f"profile.module_times(pathlib.Path({str(profiled)!r}), 1)"
+    process = start(f"import pathlib, warnings; from jax_splitk.tuning import profile; warnings.simplefilter('error'); print(len({read}))")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "2\n"), err
 
 
 def test_turns_are_told_apart_by_their_modules() -> None:
