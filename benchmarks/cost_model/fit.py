@@ -3,7 +3,9 @@ of benchmarks.
 
 python -m benchmarks.cost_model.fit SWEEP.jsonl [MORE.jsonl ...] [--write]
 
-Times are compared by their logarithms, robustly, and constants keep near what they were where no time depends on them.
+Times are compared by their logarithms, robustly, and so is what the family's first choice of each problem loses, as if
+candidates of nearly equal estimates were chosen by lot. Constants keep near what they were where no time depends on
+them. Least squares end in the nearest minimum, so the search begins at several places.
 A fifth of the problems is held out: by these the models are judged, before and after.
 """
 
@@ -33,6 +35,10 @@ WIDTH = 0.4  # by which the logarithm of a constant usually changes
 LEAST_RECORDS = 8  # problems of a family; with fewer its constants stay
 MAX_TIMES = 4000  # of a family, the rest is passed over
 EVALUATIONS = 25
+STARTS = 6  # the first one is what the constants were
+CHOICE_WEIGHT = 3.0  # of a problem's lost time, against the logarithms of its times
+CHOICE_WIDTH = 0.04  # by which the logarithms of equal candidates' estimates may differ
+MOST_LOST = 1.0  # what a choice loses counts up to this, relative: beyond are times that something disturbed
 UNTESTED = 0.15  # the least uncertainty where nothing was held out
 MAX_SPREAD = 0.25  # of the rounds of a time that counts
 
@@ -77,23 +83,50 @@ def uncertainties(family: Family, times: Sequence[Time], least: float) -> dict[s
     return {name: max(least, value) for name, value in found.items()}
 
 
-def fit(family: Family, times: Sequence[Time], seed: int = 0) -> Any:
+def _by_problem(times: Sequence[Time]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each problem with several times: their numbers, and what each loses against the fastest, relative."""
+    found: dict[Problem, list[int]] = {}
+    for i, time in enumerate(times):
+        found.setdefault(time.problem, []).append(i)
+    us = np.array([time.us for time in times])
+    several = [np.array(of) for of in found.values() if len(of) > 1]
+    return [(of, np.minimum(us[of] / us[of].min() - 1, MOST_LOST)) for of in several]
+
+
+def _lost(estimates: np.ndarray, lost: np.ndarray) -> float:
+    """By a choice among candidates of such logarithms of estimates, those within `CHOICE_WIDTH` by lot."""
+    chance = np.exp((estimates.min() - estimates) / CHOICE_WIDTH)
+    return float(chance @ lost / chance.sum())
+
+
+def fit(family: Family, times: Sequence[Time], seed: int = 0, starts: int = STARTS) -> Any:
     """The family's constants."""
     costs = family.costs(times[0].target)
     names = list(constants.fitted(costs))
-    chosen = np.random.default_rng(seed).permutation(len(times))[:MAX_TIMES]
-    some = [times[i] for i in sorted(chosen)]
+    rng = np.random.default_rng(seed)
+    some = [times[i] for i in sorted(rng.permutation(len(times))[:MAX_TIMES])]
     scale = np.sqrt([t.weight for t in some]) / NOISE
+    logs, problems = np.log([t.us for t in some]), _by_problem(some)
+    weight = CHOICE_WEIGHT * math.sqrt(len(some) / max(1, len(problems)))
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        off = errors(family.with_costs(constants.scaled(costs, names, x)), some) * scale
+        found = errors(family.with_costs(constants.scaled(costs, names, x)), some)
         # A robust loss of the errors, of the constants' changes the square.
+        off = found * scale
         soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
-        return np.concatenate([soft, x / WIDTH])
+        lost = [math.sqrt(_lost((found + logs)[of], loss)) for of, loss in problems]
+        return np.concatenate([soft, x / WIDTH, weight * np.array(lost)])
 
-    start = np.zeros(len(names))
-    found = optimize.least_squares(
-        residuals, start, bounds=(start - 2, start + 2), max_nfev=EVALUATIONS, diff_step=1e-3
+    middle = np.zeros(len(names))
+    begins = [middle, *(rng.normal(0, 0.5, len(names)).clip(-1.9, 1.9) for _ in range(starts - 1))]
+    found = min(
+        (
+            optimize.least_squares(
+                residuals, begin, bounds=(middle - 2, middle + 2), max_nfev=EVALUATIONS, diff_step=1e-2
+            )
+            for begin in begins
+        ),
+        key=lambda result: result.cost,
     )
     old = constants.fitted(costs)
     new = {name: constants.rounded(old[name] * math.exp(x)) for name, x in zip(names, found.x, strict=True)}
