@@ -202,8 +202,13 @@ def _depthwise_any() -> Iterator[Run]:
         ((37,), (4,), (5, 10), {"batch": 9, "dtype": HALF, "out_dtype": HALF}, (7, 1, 4, 8)),
         ((12, 9), (3, 2), (36, 36), {"stride": 2, "rhs_dilation": (4, 1)}, (2, 4, 16, 12)),
         # ptxas 13.0 got it wrong while the window of rows began without values.
-        ((12, 11), (5, 3), (3, 9),
-         {"padding": ((4, 1), (3, 2)), "stride": (2, 3), "rhs_dilation": (3, 2)}, (1, 1, 16, 8)),
+        (
+            (12, 11),
+            (5, 3),
+            (3, 9),
+            {"padding": ((4, 1), (3, 2)), "stride": (2, 3), "rhs_dilation": (3, 2)},
+            (1, 1, 16, 8),
+        ),
     ):
         p = conv(size, kernel, channels, groups=channels[0], **changes)
         yield from _splits(depthwise_any.FAMILY, p, depthwise_any.Config(*config, splits=1), (1, 3))

@@ -57,10 +57,17 @@ def test_only_the_measured_devices_streams_count(profiled: pathlib.Path) -> None
     assert profile.module_times(profiled, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.0, 3.0)]
 
 
+READ = """
+import pathlib, sys, warnings
+from jax_splitk.tuning import profile
+warnings.simplefilter("error")
+print(len(profile.module_times(pathlib.Path(sys.argv[1]), 1)))
+"""
+
+
 def test_a_profile_is_read_where_warnings_are_errors(profiled: pathlib.Path) -> None:
     """jaxlib's own warning, of a type that it makes, ended the process."""
-    read = f"profile.module_times(pathlib.Path({str(profiled)!r}), 1)"
-    process = start(f"import pathlib, warnings; from jax_splitk.tuning import profile; warnings.simplefilter('error'); print(len({read}))")
+    process = start(READ, profiled)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "2\n"), err
 
