@@ -237,11 +237,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
         tile += phases(problem) * config.handover_seconds(costs)
+        stores = phases(problem) * config.store_seconds(costs)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         # The first stage is waited for, and the last results.
         ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
-        slower, faster = max(each * tile, memory), min(each * tile, memory)
+        *_, faster, slower = sorted((each * tile, each * stores, memory))
         return slower + costs.shadow * faster + ends + costs.launch_seconds
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:

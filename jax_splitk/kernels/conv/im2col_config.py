@@ -35,10 +35,14 @@ class Costs(split_tile.Costs):
     Attributes:
       shared_bytes_per_sm: a second, of shared memory, which TMA writes and WGMMA reads.
       handover_bytes_per_sm: a second, of sums that a persistent thread block leaves to the warps that store them.
+      result_seconds, row_seconds: of what these warps do, of a tile, and of each of its rows of up to 128 bytes,
+        however short they are.
     """
 
     shared_bytes_per_sm: float
     handover_bytes_per_sm: float
+    result_seconds: float
+    row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +126,10 @@ class Config(SplitTile):
     def handover_seconds(self, costs: Costs) -> float:
         """Predicted: for so long nothing is multiplied at the end of a tile."""
         return self.tile_m * self.tile_n * 4 / costs.handover_bytes_per_sm if self.teams == 1 else 0.0
+
+    def store_seconds(self, costs: Costs) -> float:
+        """Predicted: of the warps that store a tile, beside those that multiply."""
+        return costs.result_seconds + self.pixels * -(-self.channels * 2 // ROW_BYTES) * costs.row_seconds
 
 
 @functools.lru_cache(maxsize=4096)
