@@ -1,28 +1,24 @@
 """The last values that families of weight gradients take, run on a GPU, and the first ones that they do not: other
 families or XLA serve those."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
 from jax import lax
 
 import jax_splitk
-from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import grouped, halo, im2col, tf32
+from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import select
 from jax_splitk.tuning.options import Options
 from tests import on_gpu, poison
 from tests.kernels.wgrad import test_refusals
-from tests.problems import conv
+from tests.kernels.wgrad.edges import TILED
 
-INT32_MAX = 2**31 - 1
+pytestmark = pytest.mark.gpu
+
 IM2COL_CONFIGS = (
     im2col.Config(64, 64, 8, False, 1),
     im2col.Config(64, 128, 4, True, 3),
@@ -33,57 +29,6 @@ IM2COL = {
     for last, beyond, reason in test_refusals.IM2COL
 }
 
-
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    """A config's limit: `problem(last)` is legal, one more is not, for that reason."""
-
-    family: Family
-    config: Any
-    problem: Callable[[int], ConvWgradProblem]
-    last: int
-    reason: str
-
-
-TILED = {
-    # Boxes of 256 columns, strips of 64 rows.
-    "halo_columns": Edge(
-        halo.FAMILY,
-        halo.Config(1, 16, 1, 3, 2),
-        lambda d: conv((5, 16), (1, 3), (72, 72), padding=((0, 0), (d, d)), rhs_dilation=(1, d)),
-        120,
-        "rows of 258 pixels; accepted: at most 256",
-    ),
-    "halo_rows": Edge(
-        halo.FAMILY,
-        halo.Config(2, 16, 3, 2, 1),
-        lambda d: conv((8, 17), (3, 2), (72, 72), padding=((d, d), (0, 0)), rhs_dilation=(d, 1)),
-        31,
-        "66 rows; accepted: at most 64",
-    ),
-    # Filter columns that one thread block reads from one box, and those that are others'.
-    "tf32_columns": Edge(
-        tf32.FAMILY,
-        tf32.Config(1, 3, 1, 32, 1, 1, 16, 2, 2),
-        lambda d: conv((5, 16), (1, 3), (36, 40), padding=((0, 0), (d, d)), rhs_dilation=(1, d), dtype="float32"),
-        120,
-        "tile_q 16 needs 258 input columns; accepted: at most 256",
-    ),
-    "tf32_coordinates": Edge(
-        tf32.FAMILY,
-        tf32.Config(1, 1, 1, 32, 1, 1, 16, 2, 1),
-        lambda d: conv((16,), (3,), (36, 40), batch=1, padding=((d, d),), rhs_dilation=d, dtype="float32"),
-        (INT32_MAX - 16 - tf32.MAX_PIXELS) // 4,
-        "padded input of up to ",
-    ),
-    "grouped_columns": Edge(
-        grouped.FAMILY,
-        grouped.Config(32, 32, 1, 1, 8, 1, 2, 2),
-        lambda s: conv((3, 300), (3, 3), (32, 32), padding=((1, 1), (0, 0)), stride=(1, s), groups=8),
-        36,
-        "rows 1, columns 8: 3x264 pixels of input; accepted: at most 256 a side",
-    ),
-}
 
 # Not the coordinates: XLA would hold all that padding in memory.
 SERVED = ("halo_columns", "halo_rows", "tf32_columns", "grouped_columns")
@@ -146,7 +91,6 @@ def without_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", IM2COL)
 def test_im2cols_last_legal_values_are_exact_and_others_serve_the_next(name: str) -> None:
     p, beyond = IM2COL[name]
@@ -157,17 +101,6 @@ def test_im2cols_last_legal_values_are_exact_and_others_serve_the_next(name: str
     check_others_serve(beyond)
 
 
-@pytest.mark.parametrize("name", TILED)
-def test_the_next_extents_are_refused(name: str) -> None:
-    edge = TILED[name]
-    p, beyond = edge.problem(edge.last), edge.problem(edge.last + 1)
-    assert edge.family.refusal(p, edge.config, DEFAULT_CUDA) is None
-    # Where no config serves the next, that is what is said; else it is this one.
-    reasons = (edge.family.problem_refusal(beyond), edge.family.config_refusal(beyond, edge.config))
-    assert any(edge.reason in str(reason) for reason in reasons)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", TILED)
 def test_the_last_legal_extents_are_exact(name: str) -> None:
     edge = TILED[name]

@@ -14,6 +14,7 @@ from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from tests.kernels.wgrad.edges import TILED
 from tests.problems import conv, of_families
 
 FAMILIES = kernels.families("conv_wgrad", "cuda")
@@ -481,3 +482,13 @@ def test_limits_of_configs(
         assert family.refusal(p, dataclasses.replace(config, **changes)) is None, changes
     for changes, reason in refused:
         assert reason in str(family.refusal(p, dataclasses.replace(config, **changes))), changes
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_the_next_extents_are_refused(name: str) -> None:
+    edge = TILED[name]
+    p, beyond = edge.problem(edge.last), edge.problem(edge.last + 1)
+    assert edge.family.refusal(p, edge.config, DEFAULT_CUDA) is None
+    # Where no config serves the next, that is what is said; else it is this one.
+    reasons = (edge.family.problem_refusal(beyond), edge.family.config_refusal(beyond, edge.config))
+    assert any(edge.reason in str(reason) for reason in reasons)
