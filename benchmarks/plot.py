@@ -232,7 +232,7 @@ def models_chart(report: dict[str, Any]) -> Figure:
     axes.set_yticks(range(len(results)), [r["title"] for r in results], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.6)
-    # Room for the last text, and whole numbers where there is a tick.
+    # With room for the last text.
     axes.set_xlim(min(0.95, *ratios), max(1.5, max(ratios) ** 1.4))
     ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick <= max(1.5, *ratios)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from jax_splitk.runtime import compiler
 
 TESTS = pathlib.Path(__file__).parent
+TOGETHER = 256  # sources whose machine code is written when all of them have it: what is stopped keeps the others
 
 
 def main(files: Sequence[str]) -> None:
@@ -21,10 +22,12 @@ def main(files: Sequence[str]) -> None:
         if name not in os.environ:
             raise SystemExit(f"{name} is not set; accepted: that of the tests which follow")
     begun = time.monotonic()
-    found = {source: None for path in _paths(files) for source in _device_code(path)}
+    found = [*{source: None for path in _paths(files) for source in _device_code(path)}]
     print(f"{len(found)} sources", flush=True)
-    compiler.compile_sources(found)
-    print(f"compiled in {time.monotonic() - begun:.0f} s", flush=True)
+    for start in range(0, len(found), TOGETHER):
+        compiler.compile_sources(found[start : start + TOGETHER])
+        done = min(start + TOGETHER, len(found))
+        print(f"{done} compiled in {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def _paths(files: Sequence[str]) -> list[pathlib.Path]:
