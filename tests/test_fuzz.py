@@ -232,7 +232,7 @@ def calls(rng: Rng, cache: pathlib.Path) -> Trial:
     return trial
 
 
-# A minute in all for `make test-all`.
+# Half a minute in all for `make test-all`.
 @pytest.mark.parametrize("seconds", [0.7, pytest.param(5, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("subject", [entries, shipped, results, kernels, plans, calls])
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the CPU's handlers and keys")

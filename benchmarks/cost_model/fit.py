@@ -99,7 +99,7 @@ def _lost(estimates: np.ndarray, lost: np.ndarray) -> float:
     return float(chance @ lost / chance.sum())
 
 
-def fit(family: Family, times: Sequence[Time], seed: int = 0, starts: int = STARTS) -> Any:
+def fit(family: Family, times: Sequence[Time], seed: int = 0) -> Any:
     """The family's constants."""
     costs = family.costs(times[0].target)
     names = list(constants.fitted(costs))
@@ -118,7 +118,7 @@ def fit(family: Family, times: Sequence[Time], seed: int = 0, starts: int = STAR
         return np.concatenate([soft, x / WIDTH, weight * np.array(lost)])
 
     middle = np.zeros(len(names))
-    begins = [middle, *(rng.normal(0, 0.5, len(names)).clip(-1.9, 1.9) for _ in range(starts - 1))]
+    begins = [middle, *(rng.normal(0, 0.5, len(names)).clip(-1.9, 1.9) for _ in range(STARTS - 1))]
     found = min(
         (
             optimize.least_squares(

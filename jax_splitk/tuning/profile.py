@@ -49,6 +49,7 @@ def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
 
 def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
     """The same as JAX's profile has them."""
+    _make_type_of_stats()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if plane.name != f"/device:GPU:{ordinal}":
             continue
@@ -64,8 +65,7 @@ def module_times(path: pathlib.Path, ordinal: int) -> list[Event]:
 
 
 def stat(event: Any, name: str) -> str:
-    """What XLA says of an event under a name; "" where it says nothing."""
-    _make_type_of_stats()
+    """What XLA says of one of `stream_events` under a name; "" where it says nothing."""
     return next((str(value) for key, value in event.stats if key == name), "")
 
 
