@@ -210,16 +210,18 @@ def choose(
 
 def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, final: bool = True) -> str | None:
     """Why a quiet pass under automatic partitioning is lax's, divided or not: no kernel is chosen for the whole, nor
-    for a device's part if all devices divide its batch. None where one is. `final`: it will be lowered."""
+    for a device's part if all devices divide its batch, which is measured as far as it may be. None where one is.
+    `final`: it will be lowered."""
     if not options.quiet or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
         return None
-    parts, devices = [problem], _compat.device_count(ctx)
-    if problem.batch % devices == 0:
-        parts.append(dataclasses.replace(problem, batch=problem.batch // devices))
-    # In a job all processes must find the same; nothing is measured for it.
     target, unmeasured = target_for(platform), dataclasses.replace(options, alone=True)
-    agreed = final and target.is_local and agreement.needed()
-    chosen = (select(part, target, unmeasured, measure=agreed).candidate for part in parts)
+    here = final and target.is_local and not _compat.is_export(ctx)
+    parts, devices = [(problem, unmeasured)], _compat.device_count(ctx)
+    if problem.batch % devices == 0:
+        part = dataclasses.replace(problem, batch=problem.batch // devices)
+        # In a job all processes must find the same; nothing is measured for it.
+        parts.append((part, unmeasured if agreement.needed() else options))
+    chosen = (select(each, target, its_options, measure=here).candidate for each, its_options in parts)
     return "no kernel is chosen for it" if all(candidate == XLA for candidate in chosen) else None
 
 

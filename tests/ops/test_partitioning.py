@@ -24,6 +24,7 @@ from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.quantized import PackedWeight
 from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
+from jax_splitk.tuning import certainty
 from jax_splitk.tuning.session import session
 from tests.convolutions import Conv
 from tests.problems import generator
@@ -419,6 +420,24 @@ def test_the_local_problem_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: p
                 np.testing.assert_array_equal(jax.jit(CONV.wgrad)(*args), CONV.lax_wgrad(x, y))
             assert [choice.problem.batch for choice in watched.choices] == [batch]
             assert [key.problem.batch for key in watched.measured] == ([] if batch == 4 else [batch])
+
+
+@pytest.mark.usefixtures("competing")
+def test_a_pass_in_doubt_is_measured_as_a_devices_part(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Unmeasured it would be XLA's, which divides it by itself."""
+    x, w, y = CONV.integers(generator(90))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
+    monkeypatch.setattr(certainty, "faster_xla", lambda *_, **__: 0.0)
+    loss = lambda w, x, y: (CONV.ours(x, w) * y).sum()  # noqa: E731
+    for autotune, measured in (("off", set()), ("on_miss", {("conv_fprop", 1), ("conv_wgrad", 1)})):
+        monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", autotune)
+        with partitioned() as put, session().watching() as watched:
+            args = (put(w), put(x, BOTH), put(y, BOTH))
+            _, dw = jax.jit(jax.value_and_grad(loss))(*args)
+            np.testing.assert_array_equal(dw, CONV.lax_wgrad(x, y))
+        assert {(key.problem.op, key.problem.batch) for key in watched.measured} == measured
+        jax.clear_caches()
 
 
 # ---- quantized products --------------------------------------------------------------------------------------------
