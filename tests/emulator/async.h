@@ -113,6 +113,14 @@ void load_tile(const void* map, uint64_t* full, uint64_t, void* to, At... at) {
   emulator::load_box<sizeof...(At)>(map, full, emulator::own_mask(), to, at...);
 }
 template <class... At>
+void store_tile(const void* map, const void* from, At... at) {
+  emulator::store_box<sizeof...(At)>(map, from, at...);
+}
+inline void wait_stores_read() {
+  const int* open = &emulator::self->open_stores;
+  emulator::wait_until("wait_stores_read", [=] { return *open == 0; });
+}
+template <class... At>
 void load_tile_multicast(const void* map, uint64_t* full, uint16_t mask, uint64_t, void* to, At... at) {
   emulator::load_box<sizeof...(At)>(map, full, mask, to, at...);
 }

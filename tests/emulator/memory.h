@@ -102,13 +102,21 @@ struct Map {
     if (swizzle != 0 && inner > 16 << swizzle) fail("a tensor map's box of rows longer than the swizzle");
   }
 
+  // Where an element is, null outside of the tensor.
+  const uint8_t* element(const int64_t* at) const {
+    const uint8_t* place = from;
+    for (int i = 0; i < rank; ++i) {
+      if (at[i] < 0 || at[i] >= dims[i]) return nullptr;
+      place += at[i] * strides[i];
+    }
+    return place;
+  }
+
   // An element's bytes, zeros outside of the tensor.
   void copy(const int64_t* at, uint8_t* window, uint32_t to) const {
-    const uint8_t* source = from;
-    bool inside = true;
-    for (int i = 0; i < rank; ++i) inside = inside && at[i] >= 0 && at[i] < dims[i], source += at[i] * strides[i];
+    const uint8_t* source = element(at);
     uint8_t* target = window + (int64_t(emulator::swizzle(to, swizzle)) - WINDOW_AT);
-    if (inside) std::memcpy(target, source, item);
+    if (source) std::memcpy(target, source, item);
     else std::memset(target, 0, item);
     if (tf32) round_to_tf32(target);
   }
@@ -128,13 +136,26 @@ struct Map {
     return count;
   }
 
-  void load_tiled(uint8_t* window, uint32_t to, const int64_t* at) const {
+  // visit(place in the tensor, number of the element) for each of a box.
+  template <class Visit>
+  void for_box(const int64_t* at, const Visit& visit) const {
     const int count = bytes() / item;
     for (int i = 0; i < count; ++i) {
       int64_t place[5];
       for (int d = 0, rest = i; d < rank; ++d) place[d] = at[d] + rest % box[d] * steps[d], rest /= box[d];
-      copy(place, window, to + i * item);
+      visit(place, i);
     }
+  }
+
+  void load_tiled(uint8_t* window, uint32_t to, const int64_t* at) const {
+    for_box(at, [&](const int64_t* place, int i) { copy(place, window, to + i * item); });
+  }
+
+  void store_tiled(const uint8_t* window, uint32_t from_shared, const int64_t* at) const {
+    for_box(at, [&](const int64_t* place, int i) {
+      const uint8_t* source = window + (int64_t(emulator::swizzle(from_shared + i * item, swizzle)) - WINDOW_AT);
+      if (uint8_t* target = const_cast<uint8_t*>(element(place))) std::memcpy(target, source, item);
+    });
   }
 
   // From a window's origin on, through the bounding box of origins; `offsets` are within the window.
@@ -171,6 +192,20 @@ void load_map(const Map& map, int64_t innermost, uint32_t full, uint32_t to, uin
     Barrier* barrier = reinterpret_cast<Barrier*>(window + (int64_t(full & OFFSET) - WINDOW_AT));
     later([=] { load(map, window, to & OFFSET), barrier->complete(map.bytes()); });
   }
+}
+
+// Stores a box from shared memory: read at a later moment, which `wait_stores_read` waits for.
+template <int RANK, class... At>
+void store_box(const void* map, const void* from, At... coordinates) {
+  const Map m(static_cast<const uint64_t*>(map));
+  if (m.im2col || m.rank != RANK) fail("a store of another rank than its tensor map");
+  const std::array<int64_t, 5> at = {int64_t(int32_t(coordinates))...};
+  const uint32_t source = address(from);
+  if (source % (m.swizzle ? 128 : 16)) fail("a tensor map's store from " + std::to_string(source));
+  const uint8_t* window = self->block->window;
+  int* open = &self->open_stores;
+  ++*open;
+  later([=] { m.store_tiled(window, source & OFFSET, at.data()), --*open; });
 }
 
 template <int RANK, class... At>

@@ -74,6 +74,7 @@ struct Fiber {
   unsigned cluster_since = ~0u;  // which meeting of the cluster it has come to
   std::vector<std::function<void()>> copies;  // its own, of no group yet
   std::deque<std::vector<std::function<void()>>> groups;
+  int open_stores = 0;  // of TMA, whose bytes have not been read
   // What it waits for.
   bool (*ready)(const void*) = nullptr;
   const void* on = nullptr;

@@ -237,7 +237,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
         tile += phases(problem) * config.handover_seconds(costs)
-        stores = phases(problem) * config.store_seconds(costs)
+        stores = phases(problem) * config.store_seconds(costs, by_tma=_is_stored_by_tma(problem, config))
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         # The first stage is waited for, and the last results.
@@ -333,7 +333,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
-            "PHASED": int(config.taps > 1 or any(axis.up > 1 for axis in of)),
+            "PHASED": int(_rows_lie_apart(problem, config)),
             "TAPS": config.taps,
             "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
             "GROUPED": int(problem.feature_group_count > 1),
@@ -346,16 +346,37 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }
 
-    def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, plan.TiledMap]:
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
         p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
         weight = (p.taps, p.group_channels[0], p.out_channels)
         whole = _is_whole(p, config)
-        return _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+        operands = _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+        return (*operands, _result_map(p)) if _is_stored_by_tma(p, config) else operands
+
+    def result(self, problem: ConvProblem, config: Config) -> plan.Param:
+        return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
+
+
+def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
+    """Whether neighbouring rows of a tile may not be neighbours in the output: those of a phase, or with others between
+    them that are not stored."""
+    return config.taps > 1 or any(axis.up > 1 for axis in axes(problem))
+
+
+def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
+    return config.workers > 0 and not _rows_lie_apart(problem, config)
 
 
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
     """Whether tiles begin and end with boxes of a forward pass's weight."""
     return config.channels >= BOX and is_whole(problem.group_channels[1])
+
+
+def _result_map(problem: ConvProblem) -> plan.TiledMap:
+    """Of the output's channels by groups: what a tile has beyond its group's is not stored."""
+    columns, groups, item = forward(problem).group_channels[1], problem.feature_group_count, 2
+    dims = columns, groups, pixels(problem)
+    return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:

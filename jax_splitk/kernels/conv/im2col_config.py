@@ -37,12 +37,15 @@ class Costs(split_tile.Costs):
       handover_bytes_per_sm: a second, of sums that a persistent thread block leaves to the warps that store them.
       result_seconds, row_seconds: of what these warps do, of a tile, and of each of its rows of up to 128 bytes,
         however short they are.
+      box_seconds, box_row_seconds: the same where TMA stores the tile.
     """
 
     shared_bytes_per_sm: float
     handover_bytes_per_sm: float
     result_seconds: float
     row_seconds: float
+    box_seconds: float
+    box_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +130,12 @@ class Config(SplitTile):
         """Predicted: for so long nothing is multiplied at the end of a tile."""
         return self.tile_m * self.tile_n * 4 / costs.handover_bytes_per_sm if self.teams == 1 else 0.0
 
-    def store_seconds(self, costs: Costs) -> float:
+    def store_seconds(self, costs: Costs, *, by_tma: bool) -> float:
         """Predicted: of the warps that store a tile, beside those that multiply."""
-        return costs.result_seconds + self.pixels * -(-self.channels * 2 // ROW_BYTES) * costs.row_seconds
+        rows = self.pixels * -(-self.channels * 2 // ROW_BYTES)
+        if by_tma:
+            return costs.box_seconds + rows * costs.box_row_seconds
+        return costs.result_seconds + rows * costs.row_seconds
 
 
 @functools.lru_cache(maxsize=4096)

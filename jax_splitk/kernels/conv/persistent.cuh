@@ -1,8 +1,8 @@
 // The persistent kernel of conv/im2col.cu: a thread block computes one tile after the other. While it stores
 // a tile, it multiplies the next one and loads what comes then.
 //
-// Warpgroup 0: warp 0 loads, the other warps (STORERS) store. Consumer warpgroups multiply, and leave a
-// tile's 16-bit results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take
+// Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
+// results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take
 // turns at the tiles, so that one multiplies while the other hands over its results.
 //
 // Barriers: those of the stages, see conv/im2col.cu; of each team's results `full` has an arrival of each of
@@ -14,11 +14,7 @@
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 
-constexpr int STORERS = 96;
-constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
-constexpr int ROWS_AT_A_TIME = STORERS / CHUNKS_OF_ROW;
-constexpr int BATCH = 4;  // chunks that a thread has under way
-static_assert(STORERS % CHUNKS_OF_ROW == 0);
+constexpr int STORERS = PHASED ? 96 : 32;  // threads
 
 // work(tile, how many came before it) for all tiles of the thread block.
 template <class Work>
@@ -60,6 +56,14 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 
 // ---- what stores -----------------------------------------------------------------------------------------
 
+#if PHASED
+using Result = Output*;  // rows of a phase lie apart
+
+constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
+constexpr int ROWS_AT_A_TIME = STORERS / CHUNKS_OF_ROW;
+constexpr int BATCH = 4;  // chunks that a thread has under way
+static_assert(STORERS % CHUNKS_OF_ROW == 0);
+
 // Where rows go of a phase's tile: the numbers of the rows in the output, -1 outside of it.
 __device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
   sync_threads<STORERS, 1>();  // nobody reads the last ones any more
@@ -84,7 +88,7 @@ struct Part {
 };
 
 // Stores it; the tile's results are at `from`.
-__device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows, int m,
+__device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows,
                                   Output* out) {
 #pragma unroll 1
   for (int row = part.first; row < PIXELS; row += BATCH * ROWS_AT_A_TIME) {
@@ -98,9 +102,8 @@ __device__ inline void store_part(const Args& g, const Part& part, uint32_t from
     for (int i = 0; i < BATCH; ++i) {
       const int at = row + i * ROWS_AT_A_TIME;
       if (at >= PIXELS) break;
-      const int to = PHASED ? rows[at] : m + at;
-      const bool inside = PHASED ? to >= 0 : to < g.m;
-      if (inside) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + part.column) = v[i];
+      const int to = rows[at];
+      if (to >= 0) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + part.column) = v[i];
     }
   }
 }
@@ -110,17 +113,41 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEA
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
     const Part part(g, tile);
-#if PHASED
     find_rows(g, tile.residue, tile.m, rows);
-#endif
     const int team = turn % TEAMS;
     const uint32_t from = results + team * PACKED_BYTES;
     Barrier::wait(&handover.full[team], turn / TEAMS & 1);
-    if (part.inside) store_part(g, part, from, rows, tile.m, out);
+    if (part.inside) store_part(g, part, from, rows, out);
     __syncwarp();
     if (threadIdx.x % 32 == 0) handover.release(team);
   });
 }
+#else
+using Result = TensorMap;
+
+// TMA stores boxes of 64 rows and 64 channels. Every lane walks, as the one that loads.
+__device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEAMS>& handover,
+                                   const TensorMap& out) {
+  const bool lead = elect_one();
+  for_tiles(g, [&](const Tile& tile, int turn) {
+    const int team = turn % TEAMS;
+    const uint32_t from = results + team * PACKED_BYTES;
+    Barrier::wait(&handover.full[team], turn / TEAMS & 1);
+    if (lead) {
+      for (int column = 0; column < CHANNELS && tile.n + column < g.n; column += 64) {
+#pragma unroll
+        for (int row = 0; row < PIXELS; row += 64) {
+          const uint32_t box = chunk_at(from, row / 64, column / 64, 0, 0);
+          store_tile(&out, shared_pointer(box), tile.n + column, tile.group, tile.m + row);
+        }
+      }
+      wait_stores_read();
+      handover.release(team);
+    }
+    __syncwarp();  // else a lane may be two phases late at a barrier, which it would wait for in vain
+  });
+}
+#endif
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
@@ -149,6 +176,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
     if (threadIdx.x % 128 == 0) pipeline.release(last);
     handover.wait_empty({team, phase});
     stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
+    if constexpr (!PHASED) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
   });
@@ -156,7 +184,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-         const __grid_constant__ Args g, Output* out) {
+         const __grid_constant__ Args g, const __grid_constant__ Result out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   __shared__ Pipeline<TEAMS> handover;
@@ -178,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   lower_registers<PRODUCER_REGS>();
   if (warp == 0) {
     load_tiles(a_map, b_map, g, stages, pipeline);
-  } else {
+  } else if (warp <= STORERS / 32) {
     store_tiles(g, results, handover, out);
   }
 }

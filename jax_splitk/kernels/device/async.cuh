@@ -240,6 +240,18 @@ __device__ inline void load_tile_multicast(const void* map, uint64_t* full, uint
       : "memory");
 }
 
+// Stores a tile that lies at `from` as a load would have left it; what is outside of the tensor is not stored.
+__device__ inline void store_tile(const void* map, const void* from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+// Until all that this thread has stored so has been read from shared memory.
+__device__ inline void wait_stores_read() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Loads pixels under a filter's tap: channel, coordinates of the first window's origin, image, then the tap.
 #define LOAD_IM2COL(rank, at, tap)                                     \
   "cp.async.bulk.tensor." rank                                         \

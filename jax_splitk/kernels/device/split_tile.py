@@ -172,6 +172,10 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def grid(self, problem: _Problem, config: _Config) -> tuple[int, int, int]:
         """Of the main kernel; the splits of a tile follow each other along z."""
 
+    def result(self, problem: _Problem, config: _Config) -> plan.Param:
+        """The parameter by which a kernel without partial sums stores."""
+        return plan.Pointer(len(self.buffers(problem, config)) - 2)
+
     def epilogue_params(self, problem: _Problem) -> tuple[plan.Param, ...]:
         """Of the kernel that stores the result, after all others."""
         return ()
@@ -297,12 +301,13 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def launches(self, problem: _Problem, config: _Config) -> tuple[plan.Launch, ...]:
         in_workspace = config.reduction == "workspace"
         args, epilogue = self.args(problem, config).param(), self.epilogue_params(problem)
-        out, partials = map(plan.Pointer, range(len(self.buffers(problem, config)))[-2:])
+        partials = plan.Pointer(len(self.buffers(problem, config)) - 1)
+        stores = (partials,) if in_workspace else (self.result(problem, config), *epilogue)
         main = plan.Launch(
             kernel=self.kernel,
             grid=self.grid(problem, config),
             block=(config.threads, 1, 1),
-            params=(plan.MapParam(0), plan.MapParam(1), args, *((partials,) if in_workspace else (out, *epilogue))),
+            params=(plan.MapParam(0), plan.MapParam(1), args, *stores),
             shared_bytes=config.shared_bytes,
             cluster=(1, 1, config.splits if config.reduction == "cluster" else 1),
         )
@@ -313,7 +318,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             kernel=f"reduce_{self.kernel}",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),
+            params=(partials, self.result(problem, config), args, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce

@@ -201,13 +201,14 @@ def test_candidates_are_legal_and_their_plans_cover_the_problem() -> None:
                 assert family.refusal(p, config) is None and family.estimate(p, config, DEFAULT_CUDA) > 0
             config = found[int(rng.integers(len(found)))]
             plan = family.plan(p, config)
-            windows, weight = plan.maps
+            windows, weight, *stored = plan.maps
             assert math.prod(windows.dims) == math.prod(p.operand_shapes[0])
             assert isinstance(weight, TiledMap) and math.prod(weight.dims) == math.prod(p.rhs_shape)
             if isinstance(windows, Im2colMap):
                 row = windows.channels * np.dtype(DTYPES[p.dtype]).itemsize
                 reach = phases.axes(p, config.taps)[-1].reach
                 assert (row, windows.pixels) == (im2col.row_bytes(p), config.pixels + reach)
+            assert all(math.prod(result.dims) == math.prod(p.out_shape) for result in stored)
             rows, columns = im2col.tile_counts(p, config)
             tiles = rows * columns * phases.phases(p) * p.feature_group_count
             assert plan.launches[0].grid == (config.workers or tiles, 1, config.splits)
