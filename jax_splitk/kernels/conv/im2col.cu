@@ -62,7 +62,8 @@ constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
 constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
 constexpr int WEIGHT_PART = CHANNELS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
 constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
-constexpr int LOAD_BYTES = BLOCKS * ((PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES + TAPS * WEIGHT_PART);
+constexpr int PIXEL_BYTES = BLOCKS * (PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES;
+constexpr int LOAD_BYTES = PIXEL_BYTES + BLOCKS * TAPS * WEIGHT_PART;
 struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
   static constexpr int offset(int k) {
     const int tap = k / STEPS;
@@ -192,9 +193,10 @@ __device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   return l;
 }
 
-// A block, to its places of A and B.
+// A block, to its places of A and B; the latter unless the stage has it.
 __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
-                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b) {
+                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b,
+                            bool has_weight) {
   // TMA fills with zeros what lies beyond the channels.
   if (BLOCKS > 1 && is_beyond(g, tile.residue, block)) block = {g.beyond, {0, 0, 0}};
   int c = block.c * BLOCK_K, n = tile.n;
@@ -227,6 +229,7 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 #endif
 #endif
 #endif
+  if (has_weight) return;
   constexpr int BOXES = (CHANNELS + 63) / 64;
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) {
@@ -237,13 +240,14 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
 
 // The blocks of a stage, from where `loads` stands on.
 __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
-                                  const Tile& tile, const Loads& loads, uint64_t* full, uint32_t stage) {
+                                  const Tile& tile, const Loads& loads, uint64_t* full, uint32_t stage,
+                                  bool has_weight = false) {
   Block block = loads.block;
 #pragma unroll
   for (int part = 0; part < BLOCKS; ++part) {
     if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
     load(a_map, b_map, g, tile, loads, block, full, stage + PIXELS_AT + part * PIXELS_PART,
-         stage + WEIGHT_AT + part * TAPS * WEIGHT_PART);
+         stage + WEIGHT_AT + part * TAPS * WEIGHT_PART, has_weight);
   }
 }
 

@@ -216,8 +216,27 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
             workers = min(target.cores, tile_count(problem, config))
             config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
-            found += [config] * (config.stages >= MIN_STAGES)
+            if config.stages >= MIN_STAGES:
+                found += dict.fromkeys((config, self._with_kept_weight(problem, config)))
         return sorted(found, key=lambda c: self.estimate(problem, c, target))[:_PERSISTENT]
+
+    def _with_kept_weight(self, problem: ConvProblem, config: Config) -> Config:
+        """With fewer thread blocks and stages, such that each column is a thread block's own and the stages hold whole
+        reductions; as it is, where none are left."""
+        columns, chain = self._columns(problem, config), self.chains(problem, config)[0]
+        stages, workers = config.stages // chain * chain, config.workers // columns * columns
+        if stages < MIN_STAGES or not workers:
+            return config
+        return dataclasses.replace(config, stages=stages, workers=workers)
+
+    def keeps_weight(self, problem: ConvProblem, config: Config) -> bool:
+        """Whether a persistent thread block loads its columns of the weight once: see conv/persistent.cuh."""
+        whole = config.workers % self._columns(problem, config) == 0
+        return whole and phases(problem) == 1 and config.stages % self.chains(problem, config)[0] == 0
+
+    def _columns(self, problem: ConvProblem, config: Config) -> int:
+        """Of tiles, in all groups."""
+        return tile_counts(problem, config)[1] * problem.feature_group_count
 
     def _shared(self, problem: ConvProblem) -> list[int]:
         """Taps of a filter row that a stage of a candidate has."""
@@ -235,15 +254,33 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             return super().estimate(problem, config, target)
         costs: Costs = self.costs(target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
-        tile = sum(self.chains(problem, config)) * config.step_seconds(costs)
+        chain = sum(self.chains(problem, config))
+        tile = chain * config.step_seconds(costs, keeps_weight=self.keeps_weight(problem, config))
         tile += phases(problem) * config.handover_seconds(costs)
-        stores = phases(problem) * config.store_seconds(costs, by_tma=_is_stored_by_tma(problem, config))
+        by_tma = _is_stored_by_tma(problem, config)
+        stores = 0.0 if by_tma else phases(problem) * config.store_seconds(costs)
+        boxes = self._tma_seconds(problem, config, costs)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         # The first stage is waited for, and the last results.
         ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
-        *_, faster, slower = sorted((each * tile, each * stores, memory))
+        *_, faster, slower = sorted((each * tile, each * stores, each * boxes, memory))
         return slower + costs.shadow * faster + ends + costs.launch_seconds
+
+    def _tma_seconds(self, problem: ConvProblem, config: Config, costs: Costs) -> float:
+        """Predicted of the loads of a persistent tile, with all its phases, and of its stores: one after the other."""
+        of = forward(problem)
+        blocks = sum(self.chains(problem, config)) * ROW_BYTES // row_bytes(problem)
+
+        def rows(count: int, pitch: int) -> float:
+            return count * (costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
+
+        seconds = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
+        if not self.keeps_weight(problem, config):
+            seconds += rows(blocks * config.taps * config.channels, ROW_BYTES)
+        if _is_stored_by_tma(problem, config):
+            seconds += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
+        return seconds
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
         """XLA's matrix products are as fast where tiles fill the machine by themselves."""
@@ -302,7 +339,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         return Values(
             "Args",
             {
-                **({"tiles": tile_count(problem, config)} if config.workers else {}),  # of a phase
+                **(self._persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
                 "columns": Divisor.of(columns * p.feature_group_count),
@@ -326,6 +363,10 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
                 "group_columns": Divisor.of(columns),
             },
         )
+
+    def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
+        """`tiles`: of a phase."""
+        return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)

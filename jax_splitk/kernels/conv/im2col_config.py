@@ -37,15 +37,16 @@ class Costs(split_tile.Costs):
       handover_bytes_per_sm: a second, of sums that a persistent thread block leaves to the warps that store them.
       result_seconds, row_seconds: of what these warps do, of a tile, and of each of its rows of up to 128 bytes,
         however short they are.
-      box_seconds, box_row_seconds: the same where TMA stores the tile.
+      box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads or stores for a persistent
+        thread block; the latter where rows do not begin at multiples of 32 bytes.
     """
 
     shared_bytes_per_sm: float
     handover_bytes_per_sm: float
     result_seconds: float
     row_seconds: float
-    box_seconds: float
     box_row_seconds: float
+    odd_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Config(SplitTile):
         room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
         return min(MAX_STAGES, room // self.stage_bytes)
 
-    def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0) -> float:
+    def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0, *, keeps_weight: bool = False) -> float:
         """Predicted of a stage: the slowest of the tensor cores, the L2, and shared memory, which TMA writes, and from
         which each product reads both operands."""
         assert isinstance(costs, Costs)
@@ -123,19 +124,22 @@ class Config(SplitTile):
         if self.consumers * self.teams * self.blocks_per_sm == 1:
             mma /= costs.one_warpgroup
         read = self.taps * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
-        shared = (read + self.stage_bytes) / costs.shared_bytes_per_sm
-        return max(mma, shared, (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm)
+        loaded = self.stage_bytes - (self.taps * self.channels * ROW_BYTES if keeps_weight else 0)
+        shared = (read + loaded) / costs.shared_bytes_per_sm
+        return max(mma, shared, (loaded + more_bytes) / costs.l2_bytes_per_sm)
 
     def handover_seconds(self, costs: Costs) -> float:
         """Predicted: for so long nothing is multiplied at the end of a tile."""
         return self.tile_m * self.tile_n * 4 / costs.handover_bytes_per_sm if self.teams == 1 else 0.0
 
-    def store_seconds(self, costs: Costs, *, by_tma: bool) -> float:
+    @property
+    def result_rows(self) -> int:
+        """Of 128 bytes."""
+        return self.pixels * -(-self.channels * 2 // ROW_BYTES)
+
+    def store_seconds(self, costs: Costs) -> float:
         """Predicted: of the warps that store a tile, beside those that multiply."""
-        rows = self.pixels * -(-self.channels * 2 // ROW_BYTES)
-        if by_tma:
-            return costs.box_seconds + rows * costs.box_row_seconds
-        return costs.result_seconds + rows * costs.row_seconds
+        return costs.result_seconds + self.result_rows * costs.row_seconds
 
 
 @functools.lru_cache(maxsize=4096)

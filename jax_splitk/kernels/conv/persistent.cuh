@@ -11,6 +11,9 @@
 //
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
+//
+// Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the weight
+// for every tile, which is loaded once (`keeps_weight`).
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 
@@ -38,16 +41,19 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
                                   uint32_t stages, Pipeline<STAGES>& pipeline) {
   const bool lead = elect_one();
   Position at;
+  int loaded = 0;
   for_tiles(g, [&](const Tile& tile, int) {
     Loads loads = loads_of(g, tile, 0);
     const int count = stages_of(g, tile.residue, 0);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       pipeline.wait_empty(at);
+      const bool has_weight = g.keeps_weight && loaded >= STAGES;
       if (lead) {
-        uint64_t* full = pipeline.expect(at, LOAD_BYTES);
-        load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
+        uint64_t* full = pipeline.expect(at, has_weight ? PIXEL_BYTES : LOAD_BYTES);
+        load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES, has_weight);
       }
+      ++loaded;
       advance(g, tile.residue, loads.step, loads.block);
       at.advance(STAGES);
     }

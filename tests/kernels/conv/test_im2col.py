@@ -20,6 +20,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, tf32
+from tests.kernels.conv import emulated
 from tests.kernels.conv.tried import BOTH, IM2COL
 from tests.problems import conv_of, seeded
 
@@ -93,6 +94,34 @@ def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tupl
     family, config = IM2COL.of(p), Config(64, 64, 8, workers=1)
     assert "accepted: 16 bits, multiples of 8 channels" in str(family.config_refusal(p, config))
     assert not any(c.workers for c in family.candidates(p, DEFAULT_CUDA))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("kernel", "channels", "groups", "config"), [
+    ((1, 1), (24, 144), 1, Config(64, 64, 4, swap=True, workers=3)),
+    ((1, 1), (24, 144), 1, Config(192, 64, 2, swap=True, workers=2)),
+    ((1, 1), (144, 96), 1, Config(128, 64, 6, workers=2)),
+    ((1, 1), (192, 192), 3, Config(64, 64, 3, swap=True, workers=3)),
+    ((3, 3), (16, 16), 1, Config(64, 64, 6, workers=2)),
+    ((3, 3), (64, 64), 1, Config(64, 64, 3, taps=3, swap=True, workers=2)),
+])  # fmt: skip
+def test_thread_blocks_of_one_column_load_its_weight_once(
+    kind: type[Any], kernel: tuple[int, int], channels: tuple[int, int], groups: int, config: Config
+) -> None:
+    channels = channels[::-1] if kind is DGRAD else channels
+    p = problem(kind, (14, 18), kernel, *channels, groups=groups, padding=kernel[0] // 2, batch=3)
+    family = IM2COL.of(p)
+    assert family.keeps_weight(p, config)
+    with seeded(91) as rng:
+        emulated.check(family, p, config, seed=int(rng.integers(2**31)))
+
+
+def test_candidates_keep_their_weight_where_they_can() -> None:
+    p = problem(FPROP, (56, 56), (1, 1), 96, 384, batch=64)
+    family = IM2COL.of(p)
+    persistent = [c for c in family.candidates(p, DEFAULT_CUDA) if c.workers]
+    assert persistent and all(family.keeps_weight(p, c) for c in persistent)
+    assert not family.keeps_weight(p, dataclasses.replace(persistent[0], stages=5))
 
 
 def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
