@@ -49,7 +49,7 @@ def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
 
 def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
     """The same as JAX's profile has them."""
-    _make_type_of_stats()
+    _type_of_stats()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if plane.name != f"/device:GPU:{ordinal}":
             continue
@@ -70,14 +70,14 @@ def stat(event: Any, name: str) -> str:
 
 
 @functools.cache
-def _make_type_of_stats() -> None:
-    """jaxlib makes the type when it is first needed, without a module, of which Python 3.12 and later warn. Where
-    warnings are errors the process would end there."""
+def _type_of_stats() -> type | None:
+    """jaxlib makes the type where there is none, without a module, of which Python 3.12 and later warn. Where warnings
+    are errors the process would end there. It is garbage unless somebody holds it, as the cache of this function."""
     data = jax.profiler.ProfileData.from_text_proto("planes { lines { events { } } }")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        for event in (event for plane in data.planes for line in plane.lines for event in line.events):
-            event.stats  # noqa: B018
+        events = (event for plane in data.planes for line in plane.lines for event in line.events)
+        return next((type(event.stats) for event in events), None)
 
 
 def turns(events: Iterable[Event], modules: Iterable[str]) -> list[tuple[str, list[Event]]]:

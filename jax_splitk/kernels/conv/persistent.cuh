@@ -12,8 +12,8 @@
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
 //
-// Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the weight
-// for every tile, which is loaded once (`keeps_weight`).
+// Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
+// weight for every tile, which is loaded once (`keeps_weight`).
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 

@@ -302,7 +302,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         in_workspace = config.reduction == "workspace"
         args, epilogue = self.args(problem, config).param(), self.epilogue_params(problem)
         partials = plan.Pointer(len(self.buffers(problem, config)) - 1)
-        stores = (partials,) if in_workspace else (self.result(problem, config), *epilogue)
+        out = self.result(problem, config)
+        stores = (partials,) if in_workspace else (out, *epilogue)
         main = plan.Launch(
             kernel=self.kernel,
             grid=self.grid(problem, config),
@@ -318,7 +319,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             kernel=f"reduce_{self.kernel}",
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
-            params=(partials, self.result(problem, config), args, self._reduce_args(problem, config).param(), *epilogue),
+            params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),
             programmatic=True,
         )
         return main, reduce
