@@ -2,8 +2,8 @@
 // a tile, it multiplies the next one and loads what comes then.
 //
 // Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
-// results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take
-// turns at the tiles, so that one multiplies while the other hands over its results.
+// results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take turns at the
+// tiles, so that one multiplies while the other hands over its results.
 //
 // Barriers: those of the stages, see conv/im2col.cu; of each team's results `full` has an arrival of each of
 // its warps, `empty` one of each warp that stores. `turns`: the other team has waited for its last stage. (A

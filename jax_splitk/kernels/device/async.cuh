@@ -240,7 +240,7 @@ __device__ inline void load_tile_multicast(const void* map, uint64_t* full, uint
       : "memory");
 }
 
-// Stores a tile that lies at `from` as a load would have left it; what is outside of the tensor is not stored.
+// Stores a tile that lies at `from` as a load would have left it, without what is outside of the tensor.
 __device__ inline void store_tile(const void* map, const void* from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
