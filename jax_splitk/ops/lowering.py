@@ -216,13 +216,15 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
         return None
     target, unmeasured = target_for(platform), dataclasses.replace(options, alone=True)
     here = final and target.is_local and not _compat.is_export(ctx)
-    parts, devices = [(problem, unmeasured)], _compat.device_count(ctx)
+    # In a job all processes must find the same; nothing is measured for it.
+    agreed, devices = here and agreement.needed(), _compat.device_count(ctx)
+    if select(problem, target, unmeasured, measure=agreed).candidate != XLA:
+        return None
     if problem.batch % devices == 0:
         part = dataclasses.replace(problem, batch=problem.batch // devices)
-        # In a job all processes must find the same; nothing is measured for it.
-        parts.append((part, unmeasured if agreement.needed() else options))
-    chosen = (select(each, target, its_options, measure=here).candidate for each, its_options in parts)
-    return "no kernel is chosen for it" if all(candidate == XLA for candidate in chosen) else None
+        if select(part, target, unmeasured if agreed else options, measure=here).candidate != XLA:
+            return None
+    return "no kernel is chosen for it"
 
 
 def division_rule(ctx: Any, primitive: Primitive, params: dict[str, Any], platform: str) -> Rule | str:

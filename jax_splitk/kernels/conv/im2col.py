@@ -10,8 +10,6 @@ multiplied by zeros in between, and all phases are one launch. Dilation of a for
 
 Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
 zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
-
-The constants of its cost model are fitted to the times of one tap in a stage, without persistent thread blocks.
 """
 
 import dataclasses
@@ -254,33 +252,18 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             return super().estimate(problem, config, target)
         costs: Costs = self.costs(target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
-        chain = sum(self.chains(problem, config))
-        tile = chain * config.step_seconds(costs, keeps_weight=self.keeps_weight(problem, config))
+        chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
+        tile = chain * config.step_seconds(costs, keeps_weight=kept)
         tile += phases(problem) * config.handover_seconds(costs)
         by_tma = _is_stored_by_tma(problem, config)
         stores = 0.0 if by_tma else phases(problem) * config.store_seconds(costs)
-        boxes = self._tma_seconds(problem, config, costs)
+        boxes = _tma_seconds(problem, config, costs, chain, loads_weight=not kept, stores=by_tma)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         # The first stage is waited for, and the last results.
         ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
         *_, faster, slower = sorted((each * tile, each * stores, each * boxes, memory))
         return slower + costs.shadow * faster + ends + costs.launch_seconds
-
-    def _tma_seconds(self, problem: ConvProblem, config: Config, costs: Costs) -> float:
-        """Predicted of the loads of a persistent tile, with all its phases, and of its stores: one after the other."""
-        of = forward(problem)
-        blocks = sum(self.chains(problem, config)) * ROW_BYTES // row_bytes(problem)
-
-        def rows(count: int, pitch: int) -> float:
-            return count * (costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
-
-        seconds = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
-        if not self.keeps_weight(problem, config):
-            seconds += rows(blocks * config.taps * config.channels, ROW_BYTES)
-        if _is_stored_by_tma(problem, config):
-            seconds += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
-        return seconds
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
         """XLA's matrix products are as fast where tiles fill the machine by themselves."""
@@ -342,7 +325,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
                 **(self._persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
-                "columns": Divisor.of(columns * p.feature_group_count),
+                "columns": Divisor.of(self._columns(problem, config)),
                 "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(_channel_blocks(problem)),
@@ -396,6 +379,24 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
 
     def result(self, problem: ConvProblem, config: Config) -> plan.Param:
         return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
+
+
+def _tma_seconds(
+    problem: ConvProblem, config: Config, costs: Costs, stages: int, *, loads_weight: bool, stores: bool
+) -> float:
+    """Predicted of what TMA does for a persistent tile of so many stages, with all its phases: loads and stores, one
+    after the other."""
+    of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
+
+    def rows(count: int, pitch: int) -> float:
+        return count * (costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
+
+    seconds = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
+    if loads_weight:
+        seconds += rows(blocks * config.taps * config.channels, ROW_BYTES)
+    if stores:
+        seconds += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
+    return seconds
 
 
 def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
