@@ -45,6 +45,33 @@ class Config(GatherTile):
     stages: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      launch_seconds: of a launch, however little there is to do.
+      hbm_bytes_per_second: of device memory.
+      clock: a second.
+      tensor_clocks, shared_clocks: for what the tensor cores, and shared memory, would do in one.
+      copy_clocks: of a run of bytes that is copied into shared memory.
+      step_clocks, block_clocks, tile_clocks: of a warpgroup's step that waits for the one before; of a block of rows;
+        of a tile.
+      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the other.
+    """
+
+    launch_seconds: float
+    hbm_bytes_per_second: float
+    clock: float
+    tensor_clocks: float
+    shared_clocks: float
+    copy_clocks: float
+    step_clocks: float
+    block_clocks: float
+    tile_clocks: float
+    shadow: float
+
+
 @functools.lru_cache(maxsize=4096)
 def _gradient(p: ConvProblem) -> ConvWgradProblem:
     """The weight gradient of the same convolution."""
@@ -120,33 +147,6 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES])
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      launch_seconds: of a launch, however little there is to do.
-      hbm_bytes_per_second: of device memory.
-      clock: a second.
-      tensor_clocks, shared_clocks: for what the tensor cores, and shared memory, would do in one.
-      copy_clocks: of a run of bytes that is copied into shared memory.
-      step_clocks, block_clocks, tile_clocks: of a warpgroup's step that waits for the one before; of a block of rows;
-        of a tile.
-      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the other.
-    """
-
-    launch_seconds: float
-    hbm_bytes_per_second: float
-    clock: float
-    tensor_clocks: float
-    shared_clocks: float
-    copy_clocks: float
-    step_clocks: float
-    block_clocks: float
-    tile_clocks: float
-    shadow: float
-
-
 class Gather(Passes[Config]):
     """Few input channels to all output channels."""
 
@@ -158,17 +158,13 @@ class Gather(Passes[Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = _gradient(problem)
-        reason = refusals.dtypes(p, refusals.HALVES) or refusals.groups(p) or refusals.input_pixels(p)
-        if reason is None and p.in_channels > MAX_CHANNELS:
-            reason = f"{p.in_channels} input channels; accepted: 1 to {MAX_CHANNELS}"
-        if reason is None and (p.out_channels % 8 or p.out_channels > 65535 * TILE_N[0]):
-            reason = f"{p.out_channels} output channels; accepted: multiples of 8, up to {65535 * TILE_N[0]}"
-        pixels = p.batch * math.prod(p.input_spatial)
-        if reason is None and pixels > refusals.INT32_MAX:
-            reason = f"{pixels} input pixels; accepted: at most {refusals.INT32_MAX}"
-        # A tile may reach beyond the output.
-        reason = reason or refusals.output_pixels(p, refusals.INT32_MAX - MAX_ROWS**2) or refusals.weights(p)
-        reason = reason or refusals.coordinates(_volume(p), p.rank, MAX_ROWS, row=p.in_channels)
+        if (reason := refusals.dtypes(p, refusals.HALVES) or refusals.groups(p)) is not None:
+            return reason
+        if p.in_channels > MAX_CHANNELS:
+            return f"{p.in_channels} input channels; accepted: 1 to {MAX_CHANNELS}"
+        if p.out_channels % 8 or p.out_channels > 65535 * TILE_N[0]:
+            return f"{p.out_channels} output channels; accepted: multiples of 8, up to {65535 * TILE_N[0]}"
+        reason = refusals.gathered(p, _volume(p), MAX_ROWS)
         if reason is None and next(self._variants(problem), None) is None:
             reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
         return reason

@@ -70,6 +70,30 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class Costs(ClockCosts):
+    """The cost model's constants; clocks are of one SM.
+
+    Attributes:
+      mma_clocks: of an m16n8k16.
+      pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
+      pixel_clocks: of a loaded pixel, however few its channels.
+      latency_clocks: of a load, while a stage's bytes are in flight at most.
+      block_clocks: waiting and latencies that other warps do not hide.
+      shadow: part of the shared-memory, tensor-core and warps' times that is not hidden by the longest.
+      start_seconds: first loads and the epilogue of a thread block.
+    """
+
+    mma_clocks: float
+    pass_clocks: float
+    warp_mma_clocks: float
+    pixel_clocks: float
+    latency_clocks: float
+    block_clocks: float
+    shadow: float
+    start_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Axis:
     """One spatial dimension of the convolution, and how its taps are cut up.
 
@@ -281,30 +305,6 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return f"{said}: up to {largest} rows or columns; accepted: at most {MAX_EXTENT}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ClockCosts):
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      mma_clocks: of an m16n8k16.
-      pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
-      pixel_clocks: of a loaded pixel, however few its channels.
-      latency_clocks: of a load, while a stage's bytes are in flight at most.
-      block_clocks: waiting and latencies that other warps do not hide.
-      shadow: part of the shared-memory, tensor-core and warps' times that is not hidden by the longest.
-      start_seconds: first loads and the epilogue of a thread block.
-    """
-
-    mma_clocks: float
-    pass_clocks: float
-    warp_mma_clocks: float
-    pixel_clocks: float
-    latency_clocks: float
-    block_clocks: float
-    shadow: float
-    start_seconds: float
-
-
 class Depthwise(SplitFamily[Config]):
     """Chosen wherever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
 
@@ -313,16 +313,8 @@ class Depthwise(SplitFamily[Config]):
     file = "wgrad/depthwise.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        return (
-            refusals.rank(problem, (1, 2))
-            or refusals.dtypes(problem, refusals.HALVES)
-            or refusals.depthwise_groups(problem)
-            or refusals.channels(problem, 8)
-            or refusals.lhs_dilation(problem)
-            or refusals.empty_dimensions(problem)
-            or refusals.weights(problem)
-            or _extent_refusal(problem)
-        )
+        reason = refusals.operands(problem, (1, 2), refusals.depthwise_groups) or refusals.empty_dimensions(problem)
+        return reason or refusals.weights(problem) or _extent_refusal(problem)
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, channels=CHANNELS, segments=SEGMENTS)) is not None:

@@ -28,7 +28,6 @@ from jax_splitk.kernels.wgrad.gather_layout import (
     volume,
 )
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
-from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -222,18 +221,9 @@ class Gather(SplitFamily[Config]):
     file = "wgrad/gather.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        pixels = problem.batch * math.prod(problem.input_spatial)
-        return (
-            refusals.dtypes(problem, tuple(split_k.OUT_CODES))
-            or refusals.groups(problem)
-            or refusals.input_pixels(problem)
-            or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
-            # A tile may reach beyond the output, by less than MAX_PIXELS in each dimension.
-            or refusals.output_pixels(problem, INT32_MAX - MAX_PIXELS**2)
-            or refusals.weights(problem)
-            or refusals.coordinates(volume(problem), problem.rank, MAX_PIXELS, row=problem.in_channels)
-            or _window_refusal(volume(problem))
-        )
+        reason = refusals.dtypes(problem, tuple(split_k.OUT_CODES)) or refusals.groups(problem)
+        reason = reason or refusals.gathered(problem, volume(problem), MAX_PIXELS)
+        return reason or _window_refusal(volume(problem))
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         reason = field_refusal(

@@ -274,20 +274,10 @@ class Grouped(SplitFamily[Config]):
     file = "wgrad/grouped.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        return (
-            refusals.rank(problem, (1, 2))
-            or refusals.dtypes(problem, refusals.HALVES)
-            or refusals.batch_groups(problem)
-            or _group_refusal(problem)
-            or refusals.channels(problem, UNIT)
-            or refusals.lhs_dilation(problem)
-            or refusals.input_pixels(problem)
-            or refusals.output_pixels(problem)
-            or refusals.weights(problem)
-            or refusals.padded_input(problem, MAX_BOX)
-            or _filter_refusal(problem)
-            or self.smallest_refusal(problem, _smallest(problem))
-        )
+        reason = refusals.batch_groups(problem) or refusals.operands(problem, (1, 2), _group_refusal)
+        reason = reason or refusals.input_pixels(problem) or refusals.output_pixels(problem)
+        reason = reason or refusals.weights(problem) or refusals.padded_input(problem, MAX_BOX)
+        return reason or _filter_refusal(problem) or self.smallest_refusal(problem, _smallest(problem))
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         out_h, out_w = geometry(problem, 2).out

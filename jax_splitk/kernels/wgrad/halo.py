@@ -52,6 +52,25 @@ class Config:
         return self.taps_h * self.taps_w * CHANNELS * CHANNELS * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs(ReductionCosts):
+    """The cost model's constants.
+
+    Attributes:
+      mma_flops_per_sm: a second, of the tensor cores.
+      mma_efficiency: part of that rate by taps_w: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
+      batch_seconds: least time of a batch of products.
+      unit_seconds: of a strip, beside its products.
+      l2_bytes_per_sm: a second, loaded by an SM.
+    """
+
+    mma_flops_per_sm: float
+    mma_efficiency: dict[int, float]
+    batch_seconds: float
+    unit_seconds: float
+    l2_bytes_per_sm: float
+
+
 def lines(problem: ConvWgradProblem, config: Config) -> int:
     """Input rows of a strip."""
     return config.tile_p + (config.taps_h - 1) * problem.rhs_dilation[0]
@@ -121,25 +140,6 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, MAX_LINES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
-    """The cost model's constants.
-
-    Attributes:
-      mma_flops_per_sm: a second, of the tensor cores.
-      mma_efficiency: part of that rate by taps_w: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
-      batch_seconds: least time of a batch of products.
-      unit_seconds: of a strip, beside its products.
-      l2_bytes_per_sm: a second, loaded by an SM.
-    """
-
-    mma_flops_per_sm: float
-    mma_efficiency: dict[int, float]
-    batch_seconds: float
-    unit_seconds: float
-    l2_bytes_per_sm: float
-
-
 class Halo(SplitFamily[Config]):
     """Its estimates are comparable with the other families', and decide."""
 
@@ -149,11 +149,7 @@ class Halo(SplitFamily[Config]):
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
-            refusals.rank(problem, (2,))
-            or refusals.dtypes(problem, refusals.HALVES)
-            or refusals.groups(problem)
-            or refusals.channels(problem, 8)
-            or refusals.lhs_dilation(problem)
+            refusals.operands(problem, (2,), refusals.groups)
             or _window_refusal(problem)
             or refusals.empty_dimensions(problem)
             or _extent_refusal(problem)

@@ -4,7 +4,9 @@ Each function returns the reason, or None where there is none, so that `or` betw
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
@@ -12,8 +14,6 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 
 INT32_MAX = 2**31 - 1
 MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyond them
-
-
 HALVES = ("bfloat16", "float16")
 
 
@@ -59,6 +59,17 @@ def lhs_dilation(p: ConvProblem) -> str | None:
     return f"lhs_dilation {p.lhs_dilation}; accepted: 1" if any(d != 1 for d in p.lhs_dilation) else None
 
 
+def operands(
+    p: ConvWgradProblem,
+    ranks: Sequence[int],
+    groups: Callable[[ConvWgradProblem], str | None],
+    accepted: Sequence[str] = HALVES,
+) -> str | None:
+    """Of kernels that load the channels of a pixel by 16 bytes; but for sizes."""
+    reason = dtypes(p, accepted) or rank(p, ranks) or groups(p)
+    return reason or channels(p, 16 // jnp.dtype(p.dtype).itemsize) or lhs_dilation(p)
+
+
 def input_pixels(p: ConvWgradProblem) -> str | None:
     if 0 not in p.input_spatial:
         return None
@@ -90,6 +101,18 @@ def coordinates(g: Geometry, rank: int, beyond: int, row: int | None = None) -> 
             unit, where = "elements" if row else "pixels", f"in spatial dimension {axis - last - 1 + rank}"
             return f"padded input of up to {span} {unit} {where}; accepted: at most {INT32_MAX}"
     return None
+
+
+def gathered(p: ConvWgradProblem, g: Geometry, beyond: int) -> str | None:
+    """Of kernels whose tiles may reach beyond the output of `g`, by less than so many pixels in each dimension."""
+    pixels = p.batch * math.prod(p.input_spatial)
+    return (
+        input_pixels(p)
+        or (f"{pixels} input pixels; accepted: at most {INT32_MAX}" if pixels > INT32_MAX else None)
+        or output_pixels(p, INT32_MAX - beyond**2)
+        or weights(p)
+        or coordinates(g, p.rank, beyond, row=p.in_channels)
+    )
 
 
 def weights(p: ConvWgradProblem) -> str | None:

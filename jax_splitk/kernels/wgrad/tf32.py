@@ -251,15 +251,11 @@ class Tf32(SplitFamily[Config]):
     file = "wgrad/tf32.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
-        reason = refusals.dtypes(problem, ("float32",))
+        reason = refusals.operands(problem, (1, 2), refusals.groups, accepted=("float32",))
         if reason is None and "highest" in problem.precision:
             reason = f"precision {problem.precision}; accepted: default, high"
         return (
             reason
-            or refusals.rank(problem, (1, 2))
-            or refusals.groups(problem)
-            or refusals.channels(problem, 4)
-            or refusals.lhs_dilation(problem)
             or refusals.empty_dimensions(problem)
             or refusals.weights(problem)
             or _extent_refusal(problem)
