@@ -17,6 +17,7 @@ from jax_splitk.kernels.conv import gather as conv_gather
 from jax_splitk.kernels.conv import grouped as conv_grouped
 from jax_splitk.kernels.conv import im2col as conv_im2col
 from jax_splitk.kernels.conv import patch, toeplitz
+from jax_splitk.kernels.device import wgmma_tile
 from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -119,11 +120,11 @@ def _im2col() -> Iterator[Run]:
     groups = conv((9, 11), (2, 1), (128, 128), groups=2)
 
     def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
-        return im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), swap, splits, **changes)
+        return im2col.Config(tile_m, tile_n, wgmma_tile.max_stages(tile_m, tile_n), swap, splits, **changes)
 
     for p, *given in (
         (image, config(64, 64, False, 1)),
-        (image, im2col.Config(64, 128, im2col.max_stages(64, 128, 2), False, 1)),
+        (image, im2col.Config(64, 128, wgmma_tile.max_stages(64, 128, 2), False, 1)),
         (image, config(64, 192, True, 3)),
         (half, config(192, 64, True, 2)),
         (image, config(128, 128, False, 2)),
@@ -297,7 +298,7 @@ def _grouped_passes() -> Iterator[Run]:
 
 def _dense_passes() -> Iterator[Run]:
     def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> Any:
-        return conv_im2col.Config(tile_m, tile_n, im2col.max_stages(tile_m, tile_n), splits, reduction)
+        return conv_im2col.Config(tile_m, tile_n, wgmma_tile.max_stages(tile_m, tile_n), splits, reduction)
 
     def persistent(tile_m: int, tile_n: int, swap: bool, workers: int, taps: int = 1) -> Any:
         config = conv_im2col.Config(tile_m, tile_n, 2, taps=taps, swap=swap, workers=workers)

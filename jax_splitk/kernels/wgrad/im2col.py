@@ -12,18 +12,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device import split_k, wgmma_tile
 from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.device.wgmma_tile import (
-    MIN_STAGES,
-    ROW_BYTES,
-    TILES,
-    TileCosts,
-    WgmmaTile,
-    depths,
-    max_stages,
-    tile_refusal,
-)
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
@@ -57,7 +47,7 @@ _IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(WgmmaTile):
+class Config(wgmma_tile.WgmmaTile):
     """How a weight gradient is computed.
 
     Attributes:
@@ -129,11 +119,16 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
 
 
 # Every config that the tuner may try, up to its splits: what has to compile.
-VARIANTS = [Config(*tile, stages, swap, 1) for tile in TILES for stages in depths(*tile) for swap in (False, True)]
+VARIANTS = [
+    Config(*tile, stages, swap, 1)
+    for tile in wgmma_tile.TILES
+    for stages in wgmma_tile.depths(*tile)
+    for swap in (False, True)
+]
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts, TileCosts):
+class Costs(ReductionCosts, wgmma_tile.TileCosts):
     """The cost model's constants.
 
     Attributes:
@@ -192,11 +187,8 @@ class Im2col(SplitFamily[Config]):
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
-            refusals.dtypes(problem, refusals.HALVES)
-            or refusals.batch_groups(problem)
-            or _group_refusal(problem)
-            or refusals.channels(problem, 8)
-            or refusals.lhs_dilation(problem)
+            refusals.batch_groups(problem)
+            or refusals.operands(problem, (1, 2, 3), _group_refusal)
             or refusals.input_pixels(problem)
             or refusals.output_pixels(problem, refusals.INT32_MAX - BLOCK_K)
             or refusals.weights(problem)
@@ -204,11 +196,11 @@ class Im2col(SplitFamily[Config]):
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
-        if (reason := tile_refusal(config)) is not None:
+        if (reason := wgmma_tile.tile_refusal(config)) is not None:
             return reason
-        most = max_stages(config.tile_m, config.tile_n)
-        if not MIN_STAGES <= config.stages <= most:
-            return f"stages {config.stages}; accepted with this tile: {MIN_STAGES} to {most}"
+        most = wgmma_tile.max_stages(config.tile_m, config.tile_n)
+        if not wgmma_tile.MIN_STAGES <= config.stages <= most:
+            return f"stages {config.stages}; accepted with this tile: {wgmma_tile.MIN_STAGES} to {most}"
         if not isinstance(config.swap, bool):
             return f"swap {config.swap!r}; accepted: True or False"
         if (reason := split_k.splits_refusal(config.splits, k_tiles(problem), "blocks of pixels")) is not None:
@@ -263,7 +255,7 @@ class Im2col(SplitFamily[Config]):
         """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""
         wanted = nearby(config.splits, self.wave(problem, config, target))
         wanted |= one_block_apart(config.splits, k_tiles(problem))
-        fewer = [config.stages - 1] if config.stages > MIN_STAGES else []
+        fewer = [config.stages - 1] if config.stages > wgmma_tile.MIN_STAGES else []
         return self.other_splits(problem, config, wanted) + varied(config, swap=[not config.swap], stages=fewer)
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
@@ -272,7 +264,7 @@ class Im2col(SplitFamily[Config]):
         The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
         """
         costs: Costs = self.costs(target)
-        x_bytes = (config.tile_n if config.swap else config.tile_m) * ROW_BYTES
+        x_bytes = (config.tile_n if config.swap else config.tile_m) * wgmma_tile.ROW_BYTES
         windows = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
         step = config.step_seconds(costs, windows)
         # Thread blocks that share an SM share its rates, but hide each other's ramp.

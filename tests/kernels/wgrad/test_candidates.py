@@ -10,6 +10,7 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
 from jax_splitk.kernels.wgrad.family import SplitFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -242,7 +243,7 @@ def test_shared_memory_of_every_variant_fits() -> None:
         assert config.shared_bytes * config.blocks_per_sm <= 227 * 1024
         assert config.shared_bytes >= config.stages * (config.tile_m + config.tile_n) * 64 * 2 + 1024
         # The pipeline's memory holds a tile of 16-bit results.
-        assert config.tile_m * config.tile_n * 2 <= im2col.MIN_STAGES * config.stage_bytes
+        assert config.tile_m * config.tile_n * 2 <= MIN_STAGES * config.stage_bytes
         assert config.tile_m % (64 * config.consumers) == 0
     assert {config.blocks_per_sm for config in im2col.VARIANTS} == {1, 2}
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels.device.split_k import whole_splits
+from jax_splitk.kernels.device.wgmma_tile import TILES
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.kernels.wgrad.geometry import is_matrix_product
 from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
@@ -91,7 +92,7 @@ def test_tile_counts_cover_the_output_and_no_more() -> None:
             if groups > 1:
                 channels = {"in_channels": groups * 64 * int(rng.integers(1, 5)), "out_channels": groups * 192}
                 p = dataclasses.replace(p, feature_group_count=groups, **channels)
-            tile = im2col.TILES[rng.integers(len(im2col.TILES))]
+            tile = TILES[rng.integers(len(TILES))]
             config = Config(*tile, 4, bool(rng.integers(2)), 1)
             # 64-channel slots of (tap, channel) on one side, output channels on the other.
             slots = sum(len(range(0, p.in_channels // groups, 64)) for _ in range(p.taps))
