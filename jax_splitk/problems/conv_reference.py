@@ -75,41 +75,45 @@ def conv_wgrad(
     if problem.reduction_size == 0 or 0 in lhs.shape:  # XLA refuses a window, and jax an image, without pixels
         zeros = jnp.zeros(rhs_shape(problem, specs), problem.out_dtype)
         return _compat.vary_like(zeros, lhs, g)
-    lhs, padding, dilation = padded(lhs, specs.lhs_spec[2:], wgrad_padding(problem), problem.lhs_dilation)
+    swapped = lax.ConvDimensionNumbers(*map(_swap_first_two, (specs.lhs_spec, specs.out_spec, specs.rhs_spec)))
     return _convolved(
         lhs,
         g,
         problem,
+        swapped,
+        wgrad_padding(problem),
         window_strides=problem.rhs_dilation,
-        padding=padding,
-        lhs_dilation=dilation,
         rhs_dilation=problem.window_strides,
-        dimension_numbers=lax.ConvDimensionNumbers(
-            _swap_first_two(specs.lhs_spec), _swap_first_two(specs.out_spec), _swap_first_two(specs.rhs_spec)
-        ),
         feature_group_count=problem.batch_group_count,
         batch_group_count=problem.feature_group_count,
     )
 
 
-def _convolved(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem, **window: Any) -> jax.Array:
+def _convolved(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    problem: ConvProblem,
+    specs: lax.ConvDimensionNumbers,
+    padding: Sequence[tuple[int, int]],
+    **window: Any,
+) -> jax.Array:
     """lax does not narrow: a result of fewer bits than the operands is converted afterwards."""
+    lhs, padding, dilation = padded(lhs, specs.lhs_spec[2:], padding, problem.lhs_dilation)
+    window |= {"padding": padding, "lhs_dilation": dilation, "dimension_numbers": specs}
     precision, wide = lax_precision(problem.precision), wider(problem.dtype, problem.out_dtype)
     return lax_conv(lhs, rhs, **window, precision=precision, preferred_element_type=wide).astype(problem.out_dtype)
 
 
 def conv_fprop(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:
     """The convolution, in canonical layouts."""
-    lhs, padding, dilation = padded(lhs, range(1, lhs.ndim - 1), problem.padding, problem.lhs_dilation)
     return _convolved(
         lhs,
         rhs,
         problem,
+        NHWC_SPECS[problem.rank],
+        problem.padding,
         window_strides=problem.window_strides,
-        padding=padding,
-        lhs_dilation=dilation,
         rhs_dilation=problem.rhs_dilation,
-        dimension_numbers=NHWC_SPECS[problem.rank],
         feature_group_count=problem.feature_group_count,
         batch_group_count=problem.batch_group_count,
     )
