@@ -43,7 +43,7 @@ class Result(against_xla.Result):
 
 def run(case: Case, implementation: str | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
-    out = jnp.dtype(case.out_dtype)
+    out = jnp.dtype(case.problem().out_dtype)
 
     def ours(x: jax.Array, g: jax.Array) -> jax.Array:
         return jax_splitk.dot_general(x, g, DIMENSIONS, None, out, implementation=implementation)

@@ -1,6 +1,7 @@
 """Named matrix products with a long reduction: those that benchmarks.dot reports."""
 
 import dataclasses
+from typing import ClassVar
 
 from jax_splitk.problems.dot_general import DotProblem
 
@@ -12,8 +13,7 @@ class Case:
     m: int
     n: int
     k: int
-    dtype: str = "bfloat16"
-    out_dtype: str = "float32"
+    dtype: ClassVar[str] = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -24,7 +24,7 @@ class Case:
         return (self.k, self.m), (self.k, self.n)
 
     def problem(self) -> DotProblem:
-        return DotProblem(1, self.m, self.n, self.k, "bkm", "bkn", self.dtype, self.out_dtype)
+        return DotProblem(1, self.m, self.n, self.k, "bkm", "bkn", self.dtype, "float32")
 
     def shrunk(self, flops: float) -> "Case":
         """At most `flops` of work, by a shorter reduction."""
