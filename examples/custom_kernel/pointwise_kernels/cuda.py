@@ -56,9 +56,6 @@ class PointwiseCuda(WgradFamily[Config]):
         """Seconds: this kernel does not use the tensor cores. Measurements decide where tuning is on."""
         return problem.flops / 1e12 + 1e-4 / config.rows
 
-    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 0
-
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         return {"ROWS": config.rows}
 

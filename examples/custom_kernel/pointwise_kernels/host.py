@@ -47,11 +47,8 @@ class PointwiseHost(Family[ConvWgradProblem, Config]):
         """Seconds, on one thread."""
         return problem.flops / 4e9 + 1e-5 / config.block
 
-    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        return 0
-
     def plan(self, problem: ConvWgradProblem, config: Config) -> CustomCall:
-        return CustomCall(TARGET, {"block": np.int64(config.block)}, self.workspace_bytes(problem, config))
+        return CustomCall(TARGET, {"block": np.int64(config.block)}, workspace_bytes=0)
 
 
 FAMILY = PointwiseHost(Config)
