@@ -1,11 +1,11 @@
 """Random problems that few kernels compute: compiling is what takes time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from jax_splitk.kernels import Family
+from jax_splitk.kernels import CudaFamily, Family
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.random_problems import device_plan
@@ -13,29 +13,41 @@ from tests.random_problems import device_plan
 Run = tuple[Family, Any, Any]
 
 
+Sibling = Callable[[np.random.Generator, Any], Any]
+
+
 def source(family: Family, problem: Any, config: Any) -> Source:
+    if isinstance(family, CudaFamily):
+        return family.source(problem, config)
     return device_plan(family, problem, config).source
 
 
 def runs(
-    drawn: Iterable[tuple[Family, Any]],
+    drawn: Iterator[tuple[Family, Any]],
     rng: np.random.Generator,
     count: int,
     most: int,
     wanted: Callable[[Any], bool] = lambda config: True,
+    sibling: Sibling | None = None,
 ) -> list[Run]:
     """So many of the problems, each with a candidate that is `wanted`, by at most so many kernels: what takes another
-    one is left out then."""
+    one is left out then. With `sibling`, which draws another problem that is likely to have a problem's kernel, those
+    that are drawn are only so many as have all these kernels."""
     found: list[Run] = []
     known: set[Source] = set()
-    for family, problem in drawn:
+    while len(found) < count:
+        held = []
+        if sibling is None or len(known) < most:
+            family, problem = next(drawn)
+        else:
+            family, other, config = found[int(rng.integers(len(found)))]
+            problem = sibling(rng, other)
+            held = [config] if family.refusal(problem, config) is None else []
         candidates = [config for config in family.candidates(problem, DEFAULT_CUDA) if wanted(config)]
-        configs = [candidates[i] for i in rng.permutation(len(candidates))[:24]]
+        configs = held + [candidates[i] for i in rng.permutation(len(candidates))[:24]]
         shared = (c for c in configs if source(family, problem, c) in known)
         config = next(shared, configs[0] if configs and len(known) < most else None)
         if config is not None:
             known.add(source(family, problem, config))
             found.append((family, problem, config))
-        if len(found) == count:
-            break
     return found

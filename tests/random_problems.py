@@ -14,7 +14,7 @@ import numpy as np
 from jax_splitk import kernels
 from jax_splitk.kernels.conv import patch
 from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem, conv_output_spatial
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
@@ -139,7 +139,7 @@ def _problem(
 ) -> ConvWgradProblem:
     """Of that kind, with a sibling's window, channels and dtypes; without one, those in turns by `number`."""
     while True:
-        p = _resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
+        p = resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
         windows = p.reduction_size * p.taps * p.in_channels
         if 0 < windows <= MAX_WINDOWS and p.flops <= MAX_FLOPS and kind.family.refusal(p, None, TARGET) is None:
             return p
@@ -175,7 +175,7 @@ def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProble
     )
 
 
-def _resized(rng: np.random.Generator, p: ConvWgradProblem) -> ConvWgradProblem:
+def resized(rng: np.random.Generator, p: ConvProblem) -> Any:
     """With another batch, and other sizes and padding."""
     size = tuple(int(n) for n in rng.integers(1, {1: 400, 2: 32, 3: 11}[p.rank], p.rank))
     reach = [(k - 1) * d for k, d in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
