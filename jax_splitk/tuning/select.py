@@ -1,7 +1,9 @@
 """Problem to choice, in the order of the design: an explicit config, the `TuningResult` in force, the caches, the
-shipped table, a measurement where one may be made, the cost model, and XLA where no kernel of ours may or should serve.
+shipped table, a measurement where one may be made, the table of another GPU of the architecture, the cost model, and
+XLA where no kernel of ours may or should serve.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,7 @@ from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, buckets, certainty, decide, model
+from jax_splitk.tuning import agreement, buckets, certainty, decide, model, relatives
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.entry import Entry
@@ -53,7 +55,8 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     if serving and options.config is not None:
         choice = _explicit(serving[0], problem, target, options)
     elif serving:
-        choice = _known(key_for(problem, target), options, measure, final)
+        key = key_for(problem, target)
+        choice = _known(key, options, measure, final) or _by_a_relative(key, options)
         choice = choice or _predicted(serving, problem, target, options, refusals)
     if choice is not None:
         # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
@@ -164,6 +167,16 @@ def _from_entry(entry: Entry, where: str, options: Options) -> Choice | None:
         return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
     return Choice(entry.key.problem, candidate, where, times)
+
+
+def _by_a_relative(key: Key, options: Options) -> Choice | None:
+    """What was measured on another GPU of the architecture: a prediction here."""
+    found = relatives.shipped(key, options.workspace_limit)
+    choice = None if found is None else _from_entry(*found, options)
+    if found is None or choice is None:
+        return None
+    us = None if choice.candidate == XLA else found[0].us(choice.candidate)
+    return dataclasses.replace(choice, read_times=lambda: Times(us, predicted=True))
 
 
 # ---- by the cost model ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.tuning import agreement, store
+from jax_splitk.tuning import agreement, relatives, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -40,9 +40,6 @@ _AT_ONCE = 4  # searches at most, of which one holds the device
 _CORES_EACH = 4  # at least: on a few cores they would only take them from each other
 _OPERANDS_BYTES = 4 * 2**30  # at most of searches under way, roughly, unless there is only one
 _LEAVE_SECONDS = 2.0  # in which a search that was given up lets go of the device
-
-# GPUs of one architecture: what is fastest on one of them is worth a try on another.
-_RELATIVES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB")
 
 
 @dataclasses.dataclass
@@ -78,16 +75,8 @@ def budget_seconds() -> float:
 def earlier(key: Key) -> Entry | None:
     """An entry whose candidates take part in a search: the key's own, else a relative's, whose measurements say what to
     try first and decide nothing."""
-    found = itertools.chain.from_iterable(map(store.found, (key, *_relatives(key))))
+    found = itertools.chain.from_iterable(map(store.found, (key, *relatives.keys(key))))
     return next(found, (None, ""))[0]
-
-
-def _relatives(key: Key) -> Iterator[Key]:
-    """The keys of the same problem on other GPUs of the architecture with as many multiprocessors."""
-    if key.environment.device_kind in _RELATIVES:
-        for kind in _RELATIVES:
-            if kind != key.environment.device_kind:
-                yield dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind=kind))
 
 
 def tune(
