@@ -28,7 +28,7 @@ from tests.problems import SEED, seeded
 
 pytestmark = pytest.mark.gpu
 
-RANDOM = 300
+RANDOM, PARTS = 300, 12
 SOURCES = 64  # kernels of the random problems
 REDUCTIONS = (("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("workspace", 2), ("workspace", 11))
 
@@ -139,8 +139,9 @@ def test_random_problems_are_of_every_kind_and_few_kernels() -> None:
     assert all(any(p.n % 8 == rest for _, p, _ in runs) for rest in (0, 4))
 
 
-def test_random_problems_against_float64() -> None:
-    assert_none_is_wrong(random_runs())
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_problems_against_float64(part: int) -> None:
+    assert_none_is_wrong(random_runs()[part::PARTS])
 
 
 def test_epilogues_against_float64() -> None:
