@@ -178,9 +178,9 @@ class CudaFamily(Family[_Problem, _Config]):
 class Translated(Family[_Problem, _Config]):
     """A family whose problems are those of another one, with its configs, estimates and kernels."""
 
-    def __init__(self, inner: Family[Any, _Config], name: str | None = None) -> None:
+    def __init__(self, inner: Family[Any, _Config], name: str | None = None, costs: type[Any] | None = None) -> None:
         """With the other family."""
-        super().__init__(inner.Config, name=name)
+        super().__init__(inner.Config, costs, name)
         self.inner, self.implementation, self.ABI = inner, inner.implementation, inner.ABI
 
     @abc.abstractmethod

@@ -90,7 +90,7 @@ def synthetic(true: dict[str, Family], count: int, rng: np.random.Generator) -> 
 def test_the_fit_finds_the_constants_that_times_were_made_with(capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     shipped = im2col.FAMILY.costs(DEFAULT_CUDA)
-    changes = {"mma_flops_per_sm": 0.7, "launch_seconds": 1.6, "partial_bytes_per_second": 0.3, "reduce_seconds": 4.0}
+    changes = {"mma_flops_per_sm": 0.7, "wave_seconds": 1.6, "partial_bytes_per_second": 0.3, "reduce_seconds": 4.0}
     changed = {name: constants.fitted(shipped)[name] * by for name, by in changes.items()}
     true = {im2col.FAMILY.name: im2col.FAMILY.with_costs(constants.replaced(shipped, changed))}
     found = synthetic(true, 40, rng)
@@ -107,7 +107,7 @@ def test_the_fit_finds_the_constants_that_times_were_made_with(capsys: pytest.Ca
     assert after.mean < 0.02 < before.mean
     model = fit.model(constants.read("NVIDIA H200"), seen, held, fitted)
     entry = model["families"]["wgrad_im2col"]
-    assert entry["constants"]["launch_seconds"] == new["launch_seconds"]
+    assert entry["constants"]["wave_seconds"] == new["wave_seconds"]
     assert all(NOISE / 2 < value < 3 * NOISE for value in entry["uncertainty"].values())
     assert model["families"]["wgrad_halo"] == constants.read("NVIDIA H200")["families"]["wgrad_halo"]
 

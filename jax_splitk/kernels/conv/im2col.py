@@ -253,7 +253,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         costs: Costs = self.costs(target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
-        tile = chain * config.step_seconds(costs, keeps_weight=kept)
+        step = config.step_seconds(costs, keeps_weight=kept)
+        tile = chain * config.waiting_seconds(costs, each * chain, 1, step)
         tile += phases(problem) * config.handover_seconds(costs)
         by_tma = _is_stored_by_tma(problem, config)
         stores = 0.0 if by_tma else phases(problem) * config.store_seconds(costs)
@@ -264,6 +265,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
         *_, faster, slower = sorted((each * tile, each * stores, each * boxes, memory))
         return slower + costs.shadow * faster + ends + costs.launch_seconds
+
+    def box_seconds(self, problem: ConvProblem, config: Config, costs: Costs) -> float:
+        return _tma_seconds(problem, config, costs, 1, loads_weight=True, stores=False)
+
+    def shadow(self, costs: Costs) -> float:
+        return costs.shadow
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
         """XLA's matrix products are as fast where tiles fill the machine by themselves."""

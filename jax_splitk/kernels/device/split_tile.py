@@ -254,6 +254,14 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
         return sum(length * (end - begin) for length, begin, end in zip(lengths, waves, waves[1:], strict=False))
 
+    def box_seconds(self, problem: _Problem, config: _Config, costs: Any) -> float:
+        """Predicted of what TMA does for a stage."""
+        return 0.0
+
+    def shadow(self, costs: Any) -> float:
+        """Part of what is shorter than the longest of products, loads and memory that is not hidden by it."""
+        return 0.0
+
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
         costs: Costs = self.costs(target)
@@ -265,9 +273,14 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         else:
             steps = self._longest(problem, config, target.cores)
         waves = -(-blocks // resident)
-        seconds = steps * config.step_seconds(costs) + waves * costs.wave_seconds
+        chain = -(-self.chains(problem, config)[0] // config.splits)
+        together = min(config.blocks_per_sm, -(-blocks // target.cores))
+        products = steps * config.waiting_seconds(costs, chain, together) + waves * costs.wave_seconds
         share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
-        seconds = max(seconds, problem.bytes_moved / (costs.hbm_bytes_per_second * share)) + costs.launch_seconds
+        memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
+        boxes = steps * self.box_seconds(problem, config, costs)
+        *faster, slowest = sorted((products, memory, boxes))
+        seconds = slowest + self.shadow(costs) * sum(faster) + costs.launch_seconds
         if config.reduction == "workspace":
             seconds += costs.reduce_seconds + 2 * self.workspace_bytes(problem, config) / costs.partial_bytes_per_second
         elif config.reduction == "cluster":

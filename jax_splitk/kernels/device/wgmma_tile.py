@@ -9,6 +9,10 @@ SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 
+# Stages that nothing is loaded into: the one that is multiplied, until all consumers are through with it (what fitted
+# 1,900 times of im2col passes best).
+HELD = 1.4
+
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
     *itertools.product((64, 128), (64, 128, 192, 256)),
@@ -28,6 +32,7 @@ class TileCosts:
         32 clocks, all that it gives.
       l2_bytes_per_sm: a second, loaded by an SM.
       shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
+      latency_seconds: from where a stage is free until what is loaded into it is there, but for its bytes' time.
     """
 
     mma_flops_per_sm: float
@@ -35,6 +40,7 @@ class TileCosts:
     narrow: float
     l2_bytes_per_sm: float
     shadow: float
+    latency_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +100,15 @@ class WgmmaTile:
             mma /= costs.narrow
         load = (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm
         return max(mma, load) + costs.shadow * min(mma, load)
+
+    def waiting_seconds(self, costs: TileCosts, chain: int, together: int, step: float | None = None) -> float:
+        """Predicted of a stage of the multiprocessor, where so many thread blocks share it, of `chain` stages each: its
+        step, or what its loads take, of which a thread block has so many under way as it has stages, less `HELD`. The
+        first ones wait for none."""
+        step = self.step_seconds(costs) if step is None else step
+        under_way = (self.stages - HELD) * together
+        loads = (costs.latency_seconds + self.stage_bytes / costs.l2_bytes_per_sm) / under_way
+        return step + max(0.0, 1 - self.stages / chain) * max(0.0, loads - step)
 
 
 def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:

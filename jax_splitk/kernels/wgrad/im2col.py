@@ -137,6 +137,8 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
       sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
         memory's time.
       wave_seconds: of filling the pipeline, and of the epilogue.
+      box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads; the latter where rows do
+        not begin at multiples of 32 bytes.
     """
 
     windows: float
@@ -144,6 +146,8 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
     sharers: int
     crowded: float
     wave_seconds: float
+    box_row_seconds: float
+    odd_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,19 +270,30 @@ class Im2col(SplitFamily[Config]):
         costs: Costs = self.costs(target)
         x_bytes = (config.tile_n if config.swap else config.tile_m) * wgmma_tile.ROW_BYTES
         windows = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
-        step = config.step_seconds(costs, windows)
+        step = max(config.step_seconds(costs, windows), self._box_seconds(problem, config, costs))
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
         steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
+        together, chain = min(config.blocks_per_sm, -(-blocks // target.cores)), -(-k_tiles(problem) // config.splits)
+        step = config.waiting_seconds(costs, chain, together, step)
         seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * costs.wave_seconds
         crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
         seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second * crowd) + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
+
+    def _box_seconds(self, problem: ConvWgradProblem, config: Config, costs: Costs) -> float:
+        """Predicted of what TMA does for a stage: `BLOCK_K` rows of each box."""
+        of_x, of_dy = (config.tile_n, config.tile_m) if config.swap else (config.tile_m, config.tile_n)
+
+        def rows(tile: int, channels: int) -> float:
+            return tile // SLOT * BLOCK_K * (costs.odd_row_seconds if 2 * channels % 32 else costs.box_row_seconds)
+
+        return rows(of_x, problem.in_channels) + rows(of_dy, problem.out_channels)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Where only the last tiles are split, theirs."""
