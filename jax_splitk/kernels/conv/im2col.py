@@ -107,7 +107,7 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
 class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
     """All channels of a group with all."""
 
-    ABI = 2
+    ABI = 3
     file = "conv/im2col.cu"
     kernel = "conv"
 
