@@ -73,6 +73,12 @@ def test_other_gpus_are_no_relatives(target: Target) -> None:
     assert select(PROBLEM, target, Options()).why.startswith("the cost model's best of")
 
 
+def test_without_caches_no_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    ship(key_for(PROBLEM, DEFAULT_CUDA), other_config())
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
+    assert select(PROBLEM, H100, Options()).why.startswith("the cost model's best of")
+
+
 def test_a_relatives_decision_serves_fewer_rows() -> None:
     def of_rows(rows: int) -> QuantizedMatmulProblem:
         return QuantizedMatmulProblem(rows, 4096, 4096, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
