@@ -254,7 +254,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
         step = config.step_seconds(costs, keeps_weight=kept)
-        tile = chain * config.waiting_seconds(costs, each * chain, 1, step)
+        tile = chain * config.waiting_seconds(costs, step, each * chain, 1)
         tile += phases(problem) * config.handover_seconds(costs)
         by_tma = _is_stored_by_tma(problem, config)
         stores = 0.0 if by_tma else phases(problem) * config.store_seconds(costs)

@@ -275,7 +275,8 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         waves = -(-blocks // resident)
         chain = -(-self.chains(problem, config)[0] // config.splits)
         together = min(config.blocks_per_sm, -(-blocks // target.cores))
-        products = steps * config.waiting_seconds(costs, chain, together) + waves * costs.wave_seconds
+        step = config.waiting_seconds(costs, config.step_seconds(costs), chain, together)
+        products = steps * step + waves * costs.wave_seconds
         share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
         boxes = steps * self.box_seconds(problem, config, costs)

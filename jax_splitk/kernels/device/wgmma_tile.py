@@ -101,11 +101,10 @@ class WgmmaTile:
         load = (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm
         return max(mma, load) + costs.shadow * min(mma, load)
 
-    def waiting_seconds(self, costs: TileCosts, chain: int, together: int, step: float | None = None) -> float:
+    def waiting_seconds(self, costs: TileCosts, step: float, chain: int, together: int) -> float:
         """Predicted of a stage of the multiprocessor, where so many thread blocks share it, of `chain` stages each: its
-        step, or what its loads take, of which a thread block has so many under way as it has stages, less `HELD`. The
+        `step`, or what its loads take, of which a thread block has so many under way as it has stages, less `HELD`. The
         first ones wait for none."""
-        step = self.step_seconds(costs) if step is None else step
         under_way = (self.stages - HELD) * together
         loads = (costs.latency_seconds + self.stage_bytes / costs.l2_bytes_per_sm) / under_way
         return step + max(0.0, 1 - self.stages / chain) * max(0.0, loads - step)

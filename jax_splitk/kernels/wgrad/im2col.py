@@ -278,7 +278,7 @@ class Im2col(SplitFamily[Config]):
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
         together, chain = min(config.blocks_per_sm, -(-blocks // target.cores)), -(-k_tiles(problem) // config.splits)
-        step = config.waiting_seconds(costs, chain, together, step)
+        step = config.waiting_seconds(costs, step, chain, together)
         seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * costs.wave_seconds
         crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:

@@ -117,6 +117,11 @@ def test_thread_blocks_of_one_column_load_its_weight_once(
 
 
 def test_candidates_keep_their_weight_where_they_can() -> None:
+    for size, channels in ((56, (24, 144)), (56, (96, 24)), (28, (40, 240)), (112, (16, 96))):
+        p = problem(FPROP, (size, size), (1, 1), *channels, batch=128)
+        persistent = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers]
+        assert persistent and all(IM2COL.of(p).keeps_weight(p, c) for c in persistent)
+    # To keep it with tiles of 192 channels takes a stage, which the model counts as a loss.
     p = problem(FPROP, (56, 56), (1, 1), 96, 384, batch=64)
     family = IM2COL.of(p)
     persistent = [c for c in family.candidates(p, DEFAULT_CUDA) if c.workers]
