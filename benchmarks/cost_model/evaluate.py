@@ -10,6 +10,7 @@ adds a line for each problem, and goes on where it was cut off.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -30,12 +31,13 @@ from jax_splitk.tuning import tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import key_for, problem_as_dict
-from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.select import select
 
 SEED = 2  # no sweep that anything is fitted to has it
 OPS = ("conv_wgrad", "quantized_matmul")
 AGAIN = 5  # one of so many problems is tuned twice
+TOGETHER = 24  # problems that are looked ahead at
 FASTEST = 4  # of those that tuning saw, timed once more
 TIE = 0.02  # a winner within so much of another is none
 CHOICES = ("first", "untuned", "tuned", "again")
@@ -120,21 +122,25 @@ def run(options: argparse.Namespace) -> int:
     wanted = options.problems - sum("us" in line for line in known)
     options.out[0].parent.mkdir(parents=True, exist_ok=True)
     with options.out[0].open("a") as out:
-        for index, drawn in problems.stream(options.seed, target, OPS, options.max_flops):
-            if count >= wanted or time.monotonic() > deadline:
-                return count
-            if index in begun:
-                continue
-            print(json.dumps({"index": index}), file=out, flush=True)
-            try:
-                outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
-            except RuntimeError as error:
-                report.say(f"{drawn.problem}: {error}")
-                continue
-            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
-            count += 1
-            report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
-    return count
+        stream = problems.stream(options.seed, target, OPS, options.max_flops)
+        waiting = ((index, drawn) for index, drawn in stream if index not in begun)
+        while True:
+            batch = list(itertools.islice(waiting, TOGETHER))
+            # As in `tune`: the next problems' kernels compile while one is measured.
+            keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in batch]
+            with tuner.coming(keys, options.budget):
+                for index, drawn in batch:
+                    if count >= wanted or time.monotonic() > deadline:
+                        return count
+                    print(json.dumps({"index": index}), file=out, flush=True)
+                    try:
+                        outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
+                    except RuntimeError as error:
+                        report.say(f"{drawn.problem}: {error}")
+                        continue
+                    print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+                    count += 1
+                    report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax_splitk.ops import conv_batching, lowering
 from jax_splitk.ops.convolution import Convolution, integers, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.ops.partitioning import Rule
-from jax_splitk.problems.conv_passes import ConvFpropProblem, canonical
+from jax_splitk.problems.conv_passes import ConvFpropProblem, canonical, is_transposed
 from jax_splitk.problems.conv_reference import mirrored
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
@@ -201,21 +201,25 @@ def between_layouts(
     """A function of operands in the layouts of `problem`, which is canonical, for operands as they are written."""
     conv = params["convolution"]
     orders, groups = _orders(conv.dimension_numbers), conv.batch_group_count
-    is_transposed = not isinstance(problem, kind)
+    other = is_transposed(conv)
 
     def canonical_operand(name: str, x: jax.Array) -> jax.Array:
         x = x.astype(problem.dtype).transpose(orders[name])
         if name == "lhs" and groups > 1:
             x = fold_into(x.reshape(groups, x.shape[0] // groups, *x.shape[1:]), 0, x.ndim - 1)
-        if not is_transposed:
+        if not other:
             return x.reshape(getattr(problem, f"{name}_shape"))
         if name == "rhs":
             return mirrored(x, problem.feature_group_count)
         return x.reshape(getattr(problem, "g_shape" if name == "lhs" else "lhs_shape"))
 
     def between(*operands: jax.Array) -> jax.Array:
-        y = function(*(canonical_operand(name, x) for name, x in zip(kind.operands, operands, strict=True)))
+        given = [canonical_operand(name, x) for name, x in zip(kind.operands, operands, strict=True)]
         order = orders[kind.result]
+        if other and kind is ConvWgradProblem:  # lhs and g have changed places
+            y = mirrored(function(*given[::-1]), problem.feature_group_count)
+        else:
+            y = function(*given)
         if kind.result == "lhs" and groups > 1:
             y = unfold_from(y, y.ndim - 1, groups)
             y = jnp.moveaxis(y, -2, 0).reshape(-1, *y.shape[1:-2], y.shape[-1])
@@ -250,4 +254,5 @@ def define(
 def _is_canonical(problem: ConvProblem, conv: Convolution) -> bool:
     """Whether operands and result are in the layouts of their problem."""
     plain = all(order == tuple(range(len(order))) for order in _orders(conv.dimension_numbers).values())
-    return plain and conv.batch_group_count == 1 and len(conv.window_strides) == problem.rank
+    as_it_is = conv.batch_group_count == 1 and not is_transposed(conv)
+    return plain and as_it_is and len(conv.window_strides) == problem.rank

@@ -1,13 +1,15 @@
-"""The forward pass of a convolution and the gradient of its input, each of which is the other of another convolution.
+"""The passes of a convolution as those of another one, whose lhs is this one's g.
 
 With unit strides the gradient of the input is a forward convolution of g with a mirrored weight. Strides of the one are
-`lhs_dilation` of the other: a transposed convolution is the gradient of an input.
+`lhs_dilation` of the other: a transposed convolution is the gradient of an input. The gradient of its weight is that of
+a convolution with strides, mirrored.
 """
 
 import dataclasses
 from typing import Any
 
 from jax_splitk.problems.conv_wgrad import ConvProblem, dilated
+from jax_splitk.runtime import _compat
 
 
 class ConvFpropProblem(ConvProblem):
@@ -34,7 +36,7 @@ _OTHER_WAY = (("input_spatial", "output_spatial"), ("in_channels", "out_channels
 
 def canonical(problem: Any) -> Any:
     """A problem of any pass with at least one spatial dimension, batch groups as feature groups, and what dilates its
-    lhs without a stride as the other pass."""
+    lhs without a stride as a pass of the other convolution."""
     if problem.rank == 0:
         windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
         pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))
@@ -45,13 +47,20 @@ def canonical(problem: Any) -> Any:
         problem = dataclasses.replace(
             problem, batch=batch, in_channels=channels, feature_group_count=groups, batch_group_count=1
         )
-    is_transposed = set(problem.lhs_dilation) != {1} and set(problem.window_strides) == {1}
-    return other_way(problem) if is_transposed and isinstance(problem, PASSES) else problem
+    known = _compat.is_known(*problem.input_spatial, *problem.output_spatial)  # else it is XLA's
+    return other_way(problem) if is_transposed(problem) and known else problem
+
+
+def is_transposed(of: Any) -> bool:
+    """Whether a problem, or the parameters of a convolution, are of one that dilates its lhs without a stride."""
+    return set(of.lhs_dilation) not in ({1}, set()) and set(of.window_strides) == {1}
 
 
 def other_way(problem: ConvProblem) -> ConvProblem:
-    """The same sums as the other pass of another convolution, whose weight is `mirrored`: what was its lhs is its g."""
+    """The same sums as a pass of another convolution, whose weight is `mirrored`: what was its lhs is its g. Forward
+    pass and input gradient change places."""
     fprop, dgrad = PASSES
+    other = {fprop: dgrad, dgrad: fprop}
     base = dilated(problem.output_spatial, problem.window_strides)
     window = dilated(problem.kernel_spatial, problem.rhs_dilation)
     sizes = zip(problem.input_spatial, problem.lhs_dilation, problem.padding, base, window, strict=True)
@@ -61,4 +70,5 @@ def other_way(problem: ConvProblem) -> ConvProblem:
     )
     fields: dict[str, Any] = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
     swapped = {a: fields[b] for pair in _OTHER_WAY for a, b in (pair, pair[::-1])}
-    return (dgrad if isinstance(problem, fprop) else fprop)(**{**fields, **swapped, "padding": pairs})
+    kind = type(problem)
+    return other.get(kind, kind)(**{**fields, **swapped, "padding": pairs})

@@ -50,12 +50,15 @@ def test_problem_has_the_operands_shapes(name: str) -> None:
     problem.validate()
     n, c, *spatial = specs.lhs_spec
     batch, channels = conv.lhs_shape[n] // conv.batch_groups, conv.lhs_shape[c] * conv.batch_groups
-    assert problem.lhs_shape == (batch, *(conv.lhs_shape[axis] for axis in spatial), channels)
+    # A transposed convolution's weight gradient is that of a convolution with strides, of g.
+    is_transposed = conv.lhs_dilation is not None and conv.strides is None
+    lhs_shape, g_shape = (problem.lhs_shape, problem.g_shape)[:: -1 if is_transposed else 1]
+    assert lhs_shape == (batch, *(conv.lhs_shape[axis] for axis in spatial), channels)
     n, c, *spatial = specs.out_spec
-    assert problem.g_shape == tuple(conv.g_shape[axis] for axis in (n, *spatial, c))
+    assert g_shape == tuple(conv.g_shape[axis] for axis in (n, *spatial, c))
     assert (problem.feature_group_count, problem.batch_group_count) == (conv.groups * conv.batch_groups, 1)
-    inputs = conv.channels[0] // conv.groups
-    assert problem.flops == 2 * math.prod(conv.g_shape) * math.prod(conv.kernel) * inputs
+    pixels, channels = (lhs_shape, conv.channels[1]) if is_transposed else (g_shape, conv.channels[0])
+    assert problem.flops == 2 * math.prod(pixels) * math.prod(conv.kernel) * channels // conv.groups
 
 
 @pytest.mark.parametrize("implementation", [None, "host", "xla"])

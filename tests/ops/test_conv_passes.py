@@ -165,6 +165,21 @@ def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int])
     assert problem.out_shape == upsample(x, w).shape
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
+def test_a_transposed_convolutions_weight_gradient_has_strides(strides: tuple[int, int], groups: int) -> None:
+    """Of g, with lhs in its place. A kernel computes it (here the host's), not XLA."""
+    conv = Conv((5, 6), (3, 4), 4, (4, 8), padding=((2, 1), (1, 4)), lhs_dilation=strides, groups=groups)
+    conv = dataclasses.replace(conv, rhs_dilation=(1, 2))
+    lhs, _, g = conv.integers(generator(11))
+    (decision,) = jax_splitk.explain(functools.partial(conv.wgrad, implementation="host"), lhs, g).decisions
+    problem = decision.problem
+    assert (problem.op, problem.window_strides, problem.lhs_dilation) == ("conv_wgrad", strides, (1, 1))
+    assert (problem.lhs_shape, problem.g_shape) == (g.shape, lhs.shape)
+    out = jax.jit(functools.partial(conv.wgrad, implementation="host"))(lhs, g)
+    np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
+
+
 # ---- transformations -----------------------------------------------------------------------------------------------
 
 
