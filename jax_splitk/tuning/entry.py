@@ -208,8 +208,11 @@ def candidate_from(op: str, data: Any) -> Candidate:
     if family is None:
         names = ", ".join(family.name for family in kernels.families(op))
         raise InvalidEntry(f"family {name!r}; accepted: {names}, {XLA.name}")
-    fields, names = data.get("config"), [field.name for field in dataclasses.fields(family.Config)]
-    if not isinstance(fields, dict) or fields.keys() != set(names):
+    fields, every = data.get("config"), dataclasses.fields(family.Config)
+    names = [field.name for field in every]
+    # An older version's config may lack a field whose default is what it meant, else the family's ABI was raised.
+    needed = {field.name for field in every if field.default is dataclasses.MISSING}
+    if not isinstance(fields, dict) or not needed <= fields.keys() <= set(names):
         raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(names)}")
     config = family.Config(**fields)
     if (wrong := wrong_field(config)) is not None:

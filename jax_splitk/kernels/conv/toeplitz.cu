@@ -20,6 +20,11 @@
 //   - multiplies this stage, and puts what is complete in shared memory,
 //   - puts the next stage, which has come, in its place, transposed (stmatrix): [channel][row][chunk][line].
 //     Each lane reads what it has copied itself.
+// In one order, all warps would want the load/store unit at one time, and the tensor cores at another. With
+// two TURNS half of the warps multiply while the others store.
+//
+// TALL lines are strips of all images on top of each other, which have what padding both want in common: an
+// image begins every PERIOD rows of the output. So any number of blocks has equal shares.
 // Completed rows lie there as [channel][row][window] and are transposed back by ldmatrix.
 //
 // What 128 sums of a channel move through shared memory: 256 bytes in and 256 out as they are stored, and as
@@ -30,7 +35,7 @@
 // rows of a matrix meet in a bank.
 //
 // Macros: ELEMENT, OUT, EIGHTS (of channels), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, PAD; the
-// Config's; LINES, STRIPS, PLANE_BLOCKS (of an image), COLUMN_BLOCKS, CHANNEL_BLOCKS; CHUNKS, K_CHUNKS (of a
+// Config's; LINES, PERIOD, STRIPS, PLANE_BLOCKS (of an image), COLUMN_BLOCKS, CHANNEL_BLOCKS; CHUNKS, K_CHUNKS (of a
 // window), UNITS (of 512 bytes, in a row of a block); IN_CHANNEL, IN_PART, IN_BYTES, OUT_CHANNEL, OUT_PART,
 // OUT_BYTES (of a buffer; the pitches in 16 bytes); STAGES, CTAS_PER_SM.
 
@@ -45,7 +50,7 @@ __device__ inline void stage_weights(const Element* __restrict__ w, const Place&
     const int tap = i / PARTS, eight = place.channel / 8 + i % PARTS;
     const uint4* from =
         reinterpret_cast<const uint4*>(w) + (MIRRORED ? TAPS - 1 - tap : tap) * EIGHTS + eight;
-    store_shared(weights + i * 16, eight < EIGHTS ? __ldg(from) : uint4{});
+    store_shared(weights + tap * TAP_BYTES + i % PARTS * 16, eight < EIGHTS ? __ldg(from) : uint4{});
   }
 }
 
@@ -63,22 +68,22 @@ __device__ inline void read_bands(uint32_t weights, Bands& bands) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int tap = chunk * 8 + lane % 4 * 2 + e - lane / 4 * DOWN_W;
-      at[e] = weights + min(max(tap, 0), KERNEL_W - 1) * (CHANNELS * 2);
-      mask[e] = unsigned(tap) < KERNEL_W ? 0xffffu : 0u;
+      at[e] = weights + min(max(tap, 0), KERNEL_W - 1) * TAP_BYTES;
+      mask[e] = unsigned(tap) < KERNEL_W ? ~0u : 0u;
     }
 #pragma unroll
     for (int row = 0; row < KERNEL_D * KERNEL_H; ++row) {
+      uint32_t words[2] = {};  // of both channels
+      if (chunk < K_CHUNKS) {
 #pragma unroll
-      for (int c = 0; c < EACH; ++c) {
-        if (chunk >= K_CHUNKS) {
-          bands[c][row][chunk / 2][1] = 0;
-          continue;
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t from = at[e] + row * (KERNEL_W * TAP_BYTES);
+          words[e] = mask[e] & (EACH == 2 ? load_shared<uint32_t>(from) : load_shared<uint16_t>(from));
         }
-        const int offset = row * (KERNEL_W * CHANNELS * 2) + c * 2;
-        const uint32_t low = load_shared<uint16_t>(at[0] + offset) & mask[0];
-        const uint32_t high = load_shared<uint16_t>(at[1] + offset) & mask[1];
-        bands[c][row][chunk / 2][chunk % 2] = high << 16 | low;
       }
+#pragma unroll
+      for (int c = 0; c < EACH; ++c)
+        bands[c][row][chunk / 2][chunk % 2] = __byte_perm(words[0], words[1], c == 0 ? 0x5410 : 0x7632);
     }
   }
 }
@@ -180,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const uint32_t in_buffers = shared_address(raw), out_buffers = in_buffers + 2 * IN_BYTES;
   const uint32_t copies = out_buffers + 2 * HALVES * OUT_BYTES, weights = copies + AHEAD * Loader::BYTES;
   const Place place(blockIdx.x);
-  const Loader loader(place, x, args.images, in_buffers, copies);
+  Loader loader(place, x, args.images, in_buffers, copies);
 #pragma unroll
   for (int stage = 0; stage < AHEAD; ++stage) loader.load(stage);
   stage_weights(w, place, weights);
@@ -189,14 +194,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
   sync_threads<THREADS, 1>();
+  // Of each multiprocessor's part. With AHEAD 1 the next stage is on its way all the time that there is.
+  const bool last = TURNS == 2 && warp_index() / 4 % 2 == 1;
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     loader.load(stage + AHEAD);
-    if (stage > 0) writer.store(stage - 1);
+    if (!last) {
+      if (stage > 0) writer.store(stage - 1);
+      if (TURNS == 2 && AHEAD > 1 && stage + 1 < STAGES) loader.store(stage + 1);
+    }
     multiplier.run(stage);
-    if (stage + 1 < STAGES) loader.store(stage + 1);
+    if (TURNS == 2 && last && stage > 0) writer.store(stage - 1);
+    if ((TURNS == 1 || AHEAD == 1 || last) && stage + 1 < STAGES) loader.store(stage + 1);
     sync_threads<THREADS, 1>();
   }
   writer.store(STAGES - 1);
-  writer.repair(x, w);
+  writer.repair(x, w, out);
 }

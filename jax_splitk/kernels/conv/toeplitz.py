@@ -27,7 +27,7 @@ from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _WINDOWS = 16  # an MMA's m
-_CHANNELS, _STEPS, _PLANES, _AHEAD = (8, 16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 4)
+_CHANNELS, _STEPS, _PLANES, _AHEAD = (8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4)
 _MAX_STRIDE = 2
 _MAX_REGISTERS = 240  # of a thread, as `Tiling` counts them
 _MAX_PRODUCTS = 1024  # of a stage, in which all are unrolled
@@ -52,6 +52,8 @@ class Config:
       rows, planes: of the output, of a line.
       step: rows of the output between two barriers.
       ahead: stages whose loads are under way.
+      tall: lines are strips of all images on top of each other, with what padding both want between two of them.
+      turns: 2: half of the warps multiply while the others load and store.
     """
 
     channels: int
@@ -61,6 +63,8 @@ class Config:
     planes: int
     step: int
     ahead: int = 2
+    tall: bool = False
+    turns: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,14 @@ def _forward(problem: ConvProblem) -> Geometry:
         rows = (1, g.batch)
         return dataclasses.replace(g, batch=1, size=(*rows, g.size[2]), out=(*rows, g.out[2]))
     return g
+
+
+def _period(g: Geometry) -> int:
+    """Rows of the output from one image to the next, of tall lines: what the output's rows read of the next image is
+    the padding above it, and what lies below an image the padding of both."""
+    reached, pad = (g.out[1] - 1) * g.stride[1] + g.kernel[1], g.pad[1]
+    rows = max(min(g.size[1] + pad, reached), reached - max(pad, 0))
+    return max(g.out[1], -(-rows // g.stride[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +148,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     (down_d, down_h, down_w), (kernel_d, kernel_h, kernel_w) = g.stride, g.kernel
     lines, warps = _WINDOWS // config.tiles, config.channels // config.each
     strips, plane_blocks = -(-g.out[1] // config.rows), -(-g.out[0] // config.planes)
+    every_line = -(-g.batch * _period(g) // config.rows) if config.tall else g.batch * plane_blocks * strips
     k_chunks = -(-(7 * down_w + kernel_w) // 8)
     chunks = -(-((config.tiles - 1) * down_w + k_chunks) // down_w) * down_w
     units = -(-chunks * lines * parts // 4)
@@ -146,7 +159,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     window, loads = (kernel_h - 1) // down_h + 1, -(-in_rows * units // warps)
     sums, bands = 4 * config.planes * window, kernel_d * kernel_h * k_chunks
     rest = 24 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
-    rest += 8 * (max(g.stride) > 1)
+    rest += 8 * (max(g.stride) > 1) + 4 * config.tall
     return Tiling(
         lines,
         warps,
@@ -154,7 +167,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         plane_blocks,
         -(-g.out[2] // (8 * config.tiles)),
         -(-p.in_channels // config.channels),
-        -(-g.batch * plane_blocks * strips // lines),
+        -(-every_line // lines),
         chunks,
         k_chunks,
         units,
@@ -168,7 +181,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         max(56, config.each * (sums + bands) + 2 * loads + rest),
         32 * (in_pitches[2] + halves * out_pitches[2])
         + config.ahead * loads * warps * 512
-        + math.prod(g.kernel) * config.channels * 2,
+        + math.prod(g.kernel) * (config.channels * 2 + 16 * (parts > 1)),
     )
 
 
@@ -180,10 +193,23 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
     return min(by_memory, by_registers, 2048 // (32 * t.warps), 8)
 
 
+def _shares(p: ConvProblem, config: Config, target: Target) -> list[int]:
+    """Rows of tall lines with which thread blocks have equal shares, in one to four for each SM."""
+    g, t = _forward(p), tiling(p, config)
+    if g.batch == 1 or t.plane_blocks > 1:
+        return []
+    beside, lead = t.columns * t.channel_blocks, (g.kernel[1] - 1) // g.stride[1]
+    line_blocks = {target.cores * count // beside for count in range(1, 5)} - {0}
+    least = (-(-g.batch * _period(g) // (t.lines * count)) for count in line_blocks)
+    # A stage is STEP rows, be they of use or not.
+    whole = {-(-(rows + lead) // config.step) * config.step - lead for rows in least}
+    return sorted(rows for rows in whole if rows > lead)
+
+
 def _smallest(p: ConvProblem) -> Config:
     """The config with the fewest registers and the least shared memory."""
     g = _forward(p)
-    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, _STEPS[0], _AHEAD[0])
+    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, 2, _AHEAD[0])
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -212,9 +238,11 @@ class Costs(passes.BlockCosts):
 
     Attributes:
       latency_clocks: of a stage's loads.
+      turns_shadow: `shadow` of an SM whose warps take turns.
     """
 
     latency_clocks: float
+    turns_shadow: float
 
 
 class ToeplitzConv(passes.Passes[Config]):
@@ -248,12 +276,29 @@ class ToeplitzConv(passes.Passes[Config]):
             channels=_CHANNELS,
             each=(1, 2),
             tiles=range(1, min(_WINDOWS, -(-g.out[2] // 8)) + 1),
-            rows=range(1, g.out[1] + 1),
+            rows=range(1, (g.batch * _period(g) if config.tall else g.out[1]) + 1),
             planes=[n for n in _PLANES if n < 2 * g.out[0]],
             step=_STEPS,
             ahead=_AHEAD,
+            turns=(1, 2),
         )
-        return reason or self._tiling_refusal(problem, config)
+        return reason or self._layout_refusal(problem, config) or self._tiling_refusal(problem, config)
+
+    def _layout_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        g, t = _forward(problem), tiling(problem, config)
+        if config.step == config.each == 1:
+            return "step 1, each 1; accepted: each 2, whose warps store one row at a time"
+        if config.turns == 2 and t.warps % 8:
+            return f"turns 2 of {t.warps} warps; accepted: multiples of 8"
+        if not config.tall:
+            return None
+        if t.plane_blocks > 1:
+            return f"tall lines of {t.plane_blocks} blocks of planes; accepted: 1"
+        if config.step > (period := _period(g)):
+            return f"step {config.step} of tall lines; accepted: up to an image's {period} rows"
+        if (rows := (t.line_blocks * t.lines + 1) * config.rows + period) > INT32_MAX:
+            return f"{rows} rows of tall lines; accepted: up to {INT32_MAX}"
+        return None
 
     def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         t = tiling(problem, config)
@@ -274,16 +319,16 @@ class ToeplitzConv(passes.Passes[Config]):
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         """The best by the model, few of each kind."""
-        found = [c for c in self._variants(problem) if self.config_refusal(problem, c) is None] or [_smallest(problem)]
+        found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None] or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
-            kind = (config.channels, config.each, config.tiles)
+            kind = (config.channels, config.each, config.tiles, config.tall)
             count[kind] += 1
             if count[kind] <= _MAX_OF_KIND:
                 kept.append(config)
         return kept[:_MAX_CANDIDATES]
 
-    def _variants(self, problem: ConvProblem) -> Iterator[Config]:
+    def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
         (planes, rows, width), most = _forward(problem).out, max(8, problem.in_channels)
         tiles = -(-width // 8)
         # Those that share a row evenly, and those that fill an MMA.
@@ -292,16 +337,19 @@ class ToeplitzConv(passes.Passes[Config]):
         heights = sorted({-(-rows // parts) for parts in (1, 2, 3, 4, 6, 8) if rows >= 4 * parts or parts == 1})
         channels = [n for n in _CHANNELS if n < 2 * most]
         depths = [n for n in _PLANES if n < 2 * planes]
-        for fields in itertools.product(channels, (1, 2), widths, heights, depths, _STEPS, _AHEAD):
-            config = Config(*fields)
-            if 4 <= config.step * config.ahead <= 8:  # rows on their way: enough to hide the memory's latency
-                yield config
+        pairs = [(step, ahead) for step in _STEPS for ahead in _AHEAD if 2 <= step * ahead <= 8]
+        for block, each, tiles, depth, pair in itertools.product(channels, (1, 2), widths, depths, pairs):
+            turns = 2 if block // each % 8 == 0 else 1
+            first = Config(block, each, tiles, 1, depth, *pair, turns=turns)
+            yield from varied(first, rows=heights)
+            yield from varied(dataclasses.replace(first, tall=True), rows=_shares(problem, first, target))
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
         fields = ("channels", "rows", "planes", "step", "ahead")
         halves = {field: (getattr(config, field) // 2, getattr(config, field) * 2) for field in fields}
         tiles = (config.tiles - 1, config.tiles + 1)
-        return varied(config, each=(3 - config.each,), tiles=tiles, **halves)
+        others = {"each": (3 - config.each,), "turns": (3 - config.turns,), "tall": (not config.tall,)}
+        return varied(config, tiles=tiles, **others, **halves)
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
         """The largest of device memory, the busiest SM's stages and their latency."""
@@ -310,7 +358,7 @@ class ToeplitzConv(passes.Passes[Config]):
         sharing = -(-t.blocks // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, self.blocks_per_sm(problem, config))
         clocks = sorted(_clocks(problem, config).values())
-        each = clocks[-1] + costs.shadow * sum(clocks[:-1])
+        each = clocks[-1] + (costs.shadow if config.turns == 1 else costs.turns_shadow) * sum(clocks[:-1])
         waves = -(-sharing // together)
         # A stage's loads have as many stages' time as they are ahead.
         waiting = waves * costs.latency_clocks / config.ahead
@@ -330,7 +378,7 @@ class ToeplitzConv(passes.Passes[Config]):
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **sizes,
             **field_macros(config),
-            **{"LINES": t.lines, "STRIPS": t.strips, "PLANE_BLOCKS": t.plane_blocks},
+            **{"LINES": t.lines, "PERIOD": _period(g), "STRIPS": t.strips, "PLANE_BLOCKS": t.plane_blocks},
             **{"COLUMN_BLOCKS": t.columns, "CHANNEL_BLOCKS": t.channel_blocks},
             **{"CHUNKS": t.chunks, "K_CHUNKS": t.k_chunks, "UNITS": t.units},
             **{f"IN_{name}": value for name, value in zip(pitches, ins, strict=True)},

@@ -18,6 +18,8 @@ constexpr int LOADS = ceil_div(IN_ROWS * UNITS, WARPS), STORES = OUT_ROWS * 4 * 
 constexpr int K_STEPS = ceil_div(K_CHUNKS, 2);
 constexpr int HALVES = sizeof(Output) / 2;  // of a value: buffers for them
 constexpr int NOWHERE = -(1 << 30);
+constexpr int LAST_ROW = PERIOD * DOWN_H - PAD_H;  // of TALL lines: from here on it is the next image's row
+constexpr int TAP_BYTES = CHANNELS * 2 + (PARTS > 1 ? 16 : 0);  // pitch of weights: taps in different banks
 
 // First channel, column of the output and line of a block.
 struct Place {
@@ -30,10 +32,16 @@ struct Place {
   }
 };
 
-// First row and plane of the output of a line.
+// First row and plane of the output of a line. A TALL one may go on in the next images.
 struct Line {
   int image, plane, row;
   __device__ explicit Line(int index) {
+    if constexpr (TALL) {
+      image = index * ROWS / PERIOD;
+      plane = 0;
+      row = index * ROWS % PERIOD;
+      return;
+    }
     row = index % STRIPS * ROWS;
     index /= STRIPS;
     plane = index % PLANE_BLOCKS * PLANES;
@@ -60,12 +68,15 @@ struct Unit {
 struct Loader {
   static constexpr int BYTES = LOADS * THREADS * 16;  // of a stage's copies
   const uint4* x;
-  unsigned at[LOADS];  // pixels' eights of channels, in the first stage
+  unsigned at[LOADS];  // pixels' eights of channels, in the stage that is loaded next
   int row[LOADS];      // NOWHERE: zeros
   uint32_t copies, to;
+  unsigned end;  // of the images
 
   __device__ Loader(const Place& place, const Element* x_, int images, uint32_t buffers, uint32_t copies_)
-      : x(reinterpret_cast<const uint4*>(x_)), copies(copies_ + threadIdx.x * 16) {
+      : x(reinterpret_cast<const uint4*>(x_)),
+        copies(copies_ + threadIdx.x * 16),
+        end(unsigned(images) * (INPUT_D * INPUT_H * INPUT_W) * EIGHTS) {
     const Unit own(threadIdx.x);
     const int warp = threadIdx.x / 32, eight = place.channel / 8 + own.part;
     to =
@@ -82,7 +93,16 @@ struct Loader {
       const bool inside = unit < IN_ROWS * UNITS && position < CHUNKS * LINES && eight < EIGHTS &&
                           line.image < images && unsigned(plane) < INPUT_D && unsigned(column) < INPUT_W;
       if (!inside) row[i] = NOWHERE;
+      if constexpr (TALL) leave_image(i);
     }
+  }
+
+  // Below the last row of a TALL line's image, and what padding both have in common, is the next one.
+  __device__ void leave_image(int i) {
+    constexpr unsigned further = unsigned(INPUT_D * INPUT_H - PERIOD * DOWN_H) * INPUT_W * EIGHTS;
+    if (row[i] < LAST_ROW) return;
+    row[i] -= PERIOD * DOWN_H;
+    at[i] += further;
   }
 
   // With a stride of 2 all even chunks come first: so those of neighbouring windows are neighbours.
@@ -90,14 +110,16 @@ struct Loader {
     return DOWN_W == 1 ? i : i % (CHUNKS / DOWN_W) * DOWN_W + i / (CHUNKS / DOWN_W);
   }
 
-  // Begins the copy of a stage, if there is such a one.
-  __device__ void load(int stage) const {
+  // Begins the copy of a stage, if there is such a one; of each in turn.
+  __device__ void load(int stage) {
     if (stage < STAGES) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        const bool inside = unsigned(row[i] + stage * (STEP * DOWN_H)) < INPUT_H;
-        const unsigned from = at[i] + unsigned(stage) * (unsigned(STEP * DOWN_H) * INPUT_W * EIGHTS);
-        copy_async<16>(copies + stage % AHEAD * BYTES + i * (THREADS * 16), x + from, inside ? 16 : 0);
+        const bool inside = unsigned(row[i]) < INPUT_H && (!TALL || at[i] < end);
+        copy_async<16>(copies + stage % AHEAD * BYTES + i * (THREADS * 16), x + at[i], inside ? 16 : 0);
+        row[i] += STEP * DOWN_H;
+        at[i] += unsigned(STEP * DOWN_H) * INPUT_W * EIGHTS;
+        if constexpr (TALL) leave_image(i);
       }
     }
     commit_copies();

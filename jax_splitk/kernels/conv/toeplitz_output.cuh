@@ -36,7 +36,8 @@ __device__ inline float sum_of(const Element* __restrict__ x, const Element* __r
 struct Writer {
   uint32_t from;
   int rows, planes;    // of the output, from the line's first on
-  Output* to;          // its first row
+  Output* to;          // its first row; of a TALL one that of the image in which it is
+  int of_stage = 0;    // of a TALL line: of the image, the first that the next stage completes
   uint32_t wrong = 0;  // not 0: some of what was stored is not finite
 
   __device__ Writer(const Place& place, int images, uint32_t buffers, Output* out) {
@@ -48,9 +49,14 @@ struct Writer {
     const Line line(place.line + window % LINES);
     const int column = place.column + window / LINES * 8 + own.column;
     const bool inside = window < TILES * LINES && column < OUTPUT_W && eight < EIGHTS && line.image < images;
-    rows = inside ? min(ROWS, OUTPUT_H - line.row) : 0;
+    rows = inside ? TALL ? ROWS : min(ROWS, OUTPUT_H - line.row) : 0;
     planes = OUTPUT_D - line.plane;
-    const long long first_row = ((long long)line.image * OUTPUT_D + line.plane) * OUTPUT_H + line.row;
+    long long first_row = ((long long)line.image * OUTPUT_D + line.plane) * OUTPUT_H + line.row;
+    if constexpr (TALL) {
+      if (inside) rows = int(min((long long)ROWS, (long long)(images - line.image) * PERIOD - line.row));
+      of_stage = line.row - LEAD;
+      first_row -= line.row;
+    }
     to = out + ((first_row * OUTPUT_W + column) * EIGHTS + eight) * 8;
   }
 
@@ -59,8 +65,8 @@ struct Writer {
 #pragma unroll
     for (int i = 0; i < STORES; ++i) {
       const int first = i * WARPS / (4 * PARTS);  // with one channel to a warp, of two rows
-      const int e = first / STEP,
-                row = stage * STEP + first % STEP + int(threadIdx.x / 32) / (4 * PARTS) - LEAD;
+      const int e = first / STEP, other = int(threadIdx.x / 32) / (4 * PARTS);
+      const int from_first = stage * STEP + first % STEP + other - LEAD;
       uint32_t words[HALVES][4];
 #pragma unroll
       for (int half = 0; half < HALVES; ++half) {
@@ -68,8 +74,15 @@ struct Writer {
         load_matrices_trans(from + (stage % 2 * HALVES + half) * OUT_BYTES + first * 256, v[0], v[1], v[2],
                             v[3]);
       }
-      const bool inside = unsigned(row) < unsigned(rows) && (PLANES == 1 || e < planes);
-      Output* const pixel = to + (long long)(e * OUTPUT_H + row) * (OUTPUT_W * EIGHTS * 8);
+      bool inside = unsigned(from_first) < unsigned(rows) && (PLANES == 1 || e < planes);
+      int of_image = from_first;
+      if constexpr (TALL) {
+        of_image = of_stage + first % STEP + other;
+        const bool next = of_image >= PERIOD;  // the padding between them is PERIOD - OUTPUT_H rows
+        inside = inside && of_image - (next ? PERIOD : 0) < OUTPUT_H;
+        if (next) of_image += OUTPUT_D * OUTPUT_H - PERIOD;
+      }
+      Output* const pixel = to + (long long)(e * OUTPUT_H + of_image) * (OUTPUT_W * EIGHTS * 8);
       if constexpr (HALVES == 1) {
         store_global_below(pixel, make_uint4(words[0][0], words[0][1], words[0][2], words[0][3]), 0, inside);
       } else {
@@ -85,10 +98,17 @@ struct Writer {
       }
       wrong |= not_finite(words);
     }
+    if constexpr (TALL) {
+      of_stage += STEP;
+      if (of_stage >= PERIOD) {
+        of_stage -= PERIOD;
+        to += (long long)(OUTPUT_D * OUTPUT_H) * (OUTPUT_W * EIGHTS * 8);
+      }
+    }
   }
 
   // Computes anew what the lane has stored and is not finite.
-  __device__ void repair(const Element* x, const Element* w) const {
+  __device__ void repair(const Element* x, const Element* w, Output* out) const {
     constexpr int EVERY = WARPS / (4 * PARTS);  // rows from one that the lane has stored to the next
     if (wrong == 0) return;
     int thread, block;
@@ -101,13 +121,17 @@ struct Writer {
 #pragma unroll 1
     for (int e = 0; e < (PLANES > 1 ? min(PLANES, planes) : 1); ++e) {
 #pragma unroll 1
-      for (int row = (warp / (4 * PARTS) + LEAD) % EVERY; row < rows; row += EVERY) {
-        Output* const pixel = to + (long long)(e * OUTPUT_H + row) * (OUTPUT_W * EIGHTS * 8);
+      for (int i = (warp / (4 * PARTS) + LEAD) % EVERY; i < rows; i += EVERY) {
+        const int image = line.image + (TALL ? (line.row + i) / PERIOD : 0);
+        const int row = TALL ? (line.row + i) % PERIOD : line.row + i;
+        if (row >= OUTPUT_H) continue;
+        const long long of_all = ((long long)image * OUTPUT_D + line.plane + e) * OUTPUT_H + row;
+        Output* const pixel = out + ((of_all * OUTPUT_W + column) * EIGHTS + channel / 8) * 8;
 #pragma unroll 1
         for (int c = 0; c < 8; ++c) {
           const float value = float(pixel[c]);
           if (value - value == 0.f) continue;
-          convert(sum_of(x, w, line.image, line.plane + e, line.row + row, column, channel + c), pixel[c]);
+          convert(sum_of(x, w, image, line.plane + e, row, column, channel + c), pixel[c]);
         }
       }
     }
