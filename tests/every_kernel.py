@@ -268,6 +268,9 @@ def _toeplitz_passes() -> Iterator[Run]:
             ),
             ((16, 130), (1, 3), (2, 1), {"out_dtype": "bfloat16"}, (8, 1, 16, 8, 1, 2)),
             ((4, 30), (3, 17), 1, {"padding": ((1, 1), (8, 8)), "out_dtype": HALF}, (8, 1, 4, 2, 1, 2)),
+            ((9, 18), (5, 5), 1, {"padding": 2, "batch": 7, "out_dtype": "bfloat16"}, (16, 2, 3, 5, 1, 2, 2, True, 2)),
+            ((11, 12), (7, 3), 2, {"padding": 3, "batch": 5, "out_dtype": "bfloat16"}, (16, 2, 1, 7, 1, 1, 2, True, 2)),
+            ((3, 9, 20), (3, 3, 3), 1, {"padding": 1, "batch": 3, "dtype": HALF}, (8, 1, 2, 4, 4, 2, 1, True, 2)),
         ),
     ):
         changes = {**given, "stride" if kind is ConvFpropProblem else "lhs_dilation": steps}

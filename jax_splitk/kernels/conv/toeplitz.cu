@@ -35,13 +35,19 @@
 // rows of a matrix meet in a bank.
 //
 // Macros: ELEMENT, OUT, EIGHTS (of channels), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, PAD; the
-// Config's; LINES, PERIOD, STRIPS, PLANE_BLOCKS (of an image), COLUMN_BLOCKS, CHANNEL_BLOCKS; CHUNKS, K_CHUNKS (of a
-// window), UNITS (of 512 bytes, in a row of a block); IN_CHANNEL, IN_PART, IN_BYTES, OUT_CHANNEL, OUT_PART,
-// OUT_BYTES (of a buffer; the pitches in 16 bytes); STAGES, CTAS_PER_SM.
+// Config's; LINES, PERIOD, STRIPS, PLANE_BLOCKS (of an image), COLUMN_BLOCKS, CHANNEL_BLOCKS; CHUNKS,
+// K_CHUNKS (of a window), UNITS (of 512 bytes, in a row of a block); IN_CHANNEL, IN_PART, IN_BYTES,
+// OUT_CHANNEL, OUT_PART, OUT_BYTES (of a buffer; the pitches in 16 bytes); STAGES, CTAS_PER_SM.
 
 #include "conv/toeplitz_input.cuh"
 #include "conv/toeplitz_output.cuh"
 #include "structs.cuh"
+
+// Where eight channels of a tap are: those of 8 neighbouring taps in different banks.
+__device__ inline uint32_t tap_at(int tap, int part) {
+  const int column = tap % KERNEL_W;
+  return (tap * PARTS + (part ^ column * PARTS / 8 % PARTS)) * 16;
+}
 
 // The weights of the block's channels, [tap][channel].
 __device__ inline void stage_weights(const Element* __restrict__ w, const Place& place, uint32_t weights) {
@@ -50,7 +56,7 @@ __device__ inline void stage_weights(const Element* __restrict__ w, const Place&
     const int tap = i / PARTS, eight = place.channel / 8 + i % PARTS;
     const uint4* from =
         reinterpret_cast<const uint4*>(w) + (MIRRORED ? TAPS - 1 - tap : tap) * EIGHTS + eight;
-    store_shared(weights + tap * TAP_BYTES + i % PARTS * 16, eight < EIGHTS ? __ldg(from) : uint4{});
+    store_shared(weights + tap_at(tap, i % PARTS), eight < EIGHTS ? __ldg(from) : uint4{});
   }
 }
 
@@ -60,15 +66,14 @@ using Bands = uint32_t[EACH][KERNEL_D * KERNEL_H][K_STEPS][2];
 using Sums = float[EACH][PLANES][WINDOW][4];
 
 __device__ inline void read_bands(uint32_t weights, Bands& bands) {
-  const int lane = threadIdx.x % 32;
-  weights += threadIdx.x / 32 * (EACH * 2);
+  const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * EACH;
 #pragma unroll
   for (int chunk = 0; chunk < 2 * K_STEPS; ++chunk) {
     uint32_t at[2], mask[2];  // of neighbouring k
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int tap = chunk * 8 + lane % 4 * 2 + e - lane / 4 * DOWN_W;
-      at[e] = weights + min(max(tap, 0), KERNEL_W - 1) * TAP_BYTES;
+      at[e] = weights + tap_at(min(max(tap, 0), KERNEL_W - 1), channel / 8) + channel % 8 * 2;
       mask[e] = unsigned(tap) < KERNEL_W ? ~0u : 0u;
     }
 #pragma unroll
@@ -77,7 +82,7 @@ __device__ inline void read_bands(uint32_t weights, Bands& bands) {
       if (chunk < K_CHUNKS) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const uint32_t from = at[e] + row * (KERNEL_W * TAP_BYTES);
+          const uint32_t from = at[e] + row * (KERNEL_W * CHANNELS * 2);
           words[e] = mask[e] & (EACH == 2 ? load_shared<uint32_t>(from) : load_shared<uint16_t>(from));
         }
       }

@@ -181,7 +181,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         max(56, config.each * (sums + bands) + 2 * loads + rest),
         32 * (in_pitches[2] + halves * out_pitches[2])
         + config.ahead * loads * warps * 512
-        + math.prod(g.kernel) * (config.channels * 2 + 16 * (parts > 1)),
+        + math.prod(g.kernel) * config.channels * 2,
     )
 
 
@@ -319,7 +319,8 @@ class ToeplitzConv(passes.Passes[Config]):
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         """The best by the model, few of each kind."""
-        found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None] or [_smallest(problem)]
+        found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None]
+        found = found or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
             kind = (config.channels, config.each, config.tiles, config.tall)
@@ -338,9 +339,9 @@ class ToeplitzConv(passes.Passes[Config]):
         channels = [n for n in _CHANNELS if n < 2 * most]
         depths = [n for n in _PLANES if n < 2 * planes]
         pairs = [(step, ahead) for step in _STEPS for ahead in _AHEAD if 2 <= step * ahead <= 8]
-        for block, each, tiles, depth, pair in itertools.product(channels, (1, 2), widths, depths, pairs):
-            turns = 2 if block // each % 8 == 0 else 1
-            first = Config(block, each, tiles, 1, depth, *pair, turns=turns)
+        kinds = itertools.product(channels, (1, 2), widths, depths, pairs)
+        for block, each, tiles, depth, (step, ahead) in kinds:
+            first = Config(block, each, tiles, 1, depth, step, ahead, turns=2 if block // each % 8 == 0 else 1)
             yield from varied(first, rows=heights)
             yield from varied(dataclasses.replace(first, tall=True), rows=_shares(problem, first, target))
 
@@ -348,8 +349,8 @@ class ToeplitzConv(passes.Passes[Config]):
         fields = ("channels", "rows", "planes", "step", "ahead")
         halves = {field: (getattr(config, field) // 2, getattr(config, field) * 2) for field in fields}
         tiles = (config.tiles - 1, config.tiles + 1)
-        others = {"each": (3 - config.each,), "turns": (3 - config.turns,), "tall": (not config.tall,)}
-        return varied(config, tiles=tiles, **others, **halves)
+        others = varied(config, each=(3 - config.each,), turns=(3 - config.turns,), tall=(not config.tall,))
+        return [*others, *varied(config, tiles=tiles, **halves)]
 
     def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
         """The largest of device memory, the busiest SM's stages and their latency."""

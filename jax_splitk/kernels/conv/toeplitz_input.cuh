@@ -19,7 +19,6 @@ constexpr int K_STEPS = ceil_div(K_CHUNKS, 2);
 constexpr int HALVES = sizeof(Output) / 2;  // of a value: buffers for them
 constexpr int NOWHERE = -(1 << 30);
 constexpr int LAST_ROW = PERIOD * DOWN_H - PAD_H;  // of TALL lines: from here on it is the next image's row
-constexpr int TAP_BYTES = CHANNELS * 2 + (PARTS > 1 ? 16 : 0);  // pitch of weights: taps in different banks
 
 // First channel, column of the output and line of a block.
 struct Place {

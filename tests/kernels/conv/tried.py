@@ -158,9 +158,9 @@ def _draw_toeplitz(rng: Rng, kind: type[Any]) -> Any:
 def _toeplitz_config(rng: Rng, family: Family, p: ConvProblem) -> toeplitz.Config:
     """Any that is legal; a candidate after 100 that were not."""
     for _ in range(100):
-        each, rows, images = (int(rng.integers(1, most + 1)) for most in (2, 16, 24))
-        sizes = each, rows, images, chosen(rng, (1, 2, 4)), chosen(rng, (2, 4, 8)), chosen(rng, (1, 2, 4))
-        config = toeplitz.Config(chosen(rng, (8, 16, 32)), *sizes)
+        each, tiles, rows, turns = (int(rng.integers(1, most + 1)) for most in (2, 16, 24, 2))
+        sizes = each, tiles, rows, chosen(rng, (1, 2, 4)), chosen(rng, (1, 2, 4, 8)), chosen(rng, (1, 2, 4))
+        config = toeplitz.Config(chosen(rng, (8, 16, 32)), *sizes, bool(rng.integers(2)), turns)
         if family.refusal(p, config) is None:
             return config
     return chosen(rng, family.candidates(p, DEFAULT_CUDA))
