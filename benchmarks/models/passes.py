@@ -1,7 +1,6 @@
 """Where the device time of a step goes: to the passes of its convolutions, to its products, or elsewhere."""
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable, Iterable
 
@@ -59,9 +58,5 @@ def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str,
 
 def launches_of(work: Callable[[], object]) -> list[Launch]:
     """What a GPU ran during `work`; nothing elsewhere."""
-    return profile.traced(work, _read)
-
-
-def _read(path: pathlib.Path, ordinal: int) -> list[Launch]:
-    events = profile.stream_events(path, ordinal)
+    events = profile.stream_events(profile.recorded(work))
     return [Launch(e.name, profile.stat(e, "hlo_op"), e.start_ns, e.end_ns) for e in events]

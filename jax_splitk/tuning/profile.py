@@ -2,16 +2,14 @@
 
 import functools
 import itertools
-import pathlib
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-_T = TypeVar("_T")
+from jax_splitk.runtime import _compat
 
 _HOST_COPIES = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)", re.IGNORECASE)
 
@@ -25,32 +23,33 @@ def trace(work: Callable[[], None]) -> list[Event]:
     Raises:
       RuntimeError: a profile is being taken already.
     """
-    return traced(work, device_events)
+    return device_events(recorded(work))
 
 
-def traced(work: Callable[[], object], read: Callable[[pathlib.Path, int], list[_T]]) -> list[_T]:
-    """`trace`, by what `read` finds in the profile's files for a GPU."""
+def recorded(work: Callable[[], object]) -> Any:
+    """`trace`, as JAX's profile has it: for the functions that read one, which take Python's time, but no profiler's.
+
+    Raises:
+      RuntimeError: a profile is being taken already.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
     # The programs of every executable in the process: with 300 of them they take longer than all the rest.
     options.enable_hlo_proto = False
-    with tempfile.TemporaryDirectory(prefix="jax_splitk_trace_") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            work()
-        ordinal = jax.local_devices()[0].local_hardware_id
-        return [found for path in pathlib.Path(folder).rglob("*.xplane.pb") for found in read(path, ordinal)]
+    return _compat.profiled(work, options)
 
 
-def device_events(path: pathlib.Path, ordinal: int) -> list[Event]:
-    """The events of one GPU's streams in a profile, except host copies."""
-    return [(event.name, event.start_ns, event.end_ns) for event in stream_events(path, ordinal)]
+def device_events(data: Any, ordinal: int | None = None) -> list[Event]:
+    """The events of one GPU's streams in a profile, except host copies; of the process's first GPU by default."""
+    return [(event.name, event.start_ns, event.end_ns) for event in stream_events(data, ordinal)]
 
 
-def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
+def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
     """The same as JAX's profile has them."""
     _type_of_stats()
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    ordinal = jax.local_devices()[0].local_hardware_id if ordinal is None else ordinal
+    for plane in data.planes:
         if plane.name != f"/device:GPU:{ordinal}":
             continue
         for line in plane.lines:
@@ -59,9 +58,9 @@ def stream_events(path: pathlib.Path, ordinal: int) -> Iterator[Any]:
                 yield from (event for event in line.events if not _HOST_COPIES.match(event.name))
 
 
-def module_times(path: pathlib.Path, ordinal: int) -> list[Event]:
+def module_times(data: Any, ordinal: int | None = None) -> list[Event]:
     """`device_events`, with the module that each belongs to in place of its own name."""
-    return [(stat(e, "hlo_module"), e.start_ns, e.end_ns) for e in stream_events(path, ordinal)]
+    return [(stat(e, "hlo_module"), e.start_ns, e.end_ns) for e in stream_events(data, ordinal)]
 
 
 def stat(event: Any, name: str) -> str:

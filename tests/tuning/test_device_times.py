@@ -53,16 +53,38 @@ def profiled(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_only_the_measured_devices_streams_count(profiled: pathlib.Path) -> None:
-    assert profile.device_events(profiled, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.0, 3.0)]
-    assert profile.module_times(profiled, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.0, 3.0)]
+    data = jax.profiler.ProfileData.from_file(str(profiled))
+    assert profile.device_events(data, 1) == [("wgrad", 1.0, 2.0), ("reduce", 1.0, 3.0)]
+    assert profile.module_times(data, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.0, 3.0)]
+
+
+def test_a_profile_is_taken_without_files(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Where JAX writes one it writes compressed JSON besides, while others wait for the device."""
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: pytest.fail("it writes files"))
+    monkeypatch.chdir(tmp_path)
+    ran: list[str] = []
+    for _ in range(2):
+        data = profile.recorded(lambda: ran.append("work"))
+        assert isinstance(data, jax.profiler.ProfileData)
+        assert list(profile.stream_events(data)) == []
+    assert ran == ["work", "work"]
+    with pytest.raises(ZeroDivisionError):
+        profile.recorded(lambda: 1 / 0)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    with jax.profiler.trace(str(tmp_path)), pytest.raises(RuntimeError, match="already been started"):
+        profile.recorded(lambda: ran.append("beside the user's"))
+    assert len(ran) == 2
+    assert list(tmp_path.rglob("*.xplane.pb")), "the user's profile is whole"
 
 
 READ = """
-import gc, pathlib, sys, warnings
+import gc, sys, warnings
+import jax
 from jax_splitk.tuning import profile
 warnings.simplefilter("error")
 for _ in range(2):
-    print(len(profile.module_times(pathlib.Path(sys.argv[1]), 1)))
+    print(len(profile.module_times(jax.profiler.ProfileData.from_file(sys.argv[1]), 1)))
     gc.collect()
 """
 
@@ -87,7 +109,8 @@ class FakeDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[tuple[str, float]] = []
         self.profiles = 0
-        monkeypatch.setattr(profile, "traced", self.traced)
+        monkeypatch.setattr(profile, "recorded", self.recorded)
+        monkeypatch.setattr(profile, "module_times", self.module_times)
 
     def contestant(self, name: str, us: float, beside: str = "") -> Contestant:
         def run() -> None:
@@ -97,7 +120,7 @@ class FakeDevice:
 
         return Contestant(Candidate(name), run, module=name, warm_us=us)
 
-    def traced(self, work: Callable[[], None], _: Any) -> list[profile.Event]:
+    def recorded(self, work: Callable[[], None]) -> list[profile.Event]:
         assert session.session().device.locked()
         self.profiles += 1
         self.ran.clear()
@@ -106,6 +129,10 @@ class FakeDevice:
         for name, us in self.ran:
             events.append((name, now, now := now + 1e3 * us))
         return events
+
+    def module_times(self, taken: list[profile.Event]) -> list[profile.Event]:
+        assert not session.session().device.locked(), "others may have it while a profile is read"
+        return taken
 
     def bench(self) -> Bench:
         bench = Bench.__new__(Bench)
