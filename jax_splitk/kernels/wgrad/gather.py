@@ -21,10 +21,10 @@ from jax_splitk.kernels.wgrad.gather_layout import (
     GatherTile,
     Layout,
     Volume,
-    conflicts,
     lattice,
     layout_of,
     slices,
+    turns_of,
     volume,
 )
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
@@ -197,7 +197,7 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    shared = steps * blocks * (4 * loads * conflicts(x, v, config.tile) + b_bytes / costs.shared_bytes_per_clock)
+    shared = steps * blocks * (4 * loads * turns_of(v, config.tile, config.slice) + b_bytes / costs.shared_bytes_per_clock)
     shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
     return {
         "tensor": steps * blocks * v.products * config.tile_n / 2,
@@ -284,15 +284,19 @@ class Gather(SplitFamily[Config]):
         """Legal configs of a single split, the most promising first."""
         v, found = volume(problem), {}
         for tile, columns, channels in itertools.product(_pixel_tiles(v), _columns(v), slices(v)):
+            smallest = Config(1, 1, columns, *tile, channels, 1, 1)
+            most = min(MAX_STAGES, (SHARED_BYTES - RESERVED_BYTES) // _stage_bytes(v, smallest))
             for consumers, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
-                for stages in range(MAX_STAGES, 1, -1):
+                for stages in range(most, 1, -1):
                     config = Config(consumers, blocks, columns, *tile, channels, stages, 1)
                     if self.config_refusal(problem, config) is None:
                         # The most stages, and the most that let two thread blocks share an SM.
                         found[config] = None
-                        shallow = dataclasses.replace(config, stages=2)
+                        shallow = Config(consumers, blocks, columns, *tile, channels, 2, 1)
                         if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
+                    elif v.parts < 3:  # it has too many registers, whatever the stages
+                        break
         rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
 

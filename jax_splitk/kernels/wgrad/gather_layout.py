@@ -1,6 +1,7 @@
 """What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X, a tile (images, rows,
 columns) of output pixels, lies in shared memory (device code: wgrad/gather.cu)."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -40,7 +41,7 @@ class GatherTile:
 
     @property
     def pixels(self) -> int:
-        return math.prod(self.tile)
+        return self.images * self.tile_p * self.tile_q
 
     @property
     def tile_m(self) -> int:
@@ -55,6 +56,14 @@ class Volume(Geometry):
     out_channels: int
     item: int  # bytes of an element
     parts: int  # bf16 numbers that hold one of the inputs'
+
+    def __hash__(self) -> int:
+        """Kept: a ranking asks for one problem's layouts thousands of times."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
 
     @property
     def copies(self) -> int:
@@ -126,15 +135,12 @@ def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
         n, p = divmod(rest, tile[1])
         places.append(q * layout.pixel_col + p * layout.pixel_row + n * image)
     width = v.item * (2 if layout.paired else 1)
-    lanes_at_once = 16 if width == 8 else 32
+    first, lanes = layout.lead // 2 * 2, 8 if width < 8 else 4  # quarters of the lanes that are served at once
     turns = 0
-    for first in range(0, 32, lanes_at_once):
-        words: dict[int, set[int]] = {}
-        for lane in range(first, first + lanes_at_once):
-            address = (layout.lead // 2 * 2 + 2 * (lane // 4) + places[2 * (lane % 4)]) * v.item
-            for byte in range(address, address + width, 4):
-                words.setdefault(byte // 4 % BANKS, set()).add(byte // 4)
-        turns += max(map(len, words.values()))
+    for eight in range(0, 8, lanes):
+        addresses = {(first + 2 * lane + place) * v.item for lane in range(eight, eight + lanes) for place in places[::2]}
+        words = {byte // 4 for address in addresses for byte in range(address, address + width, 4)}
+        turns += max(collections.Counter(word % BANKS for word in words).values())
     return turns
 
 
@@ -144,9 +150,18 @@ def _granule_items(v: Volume, *counts: int) -> int:
     return next(n for n in sizes if all(count % n == 0 for count in counts))
 
 
-@functools.lru_cache(maxsize=65536)
 def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
     """X's stage for a slice of so many channels; pitches are chosen for few bank conflicts."""
+    return _chosen(v, tile, channels)[1]
+
+
+def turns_of(v: Volume, tile: Tile, channels: int) -> int:
+    """The `conflicts` of `layout_of`."""
+    return _chosen(v, tile, channels)[0]
+
+
+@functools.lru_cache(maxsize=65536)
+def _chosen(v: Volume, tile: Tile, channels: int) -> tuple[int, Layout]:
     _, tile_p, tile_q = tile
     (_, stride_h, stride_w), (_, kernel_h, kernel_w) = v.stride, v.kernel
     _, dilation_h, dilation_w = v.dilation
@@ -187,7 +202,7 @@ def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
         tried.append((conflicts(found, v, tile), found))
         if tried[-1][0] <= (2 if v.item == 4 else 1):  # the fewest there may be
             break
-    return min(tried, key=lambda turns: (turns[0], turns[1].row_pitch))[1]
+    return min(tried, key=lambda turns: (turns[0], turns[1].row_pitch))
 
 
 @functools.lru_cache(maxsize=4096)
