@@ -24,7 +24,7 @@ from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import decide, store, tuner
 from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import current, options
-from jax_splitk.tuning.search import ranked
+from jax_splitk.tuning.search import is_served
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.session import Watched, session
 
@@ -90,7 +90,7 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
         if isinstance(what, list):
             if measure:
                 asked = [(key_for(problem, target), current().workspace_limit) for problem in what]
-                served = [each for each in asked if ranked(*each)]
+                served = [each for each in asked if is_served(*each)]
                 missing = decide.missing(served, arguments.again)
                 stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
             decisions, notes = [decision(select(problem, target, current(), measure=measure)) for problem in what], ()

@@ -19,7 +19,7 @@ from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.result import TuningResult
-from jax_splitk.tuning.search import ranked
+from jax_splitk.tuning.search import is_served
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
@@ -98,7 +98,7 @@ def _tune_all(
     budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
-    keys = {(key, limit): count for (key, limit), count in keys.items() if ranked(key, limit)}  # else XLA's alone
+    keys = {(key, limit): count for (key, limit), count in keys.items() if is_served(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
     missing = decide.missing(keys, again)
     with tuner.coming(missing, budget), session().progress.run(len(missing), len(keys) - len(missing)) as run:

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import logging
 import math
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from jax_splitk import kernels
+from jax_splitk.kernels import Family
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.plan import DevicePlan
@@ -57,14 +59,36 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
 
 def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
     """The same, each with the seconds that the cost model predicts."""
-    problem, target = key.problem, key.target
-    found: list[tuple[float, int, Candidate]] = []
-    for family in kernels.families(problem.op, target.platform):
-        if family.refusal(problem, None, target) is None:
-            for candidate in (Candidate(family, config) for config in family.candidates(problem, target)):
-                if _is_allowed(candidate, key, workspace_limit):
-                    found.append((family.estimate(problem, candidate.config, target), len(found), candidate))
-    return [(seconds, candidate) for seconds, _, candidate in sorted(found)]
+    return list(_ranking(key, workspace_limit, _families(key)))
+
+
+@functools.lru_cache(maxsize=512)  # what is compiled ahead, and the search itself, ask for the same
+def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
+    found = [
+        (family.estimate(key.problem, candidate.config, key.target), candidate)
+        for family in families
+        for candidate in _allowed(key, workspace_limit, family)
+    ]
+    return tuple(sorted(found, key=lambda of: of[0]))  # as they were found, where estimates are equal
+
+
+def is_served(key: Key, workspace_limit: int) -> bool:
+    """Whether `ranked` has any, without a ranking, which takes a tenth of a second for some problems."""
+    # Families that take a part of the problems come first, and some have thousands of configs to choose from.
+    return any(_allowed(key, workspace_limit, family) for family in reversed(_families(key)))
+
+
+def _families(key: Key) -> tuple[Family, ...]:
+    return kernels.families(key.problem.op, key.target.platform)
+
+
+@functools.lru_cache(maxsize=2048)
+def _allowed(key: Key, workspace_limit: int, family: Family) -> tuple[Candidate, ...]:
+    """A family's candidates that are legal and fit the limit."""
+    if family.refusal(key.problem, None, key.target) is not None:
+        return ()
+    found = (Candidate(family, config) for config in family.candidates(key.problem, key.target))
+    return tuple(candidate for candidate in found if _is_allowed(candidate, key, workspace_limit))
 
 
 def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:

@@ -15,10 +15,11 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import WGRAD_CASES, Case
+from jax_splitk.ops import tune
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
-from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import ahead, search, select, session, store, tuner
+from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
+from jax_splitk.tuning import ahead, decide, search, select, session, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -349,6 +350,36 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
     one._prepare_first(bench, [fastest, *(c for c in first if c != fastest)])
     assert len(prepared) == len(first)
     assert all(contestant.times for contestant in one.contestants)
+
+
+def test_a_problem_is_ranked_once_and_not_before_its_search(
+    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes a tenth of a second for some problems, under Python's lock: what is compiled ahead and the search ask
+    for the same, and `tune` does not make the first search wait for the ranking of all."""
+    search._ranking.cache_clear()
+    ranked_before: list[int] = []
+    monkeypatch.setattr(tuner, "cores", lambda: 1000)
+    monkeypatch.setattr(tune, "local_platform", lambda: "cuda")
+    monkeypatch.setattr(tune, "target_for", lambda _: DEFAULT_CUDA)
+    measured = decide.tuned
+
+    def tuned(*args: Any) -> Any:
+        ranked_before.append(search._ranking.cache_info().misses)
+        return measured(*args)
+
+    monkeypatch.setattr(decide, "tuned", tuned)
+    result = jax_splitk.tune_problems([case.problem() for case in CASES])
+    assert [key for key, _ in result] == KEYS
+    assert ranked_before[0] == 0
+    assert search._ranking.cache_info().misses == len(KEYS)
+
+
+@pytest.mark.parametrize("limit", [0, 2**20, LIMIT])
+def test_what_is_served_is_what_has_a_ranking(limit: int) -> None:
+    small = key_for(dataclasses.replace(CASES[0], in_channels=3, batch=1).problem(), DEFAULT_CUDA)
+    for key in (*KEYS, small, key_for(CASES[0].problem(), target_for("cpu"))):
+        assert search.is_served(key, limit) == bool(search.ranked(key, limit))
 
 
 # ---- searches at once ------------------------------------------------------------------------------------------------

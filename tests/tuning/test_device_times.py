@@ -3,7 +3,6 @@
 import pathlib
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import pytest

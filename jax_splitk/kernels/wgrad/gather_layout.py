@@ -138,7 +138,9 @@ def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
     first, lanes = layout.lead // 2 * 2, 8 if width < 8 else 4  # quarters of the lanes that are served at once
     turns = 0
     for eight in range(0, 8, lanes):
-        addresses = {(first + 2 * lane + place) * v.item for lane in range(eight, eight + lanes) for place in places[::2]}
+        addresses = {
+            (first + 2 * lane + place) * v.item for lane in range(eight, eight + lanes) for place in places[::2]
+        }
         words = {byte // 4 for address in addresses for byte in range(address, address + width, 4)}
         turns += max(collections.Counter(word % BANKS for word in words).values())
     return turns
