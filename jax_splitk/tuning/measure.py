@@ -126,10 +126,9 @@ class Bench:
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
         draw = functools.partial(self.operation.random_operands, problem)
-        first, *others = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
-        self._inputs = [jax.block_until_ready(draw(first))]  # compiles, for longer than all the others take
         with self._device():
-            self._inputs += jax.block_until_ready([draw(key) for key in others])
+            keys = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
+            self._inputs = jax.block_until_ready([draw(key) for key in keys])
         # XLA takes seconds for it, as for its contestant: it compiles beside that.
         beside = concurrent.futures.ThreadPoolExecutor(1)
         self._compiled_reference = beside.submit(self._compile_reference)
