@@ -20,12 +20,13 @@
 //   - multiplies this stage, and puts what is complete in shared memory,
 //   - puts the next stage, which has come, in its place, transposed (stmatrix): [channel][row][chunk][line].
 //     Each lane reads what it has copied itself.
+// Completed rows lie there as [channel][row][window] and are transposed back by ldmatrix.
+//
 // In one order, all warps would want the load/store unit at one time, and the tensor cores at another. With
 // two TURNS half of the warps multiply while the others store.
 //
 // TALL lines are strips of all images on top of each other, which have what padding both want in common: an
 // image begins every PERIOD rows of the output. So any number of blocks has equal shares.
-// Completed rows lie there as [channel][row][window] and are transposed back by ldmatrix.
 //
 // What 128 sums of a channel move through shared memory: 256 bytes in and 256 out as they are stored, and as
 // much again as they are read, 512 as the copies come and go, and 512 (K_CHUNKS * 256) for the windows, which
@@ -199,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
   sync_threads<THREADS, 1>();
-  // Of each multiprocessor's part. With AHEAD 1 the next stage is on its way all the time that there is.
+  // Half of the warps of each of the multiprocessor's four parts. With AHEAD 1 the next stage has not come yet
+  // when the others store.
   const bool last = TURNS == 2 && warp_index() / 4 % 2 == 1;
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
