@@ -200,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   Writer writer(place, args.images, out_buffers, out);
   loader.store(0);
   sync_threads<THREADS, 1>();
-  // Half of the warps of each of the multiprocessor's four parts. With AHEAD 1 the next stage has not come yet
-  // when the others store.
+  // Half of the warps of each of the multiprocessor's four parts. With AHEAD 1 the next stage has not come
+  // yet when the others store.
   const bool last = TURNS == 2 && warp_index() / 4 % 2 == 1;
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
