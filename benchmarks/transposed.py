@@ -55,8 +55,8 @@ def installed_torch() -> Any:
 def pytorch(torch: Any, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, float]]:
     """Microseconds of a call, by memory format and pass: the median of rounds of queued calls, with cuDNN's search."""
     torch.backends.cudnn.benchmark = True
-    channels_first = [(shape[0], shape[-1], *shape[1:-1]) for shape in shapes]
-    channels_first[1] = (CHANNELS, CHANNELS, *(KERNEL,) * 3)
+    (batch, *size, channels), (*kernel, _, _), (_, *larger, _) = shapes
+    channels_first = [(batch, channels, *size), (channels, channels, *kernel), (batch, channels, *larger)]
     sets = max(2, -(-timing.MIN_INPUT_BYTES // sum(2 * torch.Size(shape).numel() for shape in channels_first)))
     options = ([STRIDE] * 3, [(KERNEL - STRIDE) // 2] * 3, [1] * 3, True, [0] * 3, 1)
 

@@ -16,7 +16,7 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,16 @@ def fastest(entries: Iterable[Entry]) -> list[Candidate]:
     return sorted(us, key=lambda c: us[c])[:FASTEST]
 
 
+def looked_ahead(
+    waiting: Iterator[tuple[int, Drawn]], target: Target, seconds: float | None
+) -> Iterator[tuple[int, Drawn]]:
+    """The same problems. As in `tune`, the next ones are searched, and their kernels compiled, while one is awaited."""
+    while batch := list(itertools.islice(waiting, TOGETHER)):
+        keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in batch]
+        with tuner.coming(keys, seconds):
+            yield from batch
+
+
 def run(options: argparse.Namespace) -> int:
     """The number of problems that were evaluated."""
     target, deadline, count = target_for(local_platform()), time.monotonic() + options.seconds, 0
@@ -124,23 +134,19 @@ def run(options: argparse.Namespace) -> int:
     with options.out[0].open("a") as out:
         stream = problems.stream(options.seed, target, OPS, options.max_flops)
         waiting = ((index, drawn) for index, drawn in stream if index not in begun)
-        while True:
-            batch = list(itertools.islice(waiting, TOGETHER))
-            # As in `tune`: the next problems' kernels compile while one is measured.
-            keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in batch]
-            with tuner.coming(keys, options.budget):
-                for index, drawn in batch:
-                    if count >= wanted or time.monotonic() > deadline:
-                        return count
-                    print(json.dumps({"index": index}), file=out, flush=True)
-                    try:
-                        outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
-                    except RuntimeError as error:
-                        report.say(f"{drawn.problem}: {error}")
-                        continue
-                    print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
-                    count += 1
-                    report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
+        for index, drawn in looked_ahead(waiting, target, options.budget):
+            if count >= wanted or time.monotonic() > deadline:
+                return count
+            print(json.dumps({"index": index}), file=out, flush=True)
+            try:
+                outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
+            except RuntimeError as error:
+                report.say(f"{drawn.problem}: {error}")
+                continue
+            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+            count += 1
+            report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
+    return count
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def canonical(problem: Any) -> Any:
 
 def is_transposed(of: Any) -> bool:
     """Whether a problem, or the parameters of a convolution, are of one that dilates its lhs without a stride."""
-    return set(of.lhs_dilation) not in ({1}, set()) and set(of.window_strides) == {1}
+    return set(of.lhs_dilation) != {1} and set(of.window_strides) == {1}
 
 
 def other_way(problem: ConvProblem) -> ConvProblem:

@@ -197,9 +197,8 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    shared = (
-        steps * blocks * (4 * loads * turns_of(v, config.tile, config.slice) + b_bytes / costs.shared_bytes_per_clock)
-    )
+    turns = turns_of(v, config.tile, config.slice)
+    shared = steps * blocks * (4 * loads * turns + b_bytes / costs.shared_bytes_per_clock)
     shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
     return {
         "tensor": steps * blocks * v.products * config.tile_n / 2,
