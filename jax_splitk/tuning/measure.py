@@ -21,7 +21,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import profile
+from jax_splitk.tuning import profile, xla_choices
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.session import session
@@ -187,6 +187,9 @@ class Bench:
         lowered = jax.jit(every_set).lower(groups[0])
         # XLA times cuDNN's kernels.
         with self._device() if candidate == XLA else contextlib.nullcontext():
+            if candidate == XLA and self.platform == "cuda":
+                xla_choices.choose(problem, WITHOUT_GRAPHS)
+                self._check_given_up()
             compiled = lowered.compile(compiler_options=WITHOUT_GRAPHS)
         run = lambda: [result for group in groups for result in compiled(group)]  # noqa: E731
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}")

@@ -51,6 +51,8 @@ class Session:
       searches: those that are under way, or whose entries nobody has taken yet.
       left: those that were given up, whose threads may not have ended.
       suspect: the problem of a candidate that failed as it ran, after which nothing else may have worked.
+      chosen: problems that XLA has chosen kernels for, or failed to, together with others (xla_choices.py).
+      choice_seconds: what the last such choice took, for each of its problems; None before the first.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
       untold: warnings of what was begun ahead of a lowering, which says them.
       looking_on: for each thread, whether its trace is only looked at.
@@ -68,6 +70,8 @@ class Session:
         self.searches: dict[tuple[Key, int], Any] = {}
         self.left: list[Any] = []
         self.suspect: Problem | None = None
+        self.chosen: set[Problem] = set()
+        self.choice_seconds: float | None = None
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.untold: list[str] = []
         self.looking_on = threading.local()

@@ -1,5 +1,7 @@
 """The gathering family: the layout of its input, and the accuracy of its sums. Needs no GPU."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -118,3 +120,25 @@ def test_chains_of_several_blocks() -> None:
 
 def test_sums_of_the_longest_split_keep_float32s_accuracy() -> None:
     assert chain_error(order_of(CHAINS[0]), 1, gather.MAX_ROUNDED_CHAIN) < 4e-7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", "default"), ("float32", "default"), ("float32", "highest")]
+)
+def test_no_legal_variant_is_skipped(dtype: str, precision: str) -> None:
+    """`variants` does not try what no number of stages makes fit: of each kind it has the most stages that are legal,
+    unless there is none."""
+    problem = conv((12, 20), (3, 3), (36, 80), batch=4, dtype=dtype, precision=precision)
+    v, found = gather.volume(problem), set(FAMILY.variants(problem, DEFAULT_CUDA))
+    kinds = itertools.product(gather._pixel_tiles(v), gather._columns(v), gather.slices(v), range(1, 5), range(1, 5))
+    skipped = 0
+    for tile, columns, channels, consumers, blocks in kinds:
+        of_kind = [Config(consumers, blocks, columns, *tile, channels, stages, 1) for stages in range(4, 1, -1)]
+        legal = [config for config in of_kind if FAMILY.config_refusal(problem, config) is None]
+        skipped += not legal
+        useful = [c for c in legal if c.tile_m < gather.layout(v, c).gemm_rows + 64 * consumers or c.tile_m == 64]
+        assert set(useful[:1]) <= found
+        assert found & set(of_kind) <= set(useful)
+        assert bool(found & set(of_kind)) == bool(useful)
+    assert skipped
+    assert found

@@ -1,0 +1,57 @@
+"""XLA's choices of kernels for several problems at once.
+
+XLA times its kernels and cuDNN's while it compiles a program, and the process remembers which is the fastest for each
+operation. 16 convolutions of one program take 1.6 s on an H200, and each by itself, after that, 1.1 s together; without
+it they take 4.0 s. So the search that has XLA choose lets it choose for those that come next as well.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.problem import Problem
+from jax_splitk.tuning.session import session
+
+FEW = 4  # problems of the first program, as many as searches that would wait for each other; later ones have no fewer
+MOST = 16
+SECONDS = 2.0  # that a larger program is expected to take at most: other searches wait for the device
+
+
+def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> None:
+    """Has XLA choose for the problem, unless it has, and for the next ones. The caller holds the device.
+
+    What does not compile together is left to those who compile it by itself, and record what is wrong with it.
+    """
+    known = session()
+    if problem in known.chosen:
+        return
+    following = [key.problem for key, _ in (*list(known.searches), *list(known.coming))]
+    most = FEW if known.choice_seconds is None else int(SECONDS / max(known.choice_seconds, 1e-3))
+    new = [p for p in dict.fromkeys((problem, *following)) if p not in known.chosen][: max(FEW, min(most, MOST))]
+    known.chosen.update(new)
+    if len(new) > 1:
+        started = time.monotonic()
+        with contextlib.suppress(Exception):
+            _compile(new, compiler_options)
+        known.choice_seconds = (time.monotonic() - started) / len(new)
+
+
+def _compile(problems: Sequence[Problem], compiler_options: Mapping[str, Any]) -> None:
+    """Compiles one program that computes each of the problems, and runs nothing."""
+    operations = [OPERATIONS[problem.op] for problem in problems]
+    key = jax.eval_shape(functools.partial(jax.random.key, impl="rbg"), 0)
+    operands = [
+        jax.eval_shape(functools.partial(operation.random_operands, problem), key)
+        for operation, problem in zip(operations, problems, strict=True)
+    ]
+
+    def jax_splitk_choices(given: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
+        those = zip(operations, problems, given, strict=True)
+        return [operation.reference(problem, *each) for operation, problem, each in those]
+
+    jax.jit(jax_splitk_choices).lower(operands).compile(compiler_options=dict(compiler_options))

@@ -1,0 +1,127 @@
+"""XLA's choices for several problems at once: which, how many, and what becomes of those that fail."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import pytest
+
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.problem import Problem
+from jax_splitk.tuning import xla_choices
+from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.measure import Bench
+from jax_splitk.tuning.session import session
+from jax_splitk.tuning.tuner import Coming
+from tests.tuning_cache import TINY, TUNES_THE_CPU, key_of
+
+pytestmark = TUNES_THE_CPU
+
+KEYS = [key_of(dataclasses.replace(TINY, batch=2 + i)) for i in range(40)]
+PROBLEMS = [key.problem for key in KEYS]
+
+
+class Programs:
+    """Those that were compiled, by a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[list[Problem]] = []
+        self.seconds = 0.1  # for each problem
+        self.now = 0.0
+        monkeypatch.setattr(xla_choices, "_compile", self.compile)
+        monkeypatch.setattr(xla_choices, "time", self)
+
+    def compile(self, problems: Sequence[Problem], _: Any) -> None:
+        self.compiled.append(list(problems))
+        self.now += self.seconds * len(problems)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(monkeypatch)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operations each program has that is compiled for a choice, or by itself."""
+    found: list[int] = []
+    compile_together = xla_choices._compile
+
+    def counting(problems: Sequence[Problem], options: Any) -> None:
+        assert session().device.locked(), "XLA times kernels"
+        compile_together(problems, options)
+        found.append(len(problems))
+
+    monkeypatch.setattr(xla_choices, "_compile", counting)
+    return found
+
+
+def come(*keys: Any) -> None:
+    session().coming = {(key, 2**28): Coming() for key in keys}
+
+
+def test_the_next_problems_are_chosen_for_once(programs: Programs) -> None:
+    """In the order in which they will be searched, few at first, then as many as do not hold the device for long."""
+    session().searches[KEYS[1], 2**28] = None
+    come(*KEYS[2:])
+    for problem in PROBLEMS:
+        xla_choices.choose(problem, {})
+    assert programs.compiled == [PROBLEMS[:4], PROBLEMS[4:20], PROBLEMS[20:36], PROBLEMS[36:]]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(3.0, 4), (0.25, 8), (0.0, 16)])
+def test_slow_choices_hold_the_device_for_few(seconds: float, count: int, programs: Programs) -> None:
+    programs.seconds = seconds
+    come(*KEYS)
+    for problem in PROBLEMS[:5]:
+        xla_choices.choose(problem, {})
+    assert list(map(len, programs.compiled)) == [4, count]
+
+
+def test_one_that_has_none_behind_it_is_compiled_by_itself(programs: Programs) -> None:
+    xla_choices.choose(PROBLEMS[0], {})
+    assert programs.compiled == []
+    come(KEYS[0], KEYS[1])
+    xla_choices.choose(PROBLEMS[1], {})
+    assert programs.compiled == []
+
+
+def bench(problem: Problem) -> Bench:
+    made = Bench(problem, "cpu", threading.Event())
+    made.platform = "cuda"
+    return made
+
+
+def test_xlas_contestant_takes_the_next_ones_along(compiled: list[int]) -> None:
+    come(*KEYS[:3])
+    for problem in PROBLEMS[:3]:
+        contestants, failed = bench(problem).prepare([XLA])
+        assert (len(contestants), failed) == (1, [])
+    assert compiled == [3]
+    come(*KEYS[3:6])
+    Bench(PROBLEMS[3], "cpu", threading.Event()).prepare([XLA])
+    assert compiled == [3], "XLA:CPU chooses nothing"
+
+
+def test_what_fails_together_is_compiled_one_by_one(compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is that of the problem that it belongs to."""
+    operation = OPERATIONS["conv_wgrad"]
+
+    def reference(problem: Problem, *operands: jax.Array) -> jax.Array:
+        if problem == PROBLEMS[1] and problem.out_dtype == "float32" and len(session().chosen) == 3:
+            raise ZeroDivisionError("scripted")
+        return operation.reference(problem, *operands)
+
+    monkeypatch.setitem(OPERATIONS, "conv_wgrad", dataclasses.replace(operation, reference=reference))
+    come(*KEYS[:3])
+    outcomes = [bench(problem).prepare([XLA]) for problem in PROBLEMS[:3]]
+    assert compiled == []
+    assert session().chosen == set(PROBLEMS[:3])
+    assert [len(contestants) for contestants, _ in outcomes] == [1, 0, 1]
+    (failure,) = outcomes[1][1]
+    assert "ZeroDivisionError: scripted" in str(failure.error)
