@@ -185,14 +185,18 @@ class Bench:
         # A name of its own, by which a profile of several tells them apart.
         every_set.__name__ = f"jax_splitk_{zlib.crc32(f'{problem} {candidate}'.encode()):08x}"
         lowered = jax.jit(every_set).lower(groups[0])
-        # XLA times cuDNN's kernels.
-        with self._device() if candidate == XLA else contextlib.nullcontext():
-            if candidate == XLA and self.platform == "cuda":
-                xla_choices.choose(problem, WITHOUT_GRAPHS)
-                self._check_given_up()
+        times = candidate == XLA and not self._has_chosen()  # XLA times cuDNN's kernels
+        with self._device() if times else contextlib.nullcontext():
             compiled = lowered.compile(compiler_options=WITHOUT_GRAPHS)
         run = lambda: [result for group in groups for result in compiled(group)]  # noqa: E731
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}")
+
+    def _has_chosen(self) -> bool:
+        """Whether XLA has chosen its kernels for the problem, which it does for the next ones as well."""
+        if self.platform != "cuda":
+            return False
+        with self._device():
+            return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
 
     def _check(self, contestant: Contestant) -> str | None:
         for _ in range(math.ceil((WARM_UP_CALLS - 1) * CALLED_TOGETHER / self.sets)):
@@ -271,10 +275,7 @@ class Bench:
             for contestant, count in together:
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        with self._device():
-            taken = profile.recorded(work)
-        # Reading it takes Python's time, and nothing of the device's.
-        events = profile.module_times(taken)
+        events = session().profile.events(work, self._device, self._check_given_up)
         turns = profile.turns(events, {contestant.module for contestant in contestants})
         if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")

@@ -13,6 +13,7 @@ from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.progress import Progress
+from jax_splitk.tuning.shared_profile import SharedProfile
 
 _T = TypeVar("_T")
 
@@ -48,10 +49,12 @@ class Session:
     Attributes:
       turn: held by whoever waits for a measurement: threads that miss the same problem at once measure it once.
       device: held while a search times something on the device, or XLA does for one: nothing may disturb it.
+      profile: the next one that is taken of the device.
       searches: those that are under way, or whose entries nobody has taken yet.
       left: those that were given up, whose threads may not have ended.
       suspect: the problem of a candidate that failed as it ran, after which nothing else may have worked.
-      chosen: problems that XLA has chosen kernels for, or failed to, together with others (xla_choices.py).
+      chosen: whether XLA has chosen a problem's kernels together with others', of those that it has tried
+        (xla_choices.py).
       choice_seconds: what the last such choice took, for each of its problems; None before the first.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
       untold: warnings of what was begun ahead of a lowering, which says them.
@@ -66,11 +69,12 @@ class Session:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.device = threading.Lock()
+        self.profile = SharedProfile()
         self.progress = Progress()
         self.searches: dict[tuple[Key, int], Any] = {}
         self.left: list[Any] = []
         self.suspect: Problem | None = None
-        self.chosen: set[Problem] = set()
+        self.chosen: dict[Problem, bool] = {}
         self.choice_seconds: float | None = None
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.untold: list[str] = []

@@ -22,23 +22,28 @@ MOST = 16
 SECONDS = 2.0  # that a larger program is expected to take at most: other searches wait for the device
 
 
-def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> None:
+def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> bool:
     """Has XLA choose for the problem, unless it has, and for the next ones. The caller holds the device.
 
     What does not compile together is left to those who compile it by itself, and record what is wrong with it.
+
+    Returns:
+      whether XLA has chosen, and will time nothing when the problem is compiled by itself.
     """
     known = session()
     if problem in known.chosen:
-        return
+        return known.chosen[problem]
     following = [key.problem for key, _ in (*list(known.searches), *list(known.coming))]
     most = FEW if known.choice_seconds is None else int(SECONDS / max(known.choice_seconds, 1e-3))
     new = [p for p in dict.fromkeys((problem, *following)) if p not in known.chosen][: max(FEW, min(most, MOST))]
-    known.chosen.update(new)
+    known.chosen.update(dict.fromkeys(new, False))
     if len(new) > 1:
         started = time.monotonic()
         with contextlib.suppress(Exception):
             _compile(new, compiler_options)
+            known.chosen.update(dict.fromkeys(new, True))
         known.choice_seconds = (time.monotonic() - started) / len(new)
+    return known.chosen[problem]
 
 
 def _compile(problems: Sequence[Problem], compiler_options: Mapping[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""One profile for all searches that wait for one.
+
+To start a profile and to stop it takes longer than what a search runs in it. The first that asks waits for the device;
+whoever asks meanwhile is in the same profile, one after the other.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
+from typing import Any
+
+from jax_splitk.tuning import profile
+from jax_splitk.tuning.profile import Event
+
+_WATCH_SECONDS = 0.2
+
+
+class _Left(Exception):
+    """Who was to take the profile went away before."""
+
+
+@dataclasses.dataclass
+class _Work:
+    """What one search runs.
+
+    Attributes:
+      error: what that raised.
+      events: the profile's, named by their modules.
+    """
+
+    run: Callable[[], object]
+    error: BaseException | None = None
+    events: "Future[list[Event]]" = dataclasses.field(default_factory=Future)
+
+
+class SharedProfile:
+    """The next profile of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[_Work] = []
+
+    def events(
+        self,
+        run: Callable[[], object],
+        device: Callable[[], contextlib.AbstractContextManager[Any]],
+        check: Callable[[], object],
+    ) -> list[Event]:
+        """`profile.module_times` of a profile in which `run` ran; others may have run before and after it.
+
+        Args:
+          run: what to run; it waits for its own results.
+          device: a context in which nothing else is measured.
+          check: raises where the caller is not to wait any longer.
+
+        Raises:
+          RuntimeError: a profile is being taken already, by somebody else.
+          BaseException: what `run`, `device` or `check` raised.
+        """
+        while True:
+            work = _Work(run)
+            with self._lock:
+                self._waiting.append(work)
+                first = len(self._waiting) == 1
+            try:
+                events = self._taken(device) if first else _awaited(work, check)
+            except _Left:
+                continue
+            if work.error is not None:
+                raise work.error
+            return events
+
+    def _taken(self, device: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Event]:
+        works: list[_Work] = []
+        try:
+            with device():
+                works = self._all()
+                data = profile.recorded(lambda: [_run(work) for work in works])
+            # Reading it takes Python's time, and nothing of the device's.
+            events = profile.module_times(data)
+        except BaseException as error:
+            for work in works[1:] or self._all()[1:]:
+                work.events.set_exception(error if works and isinstance(error, Exception) else _Left())
+            raise
+        for work in works[1:]:
+            work.events.set_result(events)
+        return events
+
+    def _all(self) -> list[_Work]:
+        with self._lock:
+            works, self._waiting = self._waiting, []
+        return works
+
+
+def _run(work: _Work) -> None:
+    try:
+        work.run()
+    except BaseException as error:
+        work.error = error
+
+
+def _awaited(work: _Work, check: Callable[[], object]) -> list[Event]:
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return work.events.result(timeout=_WATCH_SECONDS)
+        check()
