@@ -95,9 +95,11 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 enum Eviction : uint64_t { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };
-inline void fence_async_shared() {}
+inline void fence_async_shared() { ++emulator::self->fences; }
+inline void loads_done() { fence_async_shared(); }
 
 inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
+  emulator::check_read(emulator::block_at(to), to, bytes);
   uint8_t* target = emulator::pointer(to);
   emulator::Barrier* counts = &emulator::barrier(barrier);
   emulator::later([=] { std::memcpy(target, from, bytes), counts->complete(bytes); });
@@ -105,6 +107,7 @@ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier
 inline void copy_bulk(void* to, const void* from, int32_t bytes, uint64_t* full) {
   emulator::Barrier* barrier = &emulator::barrier(emulator::address(full));
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a bulk copy that is not of whole 16 bytes");
+  emulator::check_read(*emulator::self->block, emulator::address(to), bytes);
   emulator::later([=] { std::memcpy(to, from, bytes), barrier->complete(bytes); });
 }
 
@@ -116,9 +119,14 @@ template <class... At>
 void store_tile(const void* map, const void* from, At... at) {
   emulator::store_box<sizeof...(At)>(map, from, at...);
 }
+template <int PENDING = 0>
 inline void wait_stores_read() {
-  const int* open = &emulator::self->open_stores;
-  emulator::wait_until("wait_stores_read", [=] { return *open == 0; });
+  std::deque<int>& stores = emulator::self->stores;
+  stores.push_back(0);
+  const auto last = stores.size() - 1 - std::min<size_t>(PENDING, stores.size() - 1);
+  emulator::wait_until("wait_stores_read", [&stores, last] {
+    return std::all_of(stores.begin(), stores.begin() + last, [](int open) { return open == 0; });
+  });
 }
 template <class... At>
 void load_tile_multicast(const void* map, uint64_t* full, uint16_t mask, uint64_t, void* to, At... at) {

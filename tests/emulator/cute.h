@@ -7,6 +7,7 @@ template <class T>
 void warpgroup_fence_operand(T&) {}
 
 inline void warpgroup_commit_batch() {
+  ++emulator::self->fences;  // what products have in registers was loaded before they were issued
   emulator::Warpgroup& group = emulator::self->block->warpgroups[emulator::self->number / 128];
   const int thread = emulator::self->number % 128;
   group.committed[thread].push_back(std::move(group.open[thread]));

@@ -26,6 +26,25 @@ inline uint32_t address(const void* p) {
   if (offset <= 0 || offset > OFFSET) fail("a pointer that is not to shared memory");
   return offset;
 }
+// Takes note that this thread loads up to 16 bytes from there.
+inline void note_read(uint32_t address) {
+  constexpr size_t PLACES = 1 << 14;
+  std::vector<Reader>& readers = block_at(address).readers;
+  const size_t at = ((address & OFFSET) - WINDOW_AT) / 16;
+  if (readers.empty()) readers.resize(PLACES);
+  if (at < PLACES) readers[at] = {self, self->fences};
+}
+// Loads may still be under way when their thread arrives at a barrier: only a fence keeps a copy behind them.
+inline void check_read(const Block& block, uint32_t to, int bytes) {
+  for (size_t at = ((to & OFFSET) - WINDOW_AT) / 16, end = at + (bytes + 15) / 16; at < end; ++at) {
+    if (at >= block.readers.size()) break;
+    const Reader& reader = block.readers[at];
+    if (reader.fiber && reader.fences == reader.fiber->fences) {
+      fail("a copy to shared memory at " + std::to_string(to) + ", where thread " + std::to_string(reader.fiber->number) +
+           " has read without a fence since (Pipeline::release_read)");
+    }
+  }
+}
 inline uint32_t in_block(uint32_t address, uint32_t rank) { return (address & OFFSET) | (rank + 1) << 24; }
 
 // ---- barriers ----------------------------------------------------------------------------------------------
@@ -188,6 +207,7 @@ void load_map(const Map& map, int64_t innermost, uint32_t full, uint32_t to, uin
   if (innermost * map.item % 16) fail("a tensor map's load from element " + std::to_string(innermost));
   for (Block& block : self->block->cluster->blocks) {
     if (!(mask >> block.rank & 1)) continue;
+    check_read(block, to, map.bytes());
     uint8_t* window = block.window;
     Barrier* barrier = reinterpret_cast<Barrier*>(window + (int64_t(full & OFFSET) - WINDOW_AT));
     later([=] { load(map, window, to & OFFSET), barrier->complete(map.bytes()); });
@@ -200,10 +220,12 @@ void store_box(const void* map, const void* from, At... coordinates) {
   const Map m(static_cast<const uint64_t*>(map));
   if (m.im2col || m.rank != RANK) fail("a store of another rank than its tensor map");
   const std::array<int64_t, 5> at = {int64_t(int32_t(coordinates))...};
+  // For which a GPU, too, reports an illegal instruction.
+  if (std::any_of(at.begin(), at.end(), [](int64_t i) { return i < 0; })) fail("a store to a negative coordinate");
   const uint32_t source = address(from);
   if (source % (m.swizzle ? 128 : 16)) fail("a tensor map's store from " + std::to_string(source));
   const uint8_t* window = self->block->window;
-  int* open = &self->open_stores;
+  int* open = &self->stores.back();
   ++*open;
   later([=] { m.store_tiled(window, source & OFFSET, at.data()), --*open; });
 }

@@ -11,6 +11,7 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
   const int lane = self->number % 32;
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
   if (lane == 0) self->block->counter.add_matrices("ldmatrix.shared", COUNT, addresses, site);
+  if (lane < 8 * COUNT) note_read(address);
   for (int i = 0; i < COUNT; ++i) {
     uint32_t halves[2];
     for (int e = 0; e < 2; ++e) {
@@ -57,6 +58,7 @@ inline void count(const char* kind, int bytes, uint32_t address, const Site& sit
 template <class T>
 inline T load_shared(uint32_t address, SITE) {
   emulator::count("ld.shared", sizeof(T), address, site);
+  emulator::note_read(address);
   return *emulator::pointer<T>(address);
 }
 template <class T>
@@ -98,22 +100,33 @@ inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1, SITE) {
 inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4], SITE) {
   emulator::store_matrices<true>(address, v, site);
 }
-// d += a * b of 16x16 and 16x8 elements, by a warp.
-template <class Element>
-void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const int lane = emulator::self->number % 32;
-  const auto given = emulator::exchange(~0u, {a[0], a[1], a[2], a[3], b[0], b[1]}, "mma");
+namespace emulator {
+// d += a * b of 16xK and Kx8 elements, by a warp. Of every 8 of K a lane has two registers of a and one of b.
+template <class Element, int K>
+void mma(float (&d)[4], const uint32_t (&a)[K / 4], const uint32_t (&b)[K / 8]) {
+  const int lane = self->number % 32;
+  const auto given = exchange(~0u, {a[0], a[1], a[K / 4 - 2], a[K / 4 - 1], b[0], b[K / 8 - 1]}, "mma");
   const auto half = [](uint32_t word, int i) { return float(bits_as<Element>(uint16_t(word >> 16 * i))); };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
     float sum = 0;
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < K; ++k) {
       const uint32_t* of_a = given[row % 8 * 4 + k % 8 / 2];
       const uint32_t* of_b = given[column * 4 + k % 8 / 2];
       sum += half(of_a[row / 8 + k / 8 * 2], k % 2) * half(of_b[4 + k / 8], k % 2);
     }
     d[i] += sum;
   }
+}
+}  // namespace emulator
+
+template <class Element>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::mma<Element, 16>(d, a, b);
+}
+template <class Element>
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  emulator::mma<Element, 8>(d, {a0, a1}, {b});
 }
 
 inline void store_global_if(bool condition, float* to, float x, SITE) {

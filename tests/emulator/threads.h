@@ -74,7 +74,8 @@ struct Fiber {
   unsigned cluster_since = ~0u;  // which meeting of the cluster it has come to
   std::vector<std::function<void()>> copies;  // its own, of no group yet
   std::deque<std::vector<std::function<void()>>> groups;
-  int open_stores = 0;  // of TMA, whose bytes have not been read
+  unsigned fences = 0;  // of its accesses to shared memory, for copies that follow them
+  std::deque<int> stores = {0};  // of TMA, of each group, whose bytes have not been read; the last group is open
   // What it waits for.
   bool (*ready)(const void*) = nullptr;
   const void* on = nullptr;
@@ -82,6 +83,12 @@ struct Fiber {
 };
 
 struct Cluster;
+
+// Who read a place in shared memory last, and how many fences it had come to.
+struct Reader {
+  const Fiber* fiber = nullptr;
+  unsigned fences = 0;
+};
 
 struct Block {
   Dim index;
@@ -92,6 +99,7 @@ struct Block {
   ucontext_t scheduler;
   int live = 0;
   std::vector<std::function<void()>> background;
+  std::vector<Reader> readers;  // of each 16 bytes of the window
   std::map<int, Meeting> barriers;
   std::map<std::pair<int, uint32_t>, Exchange> exchanges;  // by warp and mask
   std::vector<Warpgroup> warpgroups;

@@ -4,8 +4,9 @@
 //
 // Words. Unit: 16 neighbouring channels, the MMA's k, and two of its n of 8. Bundle: the fewest groups whose
 // channels are whole units on both sides; a unit of the output is summed over all units of the input of its
-// bundle, with zeros as the weights between groups. Strip: 16 pixels, the MMA's m. Block of rows (of
-// columns): UP of them, for which the same row (column) of x comes first: block b begins at b * UP + OFFSET.
+// bundle, with zeros as the weights between groups. Where groups are of 8 channels or fewer, MMAs have a k of
+// 8 (HALVES), and half of the products. Strip: 16 pixels, the MMA's m. Block of rows (of columns): UP of
+// them, for which the same row (column) of x comes first: block b begins at b * UP + OFFSET.
 //
 // A thread block has IN_BLOCK channels, and slides down planes of images: a step is the x that one more block
 // of rows needs of a plane, STEP_ROWS rows of IMAGES images, as one TMA box and one stage of the pipeline. A
@@ -13,17 +14,25 @@
 // SLOTS blocks of rows that a step reaches in registers, so that each row of x is read once for all rows of
 // taps; for each plane of taps it is read again.
 //
-// Infinities and NaNs reach other groups of their bundle through the zeros. So a warp that has stored what is
-// not finite computes that anew, without the MMA.
+// Infinities and NaNs reach other groups of their bundle through the zeros. So a warp whose results are not
+// finite computes these anew, without the MMA.
 //
 // Roles: the last warp is the producer (one thread issues TMA), the others are consumers. `empty` has an
-// arrival of each of these after its last ldmatrix. The weights are in shared memory, in the order of the
-// MMA's registers; RESIDENT: a warp has its own in registers.
+// arrival of each of these after its last ldmatrix. RESIDENT: a warp has its weights in registers, from a
+// copy in shared memory of what lies in memory. If not, they are in shared memory, in the order of registers.
+//
+// Results go through shared memory, in whole rows of the block's channels: a warp's own stores would touch 32
+// bytes of many lines. Consumers meet once a block of rows; there are RESULTS sets of results. STORED: TMA
+// stores a block of rows as one box, or, where it may begin before the output (UP), line by line, for a store
+// at a negative coordinate is an illegal instruction. A line begins anywhere, and is to lie at a multiple of
+// 128 bytes for TMA; where pixels have fewer, threads copy it.
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
 // BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
 // DILATION, PAD; of h and w BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H;
-// TILES_H, TILES_W (of an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; the Config's, but `workers`,
+// TILES_H, TILES_W (of an image); STEP_ROWS, X_WIDTH (of a box), STAGE_BYTES; WEIGHT_BOX (channels) and
+// WEIGHT_BOX_ROWS of a box of weights, WEIGHT_COLUMN_BOXES, WEIGHT_ROW_BOXES; OUT_BOX (channels) and
+// RESULT_BOX_BYTES of a box of results, RESULTS (sets of them), STORED, SKIPPED; the Config's, but `workers`,
 // which is the grid's y.
 
 #include "device/output.cuh"
@@ -48,7 +57,18 @@ constexpr int LEFT = UP_W > 1 ? REACH_W / UP_W : 0;
 constexpr int SLOTS = LEAD + 1;
 constexpr int X_PIXEL = IN_BLOCK * 2;  // bytes
 constexpr int BOX_BYTES = IMAGES * STEP_ROWS * X_WIDTH * X_PIXEL;
-constexpr bool MIXED = GROUP_IN < BUNDLE_IN;  // whether there are products across groups
+// Whether an MMA has 8 channels of the input: those of 8 of the output are among the same 8.
+constexpr bool HALVES = GROUP_IN == GROUP_OUT && 8 % GROUP_IN == 0;
+constexpr bool MIXED = GROUP_IN < (HALVES ? 8 : BUNDLE_IN);  // whether there are products across groups
+
+constexpr int WEIGHT_BOX_BYTES = WEIGHT_BOX_ROWS * WEIGHT_BOX * 2;
+constexpr int WEIGHT_COLUMN_BYTES = WEIGHT_ROW_BOXES * WEIGHT_BOX_BYTES;
+constexpr int WEIGHT_BOXES = WEIGHT_COLUMN_BOXES * WEIGHT_ROW_BOXES;
+constexpr int RESULT_BOXES = BUNDLES * BUNDLE_OUT / OUT_BOX;
+constexpr int RESULT_PIXEL = OUT_BOX * int(sizeof(Output));  // bytes
+constexpr int RESULT_BYTES = RESULT_BOXES * RESULT_BOX_BYTES;
+enum { COPY, BOX, LINE };  // STORED
+constexpr bool BY_TMA = STORED != COPY;
 
 // Which row of a step tap row r meets; of which of the blocks of rows it is a part, and of which of its rows.
 __device__ constexpr int row_of(int r) { return r * DILATION_H % DOWN_H; }
@@ -87,6 +107,12 @@ __device__ inline int input_plane(const Tile& tile, int t) {
 __device__ inline int first_in() { return blockIdx.x * (BUNDLES * BUNDLE_IN); }
 __device__ inline int first_out() { return blockIdx.x * (BUNDLES * BUNDLE_OUT); }
 
+// A mask of two weights, of channels `in` and the next: those that are of the group of `out`.
+__device__ inline uint32_t same_group(int in, int out) {
+  const int group = out / GROUP_OUT;
+  return (in / GROUP_IN == group ? 0xffffu : 0u) | ((in + 1) / GROUP_IN == group ? 0xffff0000u : 0u);
+}
+
 // ---- producer ---------------------------------------------------------------------------------------------
 
 __device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t stages,
@@ -116,8 +142,8 @@ __device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t s
 
 // ---- weights ----------------------------------------------------------------------------------------------
 
-// A lane's B registers of 16 channels of the input and a unit of the output: of two MMAs. Column n of MMA h
-// is channel 4 * (n / 2) + 2 * h + n % 2, so that a lane has sums of 4 neighbouring channels.
+// A lane's B registers of 16 channels of the input and a unit of the output: of two MMAs, of neighbouring
+// halves of the unit.
 struct Weights {
   uint32_t v[2][2];
 };
@@ -132,11 +158,11 @@ __device__ constexpr int weights_offset(int unit, int tap, int in_unit) {
   return ((unit * TAPS + tap) * IN_UNITS + in_unit) * int(32 * sizeof(Weights));
 }
 
-// Puts the weights in their order, 8 neighbouring ones at a time: of two channels of the input and 8 of the
-// output, or where they are mirrored of 8 of the input and one of the output.
+// Puts the weights in the order of registers, 8 neighbouring ones at a time: of two channels of the input and
+// 8 of the output, or where they are mirrored of 8 of the input and one of the output.
 __device__ inline void stage_weights(const Element* __restrict__ w, uint32_t weights) {
   constexpr int PIECES = MIRRORED ? 32 : 16, WORDS = MIRRORED ? 4 : 8;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = threadIdx.x; i < BUNDLES * OUT_UNITS * TAPS * IN_UNITS * PIECES; i += WARPS * 32) {
     const int each = i / PIECES, unit = each / (TAPS * IN_UNITS), tap = each / IN_UNITS % TAPS,
               at = i % PIECES;
@@ -156,16 +182,53 @@ __device__ inline void stage_weights(const Element* __restrict__ w, uint32_t wei
         const uint32_t other = (&second.x)[j / 2];
         word = j % 2 ? word >> 16 | (other & 0xffff0000u) : (word & 0xffffu) | other << 16;
       }
-      if (MIXED) {
-        const int group = (out + k) / GROUP_OUT;
-        if ((in + c) / GROUP_IN != group) word &= 0xffff0000u;
-        if ((in + c + 1) / GROUP_IN != group) word &= 0xffffu;
-      }
-      const int lane = (c0 + c) % 8 / 2 + ((k0 + k) / 4 * 2 + (k0 + k) % 2) * 4;
-      const int reg = (k0 + k) / 2 % 2 * 2 + (c0 + c) / 8;
+      if (MIXED) word &= same_group(in + c, out + k);
+      const int lane = (c0 + c) % 8 / 2 + (k0 + k) % 8 * 4, reg = (k0 + k) / 8 * 2 + (c0 + c) / 8;
       store_shared(weights + (each * 32 + lane) * int(sizeof(Weights)) + reg * 4, word);
     }
   }
+}
+
+// Loads the weights as they lie in memory: rows, of taps and of a group's channels of one side, of the
+// block's channels of the other side, WEIGHT_BOX of them to a row of shared memory.
+__device__ inline void load_weights(const TensorMap& w_map, uint64_t* full, uint32_t weights) {
+  Barrier::arrive_and_expect_tx(full, WEIGHT_BOXES * WEIGHT_BOX_BYTES);
+#pragma unroll 1
+  for (int i = 0; i < WEIGHT_BOXES; ++i) {
+    const int columns = i / WEIGHT_ROW_BOXES, rows = i % WEIGHT_ROW_BOXES;
+    load_box(w_map, full, weights + columns * WEIGHT_COLUMN_BYTES + rows * WEIGHT_BOX_BYTES,
+             (MIRRORED ? first_in() : first_out()) + columns * WEIGHT_BOX, rows * WEIGHT_BOX_ROWS);
+  }
+}
+
+// A lane's registers of those, of a tap, a unit of the block's output and one of its bundle's input.
+__device__ inline Weights loaded_weights(uint32_t weights, int tap, int unit, int in_unit) {
+  const int lane = threadIdx.x % 32;
+  // Lanes 8i to 8i + 7 have the rows of register i: half i / 2 of the output, i % 2 of the input.
+  const int half = MIRRORED ? lane / 16 : lane / 8 % 2, other = MIRRORED ? lane / 8 % 2 : lane / 16;
+  const int in = unit / OUT_UNITS * IN_UNITS + in_unit;
+  const int across = ((MIRRORED ? unit : in) * 2 + half) * 8 + lane % 8;  // a channel of the side in rows
+  const int along = ((MIRRORED ? in : unit) * 2 + other) * 8;             // the first of 8 of the other
+  const int row =
+      MIRRORED ? (TAPS - 1 - tap) * GROUP_OUT + across % GROUP_OUT : tap * GROUP_IN + across % GROUP_IN;
+  const uint32_t at = weights + along / WEIGHT_BOX * WEIGHT_COLUMN_BYTES +
+                      swizzled<WEIGHT_BOX * 2>(row, along % WEIGHT_BOX / 8);
+  Weights found;
+  if (MIRRORED) {
+    uint32_t v[4];
+    load_matrices(at, v);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found.v[i / 2][i % 2] = v[i];
+  } else {
+    load_matrices_trans(at, found.v[0][0], found.v[0][1], found.v[1][0], found.v[1][1]);
+  }
+  if constexpr (MIXED) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      found.v[i / 2][i % 2] &=
+          same_group(in * 16 + i % 2 * 8 + lane % 4 * 2, unit * 16 + i / 2 * 8 + lane / 4);
+  }
+  return found;
 }
 
 // ---- consumer ---------------------------------------------------------------------------------------------
@@ -203,7 +266,8 @@ struct Cursor {
 template <bool IN_REGISTERS>
 struct WarpWeights {
   uint32_t address;
-  __device__ explicit WarpWeights(uint32_t at) : address(at) {}
+  __device__ WarpWeights(uint32_t weights, int unit)
+      : address(weights + weights_offset(unit, 0, 0) + threadIdx.x % 32 * int(sizeof(Weights))) {}
   __device__ Weights operator()(int unit, int tap, int in_unit) const {
     return load_shared<Weights>(address + weights_offset(unit, tap, in_unit));
   }
@@ -211,15 +275,30 @@ struct WarpWeights {
 template <>
 struct WarpWeights<true> {
   Weights each[UNITS][TAPS][IN_UNITS];
-  __device__ explicit WarpWeights(uint32_t at) {
+  __device__ WarpWeights(uint32_t weights, int unit) {
 #pragma unroll
-    for (int i = 0; i < UNITS * TAPS * IN_UNITS; ++i)
-      (&each[0][0][0])[i] = load_shared<Weights>(at + i * int(32 * sizeof(Weights)));
+    for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+      for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+        for (int i = 0; i < IN_UNITS; ++i) each[u][tap][i] = loaded_weights(weights, tap, unit + u, i);
+      }
+    }
   }
   __device__ const Weights& operator()(int unit, int tap, int in_unit) const {
     return each[unit][tap][in_unit];
   }
 };
+
+// The products of 16 pixels with a half of a unit of the output: of its own 8 channels of the input alone
+// where HALVES.
+__device__ inline void add_products(float (&sums)[4], const uint32_t (&a)[4], const Weights& b, int half) {
+  if constexpr (HALVES) {
+    mma_m16n8k8<Element>(sums, a[half * 2], a[half * 2 + 1], b.v[half][half]);
+  } else {
+    mma_m16n8k16<Element>(sums, a, b.v[half]);
+  }
+}
 
 // Adds the products of a step with plane t of taps; its first block of rows has its sums in slot `first`.
 __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const WarpWeights<RESIDENT>& weights,
@@ -245,7 +324,7 @@ __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const Warp
 #pragma unroll
             for (int i = 0; i < STRIPS; ++i) {
 #pragma unroll
-              for (int h = 0; h < 2; ++h) mma_m16n8k16<Element>(to[i][h], a[i], b.v[h]);
+              for (int h = 0; h < 2; ++h) add_products(to[i][h], a[i], b, h);
             }
           }
         }
@@ -256,62 +335,78 @@ __device__ inline void multiply(const Cursor& cursor, uint32_t stage, const Warp
 
 // ---- epilogue ---------------------------------------------------------------------------------------------
 
-// Where a lane's sums go: of each strip rows l/4 and l/4 + 8 of the MMA.
-struct Target {
-  Output* to[STRIPS * 2];  // the first row of the next block
-  int column[STRIPS * 2];  // of the output, the first of the block; beyond it where there is no such pixel
+// Which row of a block's results pixel m of the tile has: the first of its UP_H * UP_W.
+__device__ inline int result_row(int m) {
+  return UP_H * UP_W == 1 ? m : (m / COLUMNS * UP_H * COLUMNS + m % COLUMNS) * UP_W;
+}
 
-  __device__ Target(const Job& job, const Tile& tile, int images, Output* out) {
+// Where 16 bytes of a row of results lie, of a unit of the block.
+__device__ inline uint32_t result_at(int row, int unit, int chunk) {
+  constexpr int CHUNKS = sizeof(Output);  // of a unit
+  return unit * 16 / OUT_BOX * RESULT_BOX_BYTES +
+         swizzled<RESULT_PIXEL>(row, unit * CHUNKS % (RESULT_PIXEL / 16) + chunk);
+}
+
+__device__ inline uint32_t packed(float v0, float v1) {
+  const Vec<Output, 2> pair = converted<Output>({v0, v1});
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Puts a warp's sums of 16 pixels and a unit into rows of results, from `row` on of this lane's own.
+__device__ inline void stage_strip(const float (&v)[2][4], uint32_t results, int row, int below, int unit) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(Output) == 2) {
+    store_matrices(results + result_at(row, unit, lane / 16),
+                   {packed(v[0][0], v[0][1]), packed(v[0][2], v[0][3]), packed(v[1][0], v[1][1]),
+                    packed(v[1][2], v[1][3])});
+  } else {
 #pragma unroll
-    for (int i = 0; i < STRIPS * 2; ++i) {
-      const int m = job.pixel + i * 8 + threadIdx.x % 32 / 4, image = tile.image + m / COLUMNS;
-      const int first = (tile.column + m % COLUMNS) * UP_W + OFFSET_W;
-      const long long plane = (long long)image * OUTPUT_D + tile.plane;
-      const long long row = plane * OUTPUT_H + tile.block * UP_H + OFFSET_H;
-      to[i] = out + (row * OUTPUT_W + first) * OUT_CHANNELS;
-      column[i] = m < PIXELS && image < images ? first : OUTPUT_W;
+    for (int h = 0; h < 2; ++h) {
+      const int chunk = h * 2 + lane % 4 / 2, byte = lane % 2 * 8;
+      store_shared(results + result_at(row, unit, chunk) + byte, make_float2(v[h][0], v[h][1]));
+      store_shared(results + result_at(below, unit, chunk) + byte, make_float2(v[h][2], v[h][3]));
     }
   }
-  __device__ void advance() {
+}
+
+// A lane's rows of results, of each strip: the one whose address it gives, or that it has sums of, and in the
+// latter case also the one 8 pixels on.
+struct ResultRows {
+  int row[STRIPS], below[STRIPS];
+  __device__ explicit ResultRows(const Job& job) {
+    const int lane = threadIdx.x % 32, first = sizeof(Output) == 2 ? lane % 16 : lane / 4;
 #pragma unroll
-    for (int i = 0; i < STRIPS * 2; ++i) to[i] += UP_H * OUTPUT_W * OUT_CHANNELS;
+    for (int i = 0; i < STRIPS; ++i) {
+      row[i] = result_row(job.pixel + i * 16 + first);
+      below[i] = result_row(job.pixel + i * 16 + first + 8);
+    }
   }
 };
 
-// 4 neighbouring values as one access.
-__device__ inline void store_values(Output* to, float v0, float v1, float v2, float v3) {
-  using Bits = conditional_t<sizeof(Output) == 2, uint2, uint4>;
-  const Vec<Output, 4> result = converted<Output>({v0, v1, v2, v3});
-  *reinterpret_cast<Bits*>(to) = reinterpret_cast<const Bits&>(result);
-}
-
-// Stores a block of rows, the first of which is `row`. `not_finite` becomes NaN where one of its sums is not
-// finite.
-__device__ inline void store(const Sums& sums, const Target& target, int row, int channel,
-                             float& not_finite) {
+// Puts a block of rows into `results`; whether one of its sums is not finite.
+__device__ inline bool stage_results(const Sums& sums, const ResultRows& rows, const Job& job,
+                                     uint32_t results) {
+  float not_finite = 0;  // or else NaN
 #pragma unroll
   for (int a = 0; a < UP_H; ++a) {
-    if (UP_H > 1 && unsigned(row + a) >= OUTPUT_H) continue;
 #pragma unroll
-    for (int i = 0; i < STRIPS * 2; ++i) {
+    for (int b = 0; b < UP_W; ++b) {
 #pragma unroll
-      for (int b = 0; b < UP_W; ++b) {
-        if (unsigned(target.column[i] + b) >= OUTPUT_W) continue;
+      for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-          if (OUT_CHANNELS % (BUNDLES * BUNDLE_OUT) && channel + u * 16 >= OUT_CHANNELS) continue;
-          const auto& v = sums[a][b][u][i / 2];
-          const int at = i % 2 * 2;
+        for (int i = 0; i < STRIPS; ++i) {
+          const auto& v = sums[a][b][u][i];
           if constexpr (MIXED) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) not_finite = fmaf(v[h][at + 1], 0.f, fmaf(v[h][at], 0.f, not_finite));
+            for (int j = 0; j < 8; ++j) not_finite = fmaf(v[j / 4][j % 4], 0.f, not_finite);
           }
-          store_values(target.to[i] + (a * OUTPUT_W + b) * OUT_CHANNELS + u * 16, v[0][at], v[0][at + 1],
-                       v[1][at], v[1][at + 1]);
+          constexpr int ROW = COLUMNS * UP_W;
+          stage_strip(v, results, rows.row[i] + a * ROW + b, rows.below[i] + a * ROW + b, job.unit + u);
         }
       }
     }
   }
+  return MIXED && not_finite != 0.f;
 }
 
 // The sum of a channel of the tile's plane of an image, from memory.
@@ -335,39 +430,85 @@ __device__ inline float sum_of(const Element* __restrict__ x, const Element* __r
   return sum;
 }
 
-// Computes anew what the lane has stored of a tile and is not finite.
+// Computes anew what the warp has put into `results` and is not finite, of the block of rows that begins at
+// `first_row`.
 __device__ inline void repair(const Element* x, const Element* w, const Job& job, const Tile& tile,
-                              int images, int first_channel, Output* out) {
-  constexpr int VALUES = UP_W * UNITS * 4, EACH = STRIPS * 2 * VALUES;  // of a pixel's columns, of a row
+                              int images, int first_row, uint32_t results) {
+  using Bits = conditional_t<sizeof(Output) == 2, uint16_t, uint32_t>;
+  constexpr int CHANNELS = UNITS * 16, STEPS = UP_H * UP_W;
+  __syncwarp();
 #pragma unroll 1
-  for (int i = 0; i < tile.rows() * UP_H * EACH; ++i) {
-    const int m = job.pixel + i % EACH / VALUES * 8 + threadIdx.x % 32 / 4, image = tile.image + m / COLUMNS;
-    const int row = tile.block * UP_H + OFFSET_H + i / EACH;
-    const int column = (tile.column + m % COLUMNS) * UP_W + OFFSET_W + i % VALUES / (UNITS * 4);
-    const int channel = first_channel + i / 4 % UNITS * 16 + i % 4;
+  for (int i = threadIdx.x % 32; i < STRIPS * 16 * STEPS * CHANNELS; i += 32) {
+    const int c = i % CHANNELS, step = i / CHANNELS % STEPS, m = job.pixel + i / (CHANNELS * STEPS);
+    const int a = step / UP_W, b = step % UP_W, image = tile.image + m / COLUMNS;
+    const int row = first_row + a, column = (tile.column + m % COLUMNS) * UP_W + OFFSET_W + b;
+    const int channel = first_out() + job.unit * 16 + c;
     if (m >= PIXELS || image >= images || unsigned(row) >= OUTPUT_H || unsigned(column) >= OUTPUT_W) continue;
     if (channel >= OUT_CHANNELS) continue;
-    const long long line = ((long long)image * OUTPUT_D + tile.plane) * OUTPUT_H + row;
-    Output* const to = out + (line * OUTPUT_W + column) * OUT_CHANNELS + channel;
-    const float value = float(*to);
-    if (value - value != 0.f) convert(sum_of(x, w, tile, image, row, column, channel), *to);
+    const int byte = c % 16 * int(sizeof(Output));
+    const uint32_t at =
+        results + result_at(result_row(m) + a * COLUMNS * UP_W + b, job.unit + c / 16, byte / 16) + byte % 16;
+    const Bits bits = load_shared<Bits>(at);
+    const float value = float(reinterpret_cast<const Output&>(bits));
+    if (value - value == 0.f) continue;
+    Output anew;
+    convert(sum_of(x, w, tile, image, row, column, channel), anew);
+    store_shared(at, reinterpret_cast<const Bits&>(anew));
   }
 }
 
-__device__ inline void consume(const Element* x, const Element* w, const Args& g, uint32_t stages,
-                               uint32_t staged_weights, Pipeline<STAGES>& pipeline, int warp, Output* out) {
-  const int lane = threadIdx.x % 32;
+// Stores a block of rows by TMA, which leaves out what is beyond the output, but not what is before it: lines
+// before it are left out here, and of the first tile's lines the first SKIPPED pixels.
+__device__ inline void store_results(const TensorMap& out_map, const TensorMap& first_map, const Tile& tile,
+                                     int first_row, uint32_t results) {
+  constexpr int LINES = STORED == LINE ? IMAGES * UP_H : 1;
+  const bool is_first = SKIPPED && tile.column == BASE_W;
+  const TensorMap* const map = is_first ? &first_map : &out_map;
+  const int skipped = is_first ? SKIPPED : 0, column = tile.column * UP_W + OFFSET_W + skipped;
+#pragma unroll
+  for (int line = 0; line < LINES; ++line) {
+    const int row = first_row + line % UP_H;
+    if (STORED == LINE && row < 0) continue;
+#pragma unroll
+    for (int i = 0; i < RESULT_BOXES; ++i) {
+      const uint32_t from = results + i * RESULT_BOX_BYTES + (line * COLUMNS * UP_W + skipped) * RESULT_PIXEL;
+      store_tile(map, shared_pointer(from), first_out() + i * OUT_BOX, column, row, tile.plane,
+                 tile.image + line / UP_H);
+    }
+  }
+}
+
+// Copies a block of rows, all consumers together, 16 bytes of a pixel to a lane.
+__device__ inline void copy_results(Output* out, const Tile& tile, int images, int first_row,
+                                    uint32_t results) {
+  constexpr int EACH = 16 / sizeof(Output), CHUNKS = BUNDLES * BUNDLE_OUT / EACH, PIXELS_W = COLUMNS * UP_W;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < IMAGES * UP_H * PIXELS_W * CHUNKS; i += WARPS * 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS, channel = first_out() + chunk * EACH;
+    const int image = tile.image + row / (UP_H * PIXELS_W), h = first_row + row / PIXELS_W % UP_H;
+    const int v = tile.column * UP_W + OFFSET_W + row % PIXELS_W;
+    if (image >= images || unsigned(h) >= OUTPUT_H || unsigned(v) >= OUTPUT_W || channel >= OUT_CHANNELS)
+      continue;
+    const long long pixel = (((long long)image * OUTPUT_D + tile.plane) * OUTPUT_H + h) * OUTPUT_W + v;
+    const uint4 value = load_shared<uint4>(
+        results + result_at(row, chunk / int(sizeof(Output)), chunk % int(sizeof(Output))));
+    *reinterpret_cast<uint4*>(out + pixel * OUT_CHANNELS + channel) = value;
+  }
+}
+
+__device__ inline void consume(const TensorMap& out_map, const TensorMap& first_map, const Element* x,
+                               const Element* w, const Args& g, Output* out, uint32_t stages,
+                               uint32_t staged_weights, uint32_t results, Pipeline<STAGES>& pipeline,
+                               int warp) {
   const Job job(warp);
   const Cursor cursor(job);
-  const WarpWeights<RESIDENT> weights(staged_weights + weights_offset(job.unit, 0, 0) +
-                                      lane * int(sizeof(Weights)));
-  const int channel = first_out() + job.unit * 16 + lane % 4 * 4;
+  const ResultRows result_rows(job);
+  const WarpWeights<RESIDENT> weights(staged_weights, job.unit);
   Position at;
+  uint32_t result = 0;  // the set of results that is next
 #pragma unroll 1
   for (int index = blockIdx.y; index < g.tiles; index += gridDim.y) {
     const Tile tile(index);
-    Target target(job, tile, g.images, out + channel);
-    float not_finite = 0;
     Sums sums[SLOTS] = {};
 #pragma unroll 1
     for (int first = -LEAD; first < tile.rows(); first += SLOTS) {
@@ -379,40 +520,69 @@ __device__ inline void consume(const Element* x, const Element* w, const Args& g
           if (input_plane(tile, t) < 0) continue;
           pipeline.wait_full(at);
           multiply(cursor, stages + at.stage * STAGE_BYTES, weights, t, j, sums);
-          __syncwarp();
-          if (lane == 0) pipeline.release(at.stage);
+          pipeline.release_read(at.stage);
           at.advance(STAGES);
         }
         if (first + j >= 0) {
-          store(sums[j], target, (tile.block + first + j) * UP_H + OFFSET_H, channel, not_finite);
-          target.advance();
+          const int row = (tile.block + first + j) * UP_H + OFFSET_H;
+          const bool not_finite = stage_results(sums[j], result_rows, job, results + result);
+          if constexpr (MIXED) {
+            if (__any_sync(~0u, not_finite)) repair(x, w, job, tile, g.images, row, results + result);
+          }
+          if constexpr (BY_TMA) {
+            fence_async_shared();
+            // The next set may be written to then.
+            if (warp == 0 && elect_one()) wait_stores_read<RESULTS - 2>();
+          }
+          sync_threads<WARPS * 32, 1>();
+          if constexpr (!BY_TMA) {
+            copy_results(out, tile, g.images, row, results + result);
+          } else if (warp == 0 && elect_one()) {
+            store_results(out_map, first_map, tile, row, results + result);
+          }
+          result = result == (RESULTS - 1) * RESULT_BYTES ? 0 : result + RESULT_BYTES;
         }
 #pragma unroll
         for (int i = 0; i < int(sizeof(Sums) / sizeof(float)); ++i) reinterpret_cast<float*>(&sums[j])[i] = 0;
       }
     }
-    if (MIXED && not_finite != 0.f) repair(x, w, job, tile, g.images, channel, out);
   }
+  if (BY_TMA && warp == 0 && elect_one()) wait_stores_read();
 }
 
 // Grid: x over blocks of channels, y over workers.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    grouped(const __grid_constant__ TensorMap x_map, const Element* __restrict__ x,
-            const Element* __restrict__ w, const __grid_constant__ Args g, Output* out) {
+    grouped(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap first_map,
+            const Element* __restrict__ x, const Element* __restrict__ w, const __grid_constant__ Args g,
+            Output* __restrict__ out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
-  const uint32_t stages = aligned_address(raw), weights = stages + STAGES * STAGE_BYTES;
+  __shared__ uint64_t weights_full;
+  const uint32_t stages = aligned_address(raw), results = stages + STAGES * STAGE_BYTES,
+                 weights = results + RESULTS * RESULT_BYTES;
   const int warp = warp_index();
-  if (warp == WARPS && elect_one()) {
-    pipeline.init(1, WARPS);
-    fence_barrier_init();
-  }
-  __syncthreads();
+  // The producer does not wait for consumers to begin.
   if (warp == WARPS) {
-    if (elect_one()) produce(x_map, g, stages, pipeline);
+    if (elect_one()) {
+      pipeline.init(1, WARPS);
+      Barrier::init(&weights_full, 1);
+      fence_barrier_init();
+    }
+    __syncwarp();
+    named_arrive(THREADS, 2);
+    if (elect_one()) {
+      if (RESIDENT) load_weights(w_map, &weights_full, weights);
+      produce(x_map, g, stages, pipeline);
+    }
     return;
   }
-  stage_weights(w, weights);
-  sync_threads<WARPS * 32, 1>();
-  consume(x, w, g, stages, weights, pipeline, warp, out);
+  if (!RESIDENT) stage_weights(w, weights);
+  named_sync(THREADS, 2);
+  if (RESIDENT) {
+    Barrier::wait(&weights_full, 0);
+  } else {
+    sync_threads<WARPS * 32, 1>();
+  }
+  consume(out_map, first_map, x, w, g, out, stages, weights, results, pipeline, warp);
 }

@@ -31,7 +31,10 @@ UNIT = 16  # channels of an MMA's k, and of two of its n
 STRIP = 16  # pixels of an MMA's m
 WEIGHTS_BYTES = UNIT * UNIT * 2  # of a unit of the input and one of the output, for one tap
 BLOCKS = (16, 32, 64)  # input channels of a thread block: a TMA box of 32 to 128 bytes
-_SWIZZLES = {16: 1, 32: 2, 64: 3}  # CUtensorMapSwizzle
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's row
+_SWIZZLE_BYTES = 1024  # of its pattern, at a multiple of which boxes lie
+_TMA_RESULTS, _COPIED_RESULTS = 3, 2  # blocks of rows in shared memory: one is written to, the others stored
+_LINE_BYTES = 128  # of a pixel: lines begin at multiples of them then
 _MAX_STRIDE = 4
 _MAX_BOX = 256  # extent of a TMA box
 _MAX_WARPS = 15  # consumers
@@ -87,6 +90,16 @@ def bundle(p: ConvProblem) -> tuple[int, int]:
     return groups * each[0], groups * each[1]
 
 
+def halves(p: ConvProblem) -> bool:
+    """Whether 8 channels of the output have sums over 8 of the input, an MMA's k then."""
+    group_in, group_out = forward(p).group_channels
+    return group_in == group_out and 8 % group_in == 0
+
+
+def _above(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """A thread block's work.
@@ -96,6 +109,8 @@ class Tiling:
       blocks: of channels.
       tiles: of images, planes, along rows and along columns.
       step_rows, x_width: pixels of a step's box.
+      weight_box: channels and rows of a box of weights; `weight_boxes`: how many along each.
+      out_box: channels of a box of results; `result_box_bytes`: of one.
       slots: blocks of rows that have sums at a time.
       warps: consumers.
       products: of a warp for a block of rows.
@@ -107,7 +122,12 @@ class Tiling:
     step_rows: int
     x_width: int
     stage_bytes: int
+    weight_box: tuple[int, int]
+    weight_boxes: tuple[int, int]
     weights_bytes: int
+    out_box: int
+    result_box_bytes: int
+    result_bytes: int
     slots: int
     warps: int
     products: int
@@ -119,6 +139,46 @@ def _step_rows(g: Geometry) -> set[int]:
     return {tap * g.dilation[1] % g.stride[1] for tap in range(g.kernel[1])}
 
 
+def _mirrored(p: ConvProblem) -> bool:
+    return not isinstance(p, ConvFpropProblem)
+
+
+def _weight_shape(p: ConvProblem) -> tuple[int, int]:
+    """Columns and rows of the weight as a matrix."""
+    q = forward(p)
+    sides = (q.in_channels, q.group_channels[1]) if _mirrored(p) else (q.out_channels, q.group_channels[0])
+    return sides[0], sides[1] * math.prod(geometry(q, 3).kernel)
+
+
+def _weight_boxes(p: ConvProblem, bundles: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Channels and rows of a box of a thread block's weights, and how many boxes there are along each."""
+    columns, rows = bundles * bundle(p)[0 if _mirrored(p) else 1], _weight_shape(p)[1]
+    width = min((block for block in BLOCKS if block >= columns), default=BLOCKS[-1])
+    boxes = -(-rows // _MAX_BOX)
+    height = _above(-(-rows // boxes), _SWIZZLE_BYTES // (2 * width))
+    return (width, height), (-(-columns // width), boxes)
+
+
+def _skipped(g: Geometry) -> int:
+    """Pixels of a line's first block that are before the output."""
+    base, offset, _ = output_blocks(g, 2)
+    return max(0, -(base * g.lhs_dilation[2] + offset))
+
+
+def _sums(g: Geometry) -> int:
+    """Sums of a block of columns that are under way: of each block of rows those that an earlier step has begun. ptxas
+    begins the others late where a warp has one strip and unit."""
+    (_, down, _), (_, up_h, up_w) = g.stride, g.lhs_dilation
+    ahead = [g.reach[1] - tap * g.dilation[1] for tap in range(g.kernel[1])]  # rows before a block's x comes first
+    rows = {(slot, row % up_h) for row in ahead for slot in range(row // (down * up_h) + 1)}
+    return len(rows) * len({tap * g.dilation[2] % up_w for tap in range(g.kernel[2])})
+
+
+def _out_boxes(size: int) -> list[int]:
+    """Elements of so many bytes in the rows that a box may have."""
+    return [row // size for row in _SWIZZLES if row // size <= 64]
+
+
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvProblem, config: Config) -> Tiling:
     q = forward(p)
@@ -128,9 +188,18 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     step_rows = 1 + max(_step_rows(g))
     x_width = (config.columns - 1) * g.stride[2] + g.reach[2] // up_w + 1
     slots = g.reach[1] // (g.stride[1] * up_h) + 1
-    sums = 8 * slots * up_h * up_w * config.units * config.strips
-    weights = 4 * taps * in_units * config.units if config.resident else 8
-    addresses = config.strips * (step_rows * g.kernel[2] + 4)
+    weight_box, weight_boxes = _weight_boxes(p, bundles)
+    weights_bytes = math.prod(weight_box) * math.prod(weight_boxes) * 2
+    out_channels, out_size = bundles * bundle_out, jnp.dtype(p.out_dtype).itemsize
+    out_box = max(box for box in _out_boxes(out_size) if out_channels % box == 0)
+    pixels = config.images * config.columns
+    in_strips = _above(pixels, STRIP * config.strips)  # with those that no pixel of the tile is in
+    result_rows = in_strips if up_h * up_w == 1 else up_h * up_w * _above(in_strips, config.columns)
+    result_box_bytes = _above(result_rows * out_box * out_size, _SWIZZLE_BYTES)
+    each = config.units * config.strips
+    sums = 8 * each * (slots * up_h * up_w if each > 1 else _sums(g))
+    weights = (2 if halves(p) else 4) * taps * in_units * config.units if config.resident else 8
+    addresses = config.strips * (step_rows * g.kernel[2] + (1 if out_size == 2 else 2))
     return Tiling(
         bundles,
         -(-q.in_channels // (bundles * bundle_in)),
@@ -142,18 +211,39 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         ),
         step_rows,
         x_width,
-        -(-config.images * step_rows * x_width * config.in_block * 2 // 1024) * 1024,
-        bundles * out_units * in_units * taps * WEIGHTS_BYTES,
+        _above(config.images * step_rows * x_width * config.in_block * 2, _SWIZZLE_BYTES),
+        weight_box,
+        weight_boxes,
+        weights_bytes if config.resident else bundles * out_units * in_units * taps * WEIGHTS_BYTES,
+        out_box,
+        result_box_bytes,
+        out_channels // out_box * result_box_bytes,
         slots,
-        bundles * out_units // config.units * -(-config.images * config.columns // (STRIP * config.strips)),
+        bundles * out_units // config.units * -(-pixels // (STRIP * config.strips)),
         2 * taps * in_units * config.units * config.strips,
-        -(-(sums + weights + addresses + 8 * config.strips + 36) // 8) * 8,
+        _above(sums + weights + addresses + 8 * config.strips + (18 if up_h * up_w == 1 else 26), 8),
     )
+
+
+_COPIED, _BOX, _LINES = 0, 1, 2  # macro STORED
+
+
+def _stored(p: ConvProblem, t: Tiling) -> int:
+    """How results are stored: by TMA, line by line where blocks may begin before the output, or copied by threads where
+    lines do not lie as TMA wants them."""
+    if math.prod(geometry(forward(p), 3).lhs_dilation) == 1:
+        return _BOX
+    return _LINES if t.out_box * jnp.dtype(p.out_dtype).itemsize == _LINE_BYTES else _COPIED
+
+
+def _results(p: ConvProblem, t: Tiling) -> int:
+    """Blocks of rows in shared memory."""
+    return _COPIED_RESULTS if _stored(p, t) == _COPIED else _TMA_RESULTS
 
 
 def shared_bytes(p: ConvProblem, config: Config) -> int:
     t = tiling(p, config)
-    return config.stages * t.stage_bytes + t.weights_bytes + _ALIGNMENT_BYTES
+    return config.stages * t.stage_bytes + _results(p, t) * t.result_bytes + t.weights_bytes + _ALIGNMENT_BYTES
 
 
 def _fits_registers(t: Tiling, together: int) -> bool:
@@ -188,8 +278,8 @@ class Costs(passes.BlockCosts):
     """The cost model's constants.
 
     Attributes:
-      mma_clocks: of an m16n8k16.
-      shared_clocks: of a warp's ldmatrix.
+      mma_clocks: of an m16n8k16; of one of half its k two thirds.
+      shared_clocks: of a warp's ldmatrix or stmatrix.
       issued: instructions of a clock.
       l2_bytes_per_clock: loaded and stored.
       step_clocks, chain_clocks: of a warp alone, for its barrier and first load, and for a product after another.
@@ -208,15 +298,16 @@ def _clocks(p: ConvProblem, config: Config, costs: Costs) -> dict[str, float]:
     g, t = geometry(forward(p), 3), tiling(p, config)
     planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
-    products = t.products * planes / g.kernel[0]
+    products = t.products * planes / g.kernel[0] * (2 / 3 if halves(p) else 1)
     loads = planes * len(_step_rows(g)) * g.kernel[2] * units * config.strips
     weights = 0 if config.resident else products / (2 * config.strips)
-    stores = config.strips * config.units * math.prod(g.lhs_dilation[1:]) * 2
-    out_bytes = t.warps * stores * 32 * 4 * jnp.dtype(p.out_dtype).itemsize
+    stores = config.strips * config.units * math.prod(g.lhs_dilation[1:])
+    out_bytes = t.warps * stores * UNIT * STRIP * jnp.dtype(p.out_dtype).itemsize
     conflicts = math.gcd(g.stride[2], 8)
     return {
         "mma": costs.mma_clocks * t.warps * products,
-        "shared": t.warps * costs.shared_clocks * (loads * conflicts + weights) + planes * t.stage_bytes / 128,
+        "shared": t.warps * costs.shared_clocks * (loads * conflicts + weights + stores)
+        + (planes * t.stage_bytes + out_bytes) / 128,
         "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / costs.issued,
         "l2": (planes * t.stage_bytes + out_bytes) / costs.l2_bytes_per_clock,
         # Of a warp: for its barrier, its first load, and products that wait for each other.
@@ -285,9 +376,11 @@ class GroupedConv(Passes[Config]):
 
     def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         t, q = tiling(problem, config), forward(problem)
+        g = geometry(q, 3)
         tile = f"images {config.images}, rows {config.rows}, columns {config.columns}"
         limits = (
             (t.x_width, "columns of the input", _MAX_BOX),
+            (config.columns * g.lhs_dilation[2], "columns of the output", _MAX_BOX),
             (config.images * math.prod(q.g_shape[1:]), "elements of a tile's images", INT32_MAX),
             (math.prod(t.tiles), "tiles", INT32_MAX),
             (t.warps, "consumer warps", _MAX_WARPS),
@@ -321,7 +414,9 @@ class GroupedConv(Passes[Config]):
         g = geometry(forward(problem), 3)
         (_, _, rows), (_, _, columns) = output_blocks(g, 1), output_blocks(g, 2)
         heights = sorted({-(-rows // parts) for parts in (1, 2, 4, 8) if rows >= 4 * parts or parts == 1})
-        widths = sorted({-(-columns // parts) for parts in range(-(-columns // 128), -(-columns // 14) + 1)})[-3:]
+        fewest = -(-columns * g.lhs_dilation[2] // _MAX_BOX)
+        parts = range(max(fewest, -(-columns // 128)), -(-columns // 14) + 1)
+        widths = sorted({-(-columns // count) for count in parts or (fewest,)})[-3:]
         pixels = itertools.product([i for i in (1, 2, 3, 4, 6, 8, 12, 16) if i <= g.batch], widths)
         for (images, width), strips in itertools.product(pixels, (1, 2, 4)):
             if images > 1 and images * width > 256:
@@ -374,29 +469,47 @@ class GroupedConv(Passes[Config]):
             "ELEMENT": OUT_CODES[p.dtype],
             "OUT": OUT_CODES[p.out_dtype],
             "CTAS_PER_SM": _blocks_per_sm(problem, config),
-            "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
+            "MIRRORED": int(_mirrored(problem)),
             **{"IN_CHANNELS": p.in_channels, "OUT_CHANNELS": p.out_channels},
             **{"GROUP_IN": group_in, "GROUP_OUT": group_out, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
             **passes.geometry_macros(g),
             **axis_macros(BASE=(base_h, base_w), OFFSET=(offset_h, offset_w), TILES=t.tiles[2:]),
             **{"BLOCKS_H": blocks_h, "BUNDLES": t.bundles},
             **{"STEP_ROWS": t.step_rows, "X_WIDTH": t.x_width, "STAGE_BYTES": t.stage_bytes},
+            **dict(zip(("WEIGHT_BOX", "WEIGHT_BOX_ROWS"), t.weight_box, strict=True)),
+            **dict(zip(("WEIGHT_COLUMN_BOXES", "WEIGHT_ROW_BOXES"), t.weight_boxes, strict=True)),
+            **{"OUT_BOX": t.out_box, "RESULT_BOX_BYTES": t.result_box_bytes, "RESULTS": _results(problem, t)},
+            **{"STORED": _stored(problem, t), "SKIPPED": _skipped(g)},
             **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
         p, t = forward(problem), tiling(problem, config)
         g = geometry(p, 3)
-        dims = (p.in_channels, *g.size[::-1], g.batch)
-        box = (config.in_block, t.x_width, t.step_rows, 1, config.images)
-        return (TiledMap(0, p.dtype, dims, tensor_map_strides(dims, 2), box, _SWIZZLES[config.in_block]),)
+        x, out = (p.in_channels, *g.size[::-1], g.batch), (p.out_channels, *g.out[::-1], g.batch)
+        _, up_h, up_w = g.lhs_dilation
+        by_line = _stored(problem, t) == _LINES
+        rows, images = (1, 1) if by_line else (up_h, config.images)
+        width = config.columns * up_w
+        return (
+            _map(0, p.dtype, x, (config.in_block, t.x_width, t.step_rows, 1, config.images)),
+            _map(1, p.dtype, _weight_shape(problem), t.weight_box),
+            _map(2, p.out_dtype, out, (t.out_box, width, rows, 1, images)),
+            _map(2, p.out_dtype, out, (t.out_box, width - _skipped(g) if by_line else width, rows, 1, images)),
+        )
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t, batch = tiling(problem, config), problem.batch
         args = Args(batch, math.prod(t.tiles)).param()
         grid, block = (t.blocks, config.workers, 1), (32 * (t.warps + 1), 1, 1)
-        params = (MapParam(0), Pointer(0), Pointer(1), args, Pointer(2))
+        params = (MapParam(0), MapParam(1), MapParam(2), MapParam(3), Pointer(0), Pointer(1), args, Pointer(2))
         return (Launch("grouped", grid, block, params, shared_bytes(problem, config)),)
+
+
+def _map(buffer: int, dtype: str, dims: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
+    """Of a packed array, under the swizzle of the box's rows."""
+    size = jnp.dtype(dtype).itemsize
+    return TiledMap(buffer, dtype, dims, tensor_map_strides(dims, size), box, _SWIZZLES[box[0] * size])
 
 
 FPROP, DGRAD = of_both_passes(GroupedConv, "grouped", Config, Costs)

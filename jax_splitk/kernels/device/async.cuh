@@ -186,6 +186,11 @@ enum Eviction : uint64_t {
 };
 
 // What this thread has stored in shared memory is visible to TMA and WGMMA.
+// Between loads from shared memory and an arrival that lets TMA overwrite what they read, where instructions
+// have waited for what they loaded: at the end of a loop, in which the products are. Elsewhere it takes a
+// fence, for an arrival does not wait for loads. No instruction; the emulator asks for one of the two.
+__device__ inline void loads_done() {}
+
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;"); }
 
 // Whole 16 bytes, which `barrier` counts.
@@ -247,9 +252,18 @@ __device__ inline void store_tile(const void* map, const void* from, int x, int 
                : "memory");
 }
 
-// Until all that this thread has stored so has been read from shared memory.
+__device__ inline void store_tile(const void* map, const void* from, int x, int y, int z, int u, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+      : "memory");
+}
+
+// The thread's stores since the last call become a group. Until all of its groups but the last PENDING have
+// been read from shared memory.
+template <int PENDING = 0>
 __device__ inline void wait_stores_read() {
-  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Loads pixels under a filter's tap: channel, coordinates of the first window's origin, image, then the tap.

@@ -41,9 +41,18 @@ struct Pipeline {
     return &full[at.stage];
   }
 
-  // For a consumer.
+  // For a consumer. `release` is for what WGMMA has read, and has been waited for.
   __device__ void wait_full(const Position& at) { Barrier::wait(&full[at.stage], at.phase); }
   __device__ void release(int stage) { Barrier::arrive(&empty[stage]); }
+
+  // For all lanes of a warp, which have read the stage by loads of their own (ldmatrix, ld.shared). Those may
+  // be under way still when a later instruction arrives at the barrier, and TMA would overwrite what they are
+  // to read.
+  __device__ void release_read(int stage) {
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) release(stage);
+  }
 };
 
 // A warp's number, uniform to the compiler, which otherwise wraps every TMA instruction in a loop over the

@@ -162,6 +162,25 @@ __device__ inline void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4
 }
 #undef MMA_M16N8K16
 
+// The same of 16x8 and 8x8 elements.
+template <class Element>
+__device__ inline void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b);
+
+#define MMA_M16N8K8(type)                                        \
+  asm("mma.sync.aligned.m16n8k8.row.col.f32." type "." type      \
+      ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
+      : "r"(a0), "r"(a1), "r"(b))
+template <>
+__device__ inline void mma_m16n8k8<__nv_bfloat16>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  MMA_M16N8K8("bf16");
+}
+template <>
+__device__ inline void mma_m16n8k8<__half>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  MMA_M16N8K8("f16");
+}
+#undef MMA_M16N8K8
+
 // ---- global memory ---------------------------------------------------------------------------------------
 
 // Predicates, not branches, for which the compiler computes all of an address anew, or makes load, use and

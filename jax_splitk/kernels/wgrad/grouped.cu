@@ -259,6 +259,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
       add_strip(strip_cursor(lane_at, stages + at.stage * STAGE_BYTES, zeros, strip, columns, lane), rows,
                 acc);
     }
+    loads_done();
     __syncwarp();
     if (lane == 0) pipeline.release(at.stage);
   }
