@@ -2,7 +2,8 @@
 
 A cubin is an ELF64 file. Of NVIDIA's part only this is used: `.text.<kernel>` holds 16-byte instructions whose low
 twelve bits are the opcode and whose second word is the immediate, and `.nv.shared.<kernel>` is as large as the kernel's
-static shared memory with the KiB that Hopper reserves in each thread block.
+static shared memory with the KiB that Hopper reserves in each thread block. A load may name a scoreboard, for which
+later instructions wait (`_SCOREBOARD`, `_WAITS`).
 """
 
 import collections
@@ -15,12 +16,15 @@ HGMMA_REGISTERS = 0xDF0  # the same with A in registers
 QGMMA, QGMMA_REGISTERS = 0x9F3, 0xDF3  # both of e4m3
 HMMA = 0x23C  # a warp's matrix product
 PRODUCTS = {HGMMA, HGMMA_REGISTERS, QGMMA, QGMMA_REGISTERS, HMMA}
-STMATRIX = 0x844
+LDMATRIX, STMATRIX = 0x83B, 0x844
+ARRIVE = 0x9A7  # at a barrier in shared memory
+MEMBAR = 0x992
 GENERIC_LOAD, GENERIC_STORE = 0x980, 0x985
 GLOBAL_STORE = 0x986
 UBLKCP = 0x3BA  # a bulk copy into shared memory
 USETMAXREG = 0x9C8  # a warpgroup takes or gives registers; the immediate is how many a thread has from then on
 _SHT_NOBITS = 8
+_SCOREBOARD, _WAITS = 46, 52  # bits of the second half: the number of one, 7 for none, and a bit for each of six
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)  # of an access to memory, by its three bits
 
 
@@ -44,6 +48,24 @@ class Kernel:
         """The immediate of each instruction with that opcode, in order."""
         words = [struct.unpack_from("<HHI", i) for i in self.instructions]
         return [immediate for low, _, immediate in words if low & 0xFFF == opcode]
+
+    def loads_at_arrivals(self) -> list[int]:
+        """Of each arrival, how many ldmatrix before it may be under way: nothing has waited for them since.
+        Loads come back in order, and one without a scoreboard is waited for with the next."""
+        found, under_way, without = [], [0] * 6, 0
+        for low, high in (struct.unpack_from("<QQ", i) for i in self.instructions):
+            opcode, board = low & 0xFFF, high >> _SCOREBOARD & 7
+            under_way = [0 if high >> (_WAITS + i) & 1 else count for i, count in enumerate(under_way)]
+            if opcode == MEMBAR:
+                under_way, without = [0] * 6, 0
+            elif opcode == ARRIVE:
+                found.append(sum(under_way) + without)
+            elif opcode == LDMATRIX:
+                without += 1
+                if board < 6:
+                    under_way[board] += without
+                    without = 0
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,14 @@ def _gather(m: Main) -> None:
 def _grouped(m: Main) -> None:
     assert m.count(cubin.HMMA) > 0
     assert not m.shared_out
+    _releases_what_was_read(m)
+
+
+def _releases_what_was_read(m: Main) -> None:
+    """TMA may overwrite a stage from then on."""
+    arrivals = m.kernel.loads_at_arrivals()
+    assert len(arrivals) >= 2, "a producer's and a consumer's"
+    assert not any(arrivals), arrivals
 
 
 def _grouped_pass(m: Main) -> None:
@@ -131,6 +139,7 @@ def _grouped_pass(m: Main) -> None:
 
     assert (m.count(cubin.HMMA) > 0) == all(map(meets, "DHW"))
     assert not m.shared_out
+    _releases_what_was_read(m)
 
 
 def _depthwise(m: Main) -> None:
