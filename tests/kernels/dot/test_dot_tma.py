@@ -204,6 +204,8 @@ def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
     assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
     long = dataclasses.replace(few, m=96, n=384, k=401408)
     assert "it takes 90 us at the GPU's rates" in str(FAMILY.measurement_refusal(long))
+    # Not where tiles are as many as multiprocessors.
+    assert FAMILY.measurement_refusal(dataclasses.replace(LONG, m=1024, n=2048, k=50304)) is None
     assert "its reduction of 320 is short" in str(FAMILY.measurement_refusal(SLIGHT))
     assert FAMILY.measurement_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
     # What no GPU has shown.
