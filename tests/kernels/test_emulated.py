@@ -59,6 +59,7 @@ def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(("text", "error"), [
     (COPY + "pipeline.wait_full({0, 1}); pipeline.wait_full({0, 0}); pipeline.wait_full({0, 1});",
      r"deadlock:\n  thread 0 of block \(0, 0, 0\) waits at mbarrier"),
+    (USE + "__syncthreads();" + COPY + "pipeline.wait_full({});", "has read without a fence since"),
     (COPY + "if (threadIdx.x < 33) __syncthreads();", "a copy that nobody waited for"),
     ("if (threadIdx.x < 2) { pipeline.expect({}, 4); pipeline.expect({}, 4); }", "an arrival too many at a barrier"),
     ("out[threadIdx.x + 1] = 0;", "a write outside of buffer 1"),
@@ -73,8 +74,14 @@ def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.P
 
 
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
-    out = run(tmp_path, COPY + USE + "pipeline.wait_full({});")
+    out = run(tmp_path, COPY + "__syncthreads();" + USE + "pipeline.wait_full({});")
     assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("between", ["fence_async_shared();", "loads_done();"])
+def test_a_fence_keeps_a_copy_behind_what_was_read(between: str, tmp_path: pathlib.Path) -> None:
+    text = USE + between + "__syncthreads();" + COPY + "pipeline.wait_full({});" + USE
+    np.testing.assert_array_equal(run(tmp_path, text), np.arange(64))
 
 
 COSTS = {
