@@ -81,8 +81,9 @@ class SharedProfile:
             # Reading it takes Python's time, and nothing of the device's.
             events = profile.module_times(data)
         except BaseException as error:
-            for work in works[1:] or self._all()[1:]:
-                work.events.set_exception(error if works and isinstance(error, Exception) else _Left())
+            told = error if works and isinstance(error, Exception) else _Left()
+            for work in (works or self._all())[1:]:  # the first is the caller's own
+                work.events.set_exception(told)
             raise
         for work in works[1:]:
             work.events.set_result(events)

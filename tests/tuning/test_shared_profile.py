@@ -21,7 +21,7 @@ class Device:
         self.profiles: list[list[Event]] = []
         self.ran: list[Event] = []
         self.lock = threading.Lock()
-        self.error: Exception | None = None
+        self.fails: Callable[[Callable[[], object]], None] | None = None
         monkeypatch.setattr(profile, "recorded", self.recorded)
         monkeypatch.setattr(profile, "module_times", list)
 
@@ -32,8 +32,8 @@ class Device:
 
     def recorded(self, work: Callable[[], object]) -> list[Event]:
         assert self.lock.locked()
-        if self.error is not None:
-            raise self.error
+        if self.fails is not None:
+            self.fails(work)
         self.ran = []
         work()
         self.profiles.append(self.ran)
@@ -109,12 +109,31 @@ def test_what_one_raises_is_its_own(failing: int, device: Device, pool: ThreadPo
 
 def test_where_no_profile_can_be_taken_all_are_told(device: Device, pool: ThreadPoolExecutor) -> None:
     shared = SharedProfile()
-    device.error = RuntimeError("a profile is being taken already")
+
+    def taken_already(_: Callable[[], object]) -> None:
+        raise RuntimeError("a profile is being taken already")
+
+    device.fails = taken_already
     with device.held():
         futures = asked(pool, shared, *((device.runs(name), device.held, nothing) for name in "abc"))
     for future in futures:
         with pytest.raises(RuntimeError, match="already"):
             future.result(60)
+
+
+def test_who_asks_while_a_profile_fails_has_the_next(device: Device, pool: ThreadPoolExecutor) -> None:
+    shared = SharedProfile()
+    others: list[Future[list[Event]]] = []
+
+    def failing(_: Callable[[], object]) -> None:
+        device.fails = None
+        others.extend(asked(pool, shared, *((device.runs(name), device.held, nothing) for name in "bc")))
+        raise RuntimeError("failed")
+
+    device.fails = failing
+    with pytest.raises(RuntimeError, match="failed"):
+        shared.events(device.runs("a"), device.held, nothing)
+    assert [other.result(60) for other in others] == [[("b", 0.0, 1.0), ("c", 0.0, 1.0)]] * 2
 
 
 def test_another_takes_the_profile_where_the_first_goes_away(device: Device, pool: ThreadPoolExecutor) -> None:

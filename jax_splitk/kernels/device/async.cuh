@@ -185,13 +185,14 @@ enum Eviction : uint64_t {
   EVICT_LAST = 0x14f0000000000000,
 };
 
-// What this thread has stored in shared memory is visible to TMA and WGMMA.
-// Between loads from shared memory and an arrival that lets TMA overwrite what they read, where instructions
-// have waited for what they loaded: at the end of a loop, in which the products are. Elsewhere it takes a
-// fence, for an arrival does not wait for loads. No instruction; the emulator asks for one of the two.
-__device__ inline void loads_done() {}
-
+// What this thread has stored in shared memory is visible to TMA and WGMMA, and what it has loaded from there
+// has come.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;"); }
+
+// Says that all loads from shared memory have come, because products that wait for them are in a loop that
+// has ended. An arrival that lets TMA overwrite what was read follows: it does not wait for loads, and
+// elsewhere takes a fence before it. No instruction; the emulator asks for one of the two.
+__device__ inline void loads_done() {}
 
 // Whole 16 bytes, which `barrier` counts.
 __device__ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t hint) {

@@ -41,7 +41,7 @@ struct Pipeline {
     return &full[at.stage];
   }
 
-  // For a consumer. `release` is for what WGMMA has read, and has been waited for.
+  // For a consumer. `release` is for a stage that WGMMA has read and been waited for, or after `loads_done`.
   __device__ void wait_full(const Position& at) { Barrier::wait(&full[at.stage], at.phase); }
   __device__ void release(int stage) { Barrier::arrive(&empty[stage]); }
 

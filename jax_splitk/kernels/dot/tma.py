@@ -31,8 +31,8 @@ _FEW_TILES = 64
 # With so many there is nothing to split: of 18 such products none of ours was faster (0.48 to 1.00 times XLA's speed).
 _MANY_TILES = 132
 # Nor is there much to win where the machine's rates allow no less: of eleven such products none of ours was more than
-# 1% faster (0.95 to 1.01 times XLA's speed). But where tiles are as many as multiprocessors a kernel without splits has
-# all of these: 1024x2048x50304 294.5 us, XLA's two kernels 299.6.
+# 1% faster (0.95 to 1.01 times XLA's speed). But where there is about one tile for each multiprocessor, none is idle
+# without splits: 1024x2048x50304 294.5 us, XLA's two kernels 299.6.
 _LONG_SECONDS = 36e-6
 _WHOLE_WAVE = range(126, _MANY_TILES + 1)
 # Nor by small products with a short reduction: of six with 16 rows ours took 0.3 to 1 us longer, of one 0.6 less.
