@@ -14,7 +14,6 @@ from jax import numpy as jnp
 from benchmarks.quantized_cases import Case
 from benchmarks.report import distance
 from jax_splitk.ops.quantized_matmul import quantized_matmul
-from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
 from jax_splitk.quantized.formats import FORMATS, NF4
 
@@ -71,7 +70,11 @@ def packed(case: Case, words: jax.Array, scale: jax.Array) -> PackedWeight:
 def _packed_weight(case: Case, key: jax.Array) -> Arrays:
     # Drawn as packed: quantizing and packing a float weight would take longer than all measurements.
     one_row = dataclasses.replace(case, rows=1).problem()
-    return OPERATIONS[one_row.op].random_operands(one_row, key)[1:]
+    words, scale = (jax.ShapeDtypeStruct(*array) for array in one_row.operand_types[1:])
+    bits = jax.random.bits(key, words.shape, words.dtype)
+    if case.qtype == "float8_e4m3fn":
+        bits &= 0xF7F7F7F7  # no NaN
+    return bits, jax.random.uniform(key, scale.shape, jnp.float32, 0.5, 1).astype(scale.dtype)
 
 
 def _ours(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array) -> jax.Array:

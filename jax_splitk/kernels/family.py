@@ -3,15 +3,13 @@
 import abc
 import copy
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
-
-from jax import numpy as jnp
 
 from jax_splitk.kernels import cost_model, xla
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_refusal
@@ -218,9 +216,8 @@ class Translated(Family[_Problem, _Config]):
 
 def conv_buffers(problem: ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:
     """Of a pass of a convolution: the operands, the result, the workspace."""
-    item, out_item = jnp.dtype(problem.dtype).itemsize, jnp.dtype(problem.out_dtype).itemsize
-    sizes = [math.prod(shape) * item for shape in problem.operand_shapes]
-    return tuple(Buffer(size, 16) for size in (*sizes, math.prod(problem.out_shape) * out_item, workspace_bytes))
+    sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
+    return tuple(Buffer(size, 16) for size in (*sizes, workspace_bytes))
 
 
 def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:

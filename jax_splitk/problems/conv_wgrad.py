@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jax_splitk.problems.problem import MOST, nbytes, require_fields
+from jax_splitk.problems.problem import MOST, ArrayTypes, nbytes, require_fields
 from jax_splitk.runtime.arguments import quoted, require
 
 Pairs = tuple[tuple[int, int], ...]
@@ -113,6 +113,10 @@ class ConvProblem:
         return tuple(getattr(self, f"{name}_shape") for name in self.operands)
 
     @property
+    def operand_types(self) -> ArrayTypes:
+        return tuple((shape, self.dtype) for shape in self.operand_shapes)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return getattr(self, f"{self.result}_shape")
 
@@ -138,8 +142,7 @@ class ConvProblem:
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        inputs = sum(nbytes(shape, self.dtype) for shape in self.operand_shapes)
-        return inputs + nbytes(self.out_shape, self.out_dtype)
+        return sum(nbytes(*array) for array in (*self.operand_types, (self.out_shape, self.out_dtype)))
 
     def __str__(self) -> str:
         sizes = {"lhs": self.lhs_shape, "g": self.g_shape, "kernel": self.kernel_spatial, "stride": self.window_strides}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from jax_splitk.problems.conv_wgrad import DTYPES, PRECISIONS
-from jax_splitk.problems.problem import nbytes, require_fields
+from jax_splitk.problems.problem import ArrayTypes, nbytes, require_fields
 
 # The orders of an operand's dimensions in memory that kernels read without a transpose: all but those whose last
 # dimension is the batch.
@@ -100,10 +100,14 @@ class DotProblem:
         return dataclasses.replace(self, out_dtype=self.epilogue_dtype, **none)
 
     @property
-    def epilogue_operands(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+    def epilogue_operands(self) -> ArrayTypes:
         """(shape, dtype) of the bias and the residual, as far as there are any: operands after lhs and rhs."""
         bias = () if self.bias == "none" else (((self.m if self.bias == "m" else self.n,), self.bias_dtype),)
         return bias if self.residual_dtype == "none" else (*bias, (self.out_shape, self.residual_dtype))
+
+    @property
+    def operand_types(self) -> ArrayTypes:
+        return (self.lhs_shape, self.dtype), (self.rhs_shape, self.dtype), *self.epilogue_operands
 
     @property
     def lhs_shape(self) -> tuple[int, ...]:
@@ -137,8 +141,7 @@ class DotProblem:
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        operands = ((self.lhs_shape, self.dtype), (self.rhs_shape, self.dtype), *self.epilogue_operands)
-        return sum(nbytes(*array) for array in (*operands, (self.out_shape, self.out_dtype)))
+        return sum(nbytes(*array) for array in (*self.operand_types, (self.out_shape, self.out_dtype)))
 
     def __str__(self) -> str:
         batch = f"{self.batch}x " if self.batch != 1 else ""

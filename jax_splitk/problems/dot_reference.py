@@ -5,7 +5,6 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
-from jax_splitk.problems.random_operands import normals
 
 
 def wide_dtype(dtype: str, out_dtype: str) -> str:
@@ -38,9 +37,3 @@ def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.
     precision = lax.Precision[problem.precision.upper()]
     out = lax.dot_general(lhs, rhs, dimensions, precision=precision, preferred_element_type=wide)
     return out.astype(problem.out_dtype)
-
-
-def random_operands(problem: DotProblem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """(lhs, rhs, those of the epilogue), normally distributed."""
-    wanted = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
-    return normals(wanted, key)

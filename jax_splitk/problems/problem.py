@@ -11,6 +11,8 @@ from jax_splitk.runtime.arguments import quoted, require
 
 MOST = 2**40  # sizes are below it
 
+ArrayTypes = Sequence[tuple[tuple[int, ...], str]]  # (shape, dtype) of each
+
 
 class Problem(Protocol):
     """What an operation computes: a frozen, hashable dataclass of integers, strings and tuples of them."""
@@ -20,6 +22,11 @@ class Problem(Protocol):
     @property
     def op(self) -> str:
         """The operation's name, a key of `OPERATIONS` and of `kernels.catalogue.FAMILIES`."""
+        ...
+
+    @property
+    def operand_types(self) -> ArrayTypes:
+        """In the order of the custom call's buffers."""
         ...
 
     @property

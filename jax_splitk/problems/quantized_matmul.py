@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_splitk.problems.problem import nbytes, require_fields
+from jax_splitk.problems.problem import ArrayTypes, nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
@@ -130,6 +130,12 @@ class QuantizedMatmulProblem:
     def groups(self) -> int:
         """Groups in the packed scales: those of the padded k, or one per channel."""
         return packed_groups(self.k, self.group_size)
+
+    @property
+    def operand_types(self) -> ArrayTypes:
+        zeros = () if self.zero_dtype == "none" else ((self.scale_shape, self.zero_dtype),)
+        weight = (self.words_shape, "uint32"), (self.scale_shape, self.scale_dtype), *zeros
+        return (self.x_shape, self.x_dtype), *weight
 
     @property
     def x_shape(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 are checked against."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.random_operands import Stretches
 from jax_splitk.quantized.array import differences, scaled
 from jax_splitk.quantized.formats import FORMATS, from_codes
 from jax_splitk.quantized.packing import pack_groups, unpack_codes, unpack_groups
@@ -87,6 +89,26 @@ def group_order(layout: Layout, x: jax.Array, like: jax.Array) -> jax.Array:
     """[groups, features] in the layout's order and the dtype of the leaf `like`."""
     ordered = x if layout.version is None else pack_groups(x, layout.shape[0], layout.group_size)
     return ordered.astype(like.dtype)
+
+
+def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[jax.Array, ...]:
+    """(x, words, scale[, zero_point]): every code of the format but NaN, and scales that make results of about 1."""
+    stretches, fmt = Stretches(seed), FORMATS[problem.qtype]
+    x, words = stretches.normals(problem.x_shape, problem.x_dtype), stretches.words(problem.words_shape)
+    if problem.qtype == "float8_e4m3fn":
+        octets = words.view(np.uint8)
+        octets[octets & 0x7F == 0x7F] = 0
+    groups = (problem.k // problem.group_size, problem.features)
+
+    def packed(values: np.ndarray, dtype: str) -> np.ndarray:
+        return pack_groups(values.astype(jnp.dtype(dtype)), problem.k, problem.group_size)
+
+    size = np.exp(0.25 * stretches.normals(groups, "float32")) / (fmt.high / 2 * math.sqrt(problem.k))
+    operands = x, words, packed(size, problem.scale_dtype)
+    if problem.zero_dtype == "none":
+        return jax.device_put(operands)
+    codes = stretches.words(groups).astype(np.int64) % (int(fmt.high) + 1 - int(fmt.low))
+    return jax.device_put((*operands, packed(codes + int(fmt.low), problem.zero_dtype)))
 
 
 def _group_count(layout: Layout) -> int:

@@ -1,46 +1,58 @@
-"""Random operands, without compiling a generator for each problem."""
+"""Random operands without a generator that XLA compiles: stretches of numbers that the host draws once.
+
+XLA takes half a second on an H200 to compile a generator for a shape, and holds up what is measured meanwhile.
+"""
 
 import functools
 import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
-# Elements that are drawn together: powers of two up to this, and its multiples.
-_MOST = 2**26
+from jax_splitk.problems.problem import ArrayTypes
 
-Wanted = Sequence[tuple[tuple[int, ...], str]]
-
-
-def normals(wanted: Wanted, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Normally distributed arrays of these shapes and dtypes.
-
-    XLA takes half a second on an H200 to compile a generator, and less than a tenth of that to cut what it gave.
-    """
-    dtypes = dict.fromkeys(dtype for _, dtype in wanted)
-    drawn = {dtype: _drawn(key, _rounded(_total(wanted, dtype)), dtype) for dtype in dtypes}
-    return _cut(drawn, tuple(wanted))
+_COUNT = 2**22 - 3  # a prime: the rows of an operand lie at other places of the numbers each
+_STEP = 2654435761  # from one seed's place to the next one's, far from both
 
 
-def _total(wanted: Wanted, dtype: str) -> int:
-    return sum(math.prod(shape) for shape, of in wanted if of == dtype)
+class Stretches:
+    """One stretch after the other, around and around, from a place that belongs to the seed."""
+
+    def __init__(self, seed: int):
+        self._begin = seed * _STEP % _COUNT
+
+    def normals(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Normally distributed."""
+        return self._next(_normals(dtype), shape)
+
+    def words(self, shape: Sequence[int]) -> np.ndarray:
+        """All of uint32."""
+        return self._next(_words(), shape)
+
+    def _next(self, numbers: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        found = np.empty(math.prod(shape), numbers.dtype)
+        filled = 0
+        while filled < found.size:
+            count = min(found.size - filled, _COUNT - self._begin)
+            found[filled : filled + count] = numbers[self._begin : self._begin + count]
+            filled += count
+            self._begin = (self._begin + count) % _COUNT
+        return found.reshape(shape)
 
 
-def _rounded(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length() if count <= _MOST else -(-count // _MOST) * _MOST
+def normals(types: ArrayTypes, seed: int) -> tuple[jax.Array, ...]:
+    """Normally distributed arrays of these shapes and dtypes; other ones for another seed."""
+    stretches = Stretches(seed)
+    return jax.device_put(tuple(stretches.normals(*array) for array in types))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _drawn(key: jax.Array, count: int, dtype: str) -> jax.Array:
-    return jax.random.normal(key, (count,), jnp.dtype(dtype))
+@functools.cache
+def _normals(dtype: str) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(_COUNT, np.float32).astype(jnp.dtype(dtype))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _cut(drawn: dict[str, jax.Array], wanted: Wanted) -> tuple[jax.Array, ...]:
-    begin, found = dict.fromkeys(drawn, 0), []
-    for shape, dtype in wanted:
-        end = begin[dtype] + math.prod(shape)
-        found.append(drawn[dtype][begin[dtype] : end].reshape(shape))
-        begin[dtype] = end
-    return tuple(found)
+@functools.cache
+def _words() -> np.ndarray:
+    return np.random.default_rng(1).integers(2**32, size=_COUNT, dtype=np.uint32)

@@ -298,11 +298,13 @@ def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.A
     return codes.reshape(kt * TILE, mt * TILE)[:k, :features]
 
 
-def pack_groups(x: jax.Array, k: int, group_size: int) -> jax.Array:
-    """Scales or zero points [groups, features] to [tiles of features, padded groups, 64]; its inverse's adjoint."""
+def pack_groups(x: Any, k: int, group_size: int) -> Any:
+    """Scales or zero points [groups, features] to [tiles of features, padded groups, 64]; its inverse's adjoint.
+    Of JAX's arrays or NumPy's."""
     groups, features = x.shape
     mt, padded = tiles(features), packed_groups(k, group_size)
-    x = jnp.pad(x, ((0, padded - groups), (0, mt * TILE - features)))
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+    x = pad(x, ((0, padded - groups), (0, mt * TILE - features)))
     return x.reshape(padded, mt, *_SPLIT_FEATURES).transpose(1, 0, 2, 4, 3).reshape(mt, padded, TILE)
 
 

@@ -125,10 +125,7 @@ class Bench:
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
         self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
-        draw = functools.partial(self.operation.random_operands, problem)
-        with self._device():
-            keys = jax.random.split(jax.random.key(0, impl="rbg"), self.sets)
-            self._inputs = jax.block_until_ready([draw(key) for key in keys])
+        self._inputs = jax.block_until_ready([self.operation.random_operands(problem, i) for i in range(self.sets)])
         # XLA takes seconds for it, as for its contestant: it compiles beside that.
         beside = concurrent.futures.ThreadPoolExecutor(1)
         self._compiled_reference = beside.submit(self._compile_reference)

@@ -23,6 +23,7 @@ from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES
 from jax_splitk.kernels.dot import refusals
 from jax_splitk.problems.dot_general import E4M3, DotProblem
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime import plan
 
 # Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
@@ -205,9 +206,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
 
     def buffers(self, problem: DotProblem, config: Config) -> tuple[plan.Buffer, ...]:
         """lhs, rhs, those of the epilogue, out, workspace."""
-        operands = ((problem.lhs_shape, problem.dtype), (problem.rhs_shape, problem.dtype), *problem.epilogue_operands)
-        shapes = (*operands, (problem.out_shape, problem.out_dtype))
-        sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes]
+        sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
         return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:

@@ -1,10 +1,9 @@
 """Packed weights as the kernels take them: the host's side of `quantized/dequantize.cuh` and `quantized/scales.cuh`."""
 
-import math
-
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 
@@ -43,9 +42,5 @@ def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:
 
 def buffers(problem: QuantizedMatmulProblem) -> list[plan.Buffer]:
     """x, words, scale, zero point if there is one, result."""
-    shapes = [(problem.x_shape, problem.x_dtype), (problem.words_shape, "uint32")]
-    shapes += [(problem.scale_shape, problem.scale_dtype)]
-    if has_zero(problem):
-        shapes += [(problem.scale_shape, problem.zero_dtype)]
-    shapes += [(problem.out_shape, problem.out_dtype)]
-    return [plan.Buffer(math.prod(shape) * jnp.dtype(dtype).itemsize, 16) for shape, dtype in shapes]
+    arrays = (*problem.operand_types, (problem.out_shape, problem.out_dtype))
+    return [plan.Buffer(nbytes(*array), 16) for array in arrays]

@@ -4,15 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.dot import as_wgrad, refusals, tma
 from jax_splitk.kernels.dot.tma import FAMILY, Config
-from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime.plan import Pointer, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import dots, emulator, tf32
@@ -172,13 +171,12 @@ def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, An
     assert problem.epilogue
     for config in (Config(64, 64, 6), Config(64, 64, 6, 4, "cluster"), Config(64, 64, 6, 4, "workspace")):
         plan = FAMILY.plan(problem, config)
-        operands = jax.eval_shape(lambda problem=problem: dot_reference.random_operands(problem, jax.random.key(0)))
         *given, out, workspace = (buffer.bytes for buffer in plan.buffers)
-        assert given == [x.size * x.dtype.itemsize for x in operands]
+        assert given == [nbytes(*array) for array in problem.operand_types]
         assert (out, workspace) == (4 * 2 * 128 * 256, FAMILY.workspace_bytes(problem, config))
         first, last = plan.launches[0], plan.launches[-1]
         pointers = [[p.buffer for p in launch.params if isinstance(p, Pointer)] for launch in (first, last)]
-        count = len(operands)
+        count = len(problem.operand_types)
         bias, residual = 2 if "bias" in after else 0, count - 1 if "residual_dtype" in after else 0
         assert pointers[1][-3 if first is last else 1 :] == [count, bias, residual]
         assert first is last or pointers[0] == [count + 1]

@@ -20,6 +20,7 @@ from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
+from jax_splitk.problems.random_operands import normals
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
 from tests import dots, few_kernels, poison
@@ -116,7 +117,7 @@ def random_runs() -> list[tuple[Family, DotProblem, Any]]:
 def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str | None:
     """The errors, unless ours is at most twice XLA's, which may cut k into other splits: the tensor cores truncate each
     sum of 16 products, by half a unit in the mean."""
-    operands = dot_reference.random_operands(problem, jax.random.key(SEED % 2**31 + number))
+    operands = normals(problem.operand_types, SEED + number)
     plan = family.plan(problem, config)
     assert isinstance(plan, DevicePlan)
     out = poison.run(plan, problem, *operands)
@@ -160,7 +161,7 @@ def test_the_same_bits_in_a_hundred_runs(reduction: str, splits: int) -> None:
     problem = DotProblem(1, 256, 192, 8192, "bkm", "bkn", "bfloat16", "float32")
     call = FAMILY.plan(problem, Config(64, 64, 8, splits, reduction)).custom_call()
     run = jax.jit(lambda x, y: execute.call(call, problem, x, y))
-    operands = dot_reference.random_operands(problem, jax.random.key(SEED % 2**31))
+    operands = normals(problem.operand_types, SEED)
     first = np.asarray(run(*operands))
     assert all(np.array_equal(first, np.asarray(run(*operands))) for _ in range(100))
 
