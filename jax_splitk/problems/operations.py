@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_splitk.problems import conv_reference, dot_reference, quantized_reference
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
@@ -21,7 +22,8 @@ class Operation:
 
     Attributes:
       problem: the type of its problems.
-      random_operands: of (problem, seed), the operands of one call in the order of the custom call's buffers.
+      random_operands: of (problem, seed), the operands of one call in the order of the custom call's buffers, on
+        the host.
       reference: of (problem, *operands), the result in plain lax. It is what XLA competes with, and for the problem
         with out_dtype="float32" what results are checked against.
       representatives: of a problem, those whose decision may hold for it, too.
@@ -29,7 +31,7 @@ class Operation:
     """
 
     problem: type[Any]
-    random_operands: Callable[[Any, int], tuple[jax.Array, ...]]
+    random_operands: Callable[[Any, int], tuple[np.ndarray, ...]]
     reference: Callable[..., jax.Array]
     representatives: Callable[[Any], Iterable[Any]] = lambda problem: ()
     represented: Callable[[Any], Iterable[Any]] = lambda problem: ()
@@ -39,7 +41,7 @@ def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]
     return Operation(problem, _normal_operands, lambda problem, x, y: reference(x, y, problem))
 
 
-def _normal_operands(problem: Problem, seed: int) -> tuple[jax.Array, ...]:
+def _normal_operands(problem: Problem, seed: int) -> tuple[np.ndarray, ...]:
     """Normally distributed."""
     return normals(problem.operand_types, seed)
 

@@ -91,7 +91,7 @@ def group_order(layout: Layout, x: jax.Array, like: jax.Array) -> jax.Array:
     return ordered.astype(like.dtype)
 
 
-def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[jax.Array, ...]:
+def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndarray, ...]:
     """(x, words, scale[, zero_point]): every code of the format but NaN, and scales that make results of about 1."""
     stretches, fmt = Stretches(seed), FORMATS[problem.qtype]
     x, words = stretches.normals(problem.x_shape, problem.x_dtype), stretches.words(problem.words_shape)
@@ -106,9 +106,9 @@ def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[jax.Arr
     size = np.exp(0.25 * stretches.normals(groups, "float32")) / (fmt.high / 2 * math.sqrt(problem.k))
     operands = x, words, packed(size, problem.scale_dtype)
     if problem.zero_dtype == "none":
-        return jax.device_put(operands)
+        return operands
     codes = stretches.words(groups).astype(np.int64) % (int(fmt.high) + 1 - int(fmt.low))
-    return jax.device_put((*operands, packed(codes + int(fmt.low), problem.zero_dtype)))
+    return *operands, packed(codes + int(fmt.low), problem.zero_dtype)
 
 
 def _group_count(layout: Layout) -> int:

@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax import numpy as jnp
 
@@ -42,10 +41,10 @@ class Stretches:
         return found.reshape(shape)
 
 
-def normals(types: ArrayTypes, seed: int) -> tuple[jax.Array, ...]:
+def normals(types: ArrayTypes, seed: int) -> tuple[np.ndarray, ...]:
     """Normally distributed arrays of these shapes and dtypes; other ones for another seed."""
     stretches = Stretches(seed)
-    return jax.device_put(tuple(stretches.normals(*array) for array in types))
+    return tuple(stretches.normals(*array) for array in types)
 
 
 @functools.cache
