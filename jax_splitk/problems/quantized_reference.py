@@ -97,7 +97,7 @@ def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndar
     x, words = stretches.normals(problem.x_shape, problem.x_dtype), stretches.words(problem.words_shape)
     if problem.qtype == "float8_e4m3fn":
         octets = words.view(np.uint8)
-        octets[octets & 0x7F == 0x7F] = 0
+        words = np.where(octets & 0x7F == 0x7F, np.uint8(0), octets).view(np.uint32)
     groups = (problem.k // problem.group_size, problem.features)
 
     def packed(values: np.ndarray, dtype: str) -> np.ndarray:

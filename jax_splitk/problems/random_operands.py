@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 from jax_splitk.problems.problem import ArrayTypes
 
-_COUNT = 2**22 - 3  # a prime: the rows of an operand lie at other places of the numbers each
+_COUNT = 2**24 - 3  # a prime: the rows of an operand lie at other places of the numbers each
 _STEP = 2654435761  # from one seed's place to the next one's, far from both
 
 
@@ -31,7 +31,11 @@ class Stretches:
         return self._next(_words(), shape)
 
     def _next(self, numbers: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        found = np.empty(math.prod(shape), numbers.dtype)
+        size = math.prod(shape)
+        if self._begin + size <= _COUNT:
+            begin, self._begin = self._begin, (self._begin + size) % _COUNT
+            return numbers[begin : begin + size].reshape(shape)
+        found = np.empty(size, numbers.dtype)
         filled = 0
         while filled < found.size:
             count = min(found.size - filled, _COUNT - self._begin)
@@ -49,9 +53,15 @@ def normals(types: ArrayTypes, seed: int) -> tuple[np.ndarray, ...]:
 
 @functools.cache
 def _normals(dtype: str) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(_COUNT, np.float32).astype(jnp.dtype(dtype))
+    return _frozen(np.random.default_rng(0).standard_normal(_COUNT, np.float32).astype(jnp.dtype(dtype)))
 
 
 @functools.cache
 def _words() -> np.ndarray:
-    return np.random.default_rng(1).integers(2**32, size=_COUNT, dtype=np.uint32)
+    return _frozen(np.random.default_rng(1).integers(2**32, size=_COUNT, dtype=np.uint32))
+
+
+def _frozen(numbers: np.ndarray) -> np.ndarray:
+    """The same, which stretches are views of."""
+    numbers.setflags(write=False)
+    return numbers

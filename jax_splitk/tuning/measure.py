@@ -34,7 +34,8 @@ MAX_INPUT_SETS = 24
 # Of one executable: XLA prepares each convolution in it by itself, cuDNN's plan included, for up to 0.2 s.
 CALLED_TOGETHER = 4
 WARM_UP_CALLS = 3  # of an executable: the first ones load code
-ROUND_SECONDS = 3e-3
+ROUND_SECONDS = 3e-3  # by the wall clock
+DEVICE_ROUND_SECONDS = 1.5e-3
 DEVICE_ROUNDS = 3
 MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
 SCREENING_CALLS = 24
@@ -260,7 +261,7 @@ class Bench:
     def _calls(self, contestant: Contestant, rounds: int) -> int:
         """How often to run it while a profile is taken."""
         us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
-        wanted = math.ceil(ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
+        wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
         return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
 
     def _device_times(

@@ -46,6 +46,7 @@ GIVE_UP = 1.3  # times as slow as XLA: of 272 searches none whose first round wa
 KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
+FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower does not come to win
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
@@ -277,7 +278,8 @@ class Search:
         # The model's own choice takes part: it is what the others are compared with, and its regret is reported. So
         # does that of an earlier search.
         asked = (self._predicted, None if self._old is None else self._old.choice)
-        finalists = working[:FINALISTS] + [c for c in working[FINALISTS:] if c.candidate in asked]
+        near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
+        finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
         if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds):
             bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
