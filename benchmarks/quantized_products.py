@@ -73,7 +73,7 @@ def _packed_weight(case: Case, key: jax.Array) -> Arrays:
     words, scale = (jax.ShapeDtypeStruct(*array) for array in one_row.operand_types[1:])
     bits = jax.random.bits(key, words.shape, words.dtype)
     if case.qtype == "float8_e4m3fn":
-        bits &= 0xF7F7F7F7  # no NaN
+        bits &= jnp.uint32(0xF7F7F7F7)  # no NaN
     return bits, jax.random.uniform(key, scale.shape, jnp.float32, 0.5, 1).astype(scale.dtype)
 
 

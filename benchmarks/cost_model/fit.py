@@ -253,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     paths = [*options.sweeps, *(sorted(records.DATA.glob("*.jsonl")) if options.shipped else ())]
     found = records.read(dict.fromkeys(path.resolve() for path in paths))
-    found += records.shipped(DEFAULT_CUDA) if options.shipped else []
+    known = {record.problem for record in found}  # twice fitted is trusted too much
+    found += [r for r in records.shipped(DEFAULT_CUDA) if r.problem not in known] if options.shipped else []
     kinds = {record.target.device_kind for record in found}
     if len(kinds) != 1:
         parser.error(f"records of {', '.join(sorted(kinds)) or 'nothing'}; accepted: of one device")

@@ -126,6 +126,7 @@ def _of_conv(p: ConvProblem, share: float) -> Features:
     }
     more = ["dilated"] if {*p.lhs_dilation, *p.rhs_dilation} != {1} else []
     more += ["batch groups"] if p.batch_group_count > 1 else []
+    more += ["widened"] if p.out_dtype != p.dtype else []  # XLA converts the operands
     kinds = (kind, arithmetic, f"{p.rank}d")
     return Features(" ".join(kinds), floor, (*kinds, *more), sizes)
 

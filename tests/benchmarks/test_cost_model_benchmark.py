@@ -137,6 +137,17 @@ def test_xlas_weights_are_found_and_a_disturbed_time_does_not_matter() -> None:
     assert rows[1][:3] + rows[1][4:5] == ["dot_general", "50", "0", str(len(off))]
 
 
+def test_what_data_and_tables_have_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are those of fits to the others: of a problem that is there twice, none."""
+    given: list[Record] = []
+    monkeypatch.setattr(fit, "fit_xla", lambda seen: given.extend(seen) or {})
+    assert fit.main(["--shipped", "--keep", "--held-out", "0"]) == 0
+    from_tables = {record.problem for record in records.shipped(DEFAULT_CUDA)}
+    from_data = [record.problem for record in records.read(sorted(records.DATA.glob("*.jsonl")))]
+    both = from_tables.intersection(from_data)
+    assert len(both) > 50 and len(given) == len(from_data) + len(from_tables - both)
+
+
 def test_a_fit_is_written_as_the_package_reads_it(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What ships has the uncertainties and XLA's weights that this command makes."""
     assert fit.main(["--shipped", "--keep", "--held-out", "0", "--write", str(tmp_path / "model.json")]) == 0

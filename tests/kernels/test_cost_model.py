@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases import Case
 from benchmarks.cost_model import constants, records
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue, cost_model, xla
@@ -103,6 +104,18 @@ def test_xlas_time_is_not_known_elsewhere(changes: dict[str, Any]) -> None:
     assert xla.estimate(known, DEFAULT_CUDA) is not None
     assert xla.estimate(dataclasses.replace(known, **changes), DEFAULT_CUDA) is None
     assert xla.estimate(known, Target("cpu", "cpu", "", 4)) is None
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
+def test_xla_takes_longer_for_a_wider_result(kernel: tuple[int, int]) -> None:
+    """It converts the operands of a weight gradient to float32. A roofline's time for one that is not wider."""
+    problem = Case("conv", 16, 32, 32, 512, 512, kernel).problem()
+    same, wider = (
+        xla.estimate(dataclasses.replace(problem, out_dtype=d), DEFAULT_CUDA) for d in ("bfloat16", "float32")
+    )
+    floor = xla.features(problem, DEFAULT_CUDA).floor
+    assert floor < same.seconds < 1.6 * floor
+    assert wider.seconds > 2.5 * same.seconds
 
 
 def test_xlas_time_depends_on_the_number_of_cores() -> None:

@@ -50,7 +50,7 @@ class Script:
       fatal: whether such an error is the end of everything, as CUDA's are that end its context.
       stuck: candidates that do not come back from their second timing before the event is set.
       device_us: the same as `us` by the profiler, where there is one.
-      screened: candidates in the order in which they were screened by it.
+      screened, finalists: candidates in the order in which they were screened by it, or timed again at the end.
     """
 
     def __init__(self, us: Callable[[Candidate], float]):
@@ -61,6 +61,7 @@ class Script:
         self.stuck: dict[Candidate, threading.Event] = {}
         self.device_us: Callable[[Candidate], float] | None = None
         self.screened: list[Candidate] = []
+        self.finalists: list[Candidate] = []
         self.round_seconds = 1e-3
         self.compile_seconds = self.xla_seconds = self.profile_seconds = 0.0
         self.cores = 16
@@ -100,7 +101,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 if script.device_us is None:
                     return False
                 script.clock.now += script.profile_seconds * rounds
-                script.screened += [contestant.candidate for contestant in contestants if rounds == 1]
+                timed = script.screened if rounds == 1 else script.finalists
+                timed += [contestant.candidate for contestant in contestants]
                 for contestant in contestants:
                     contestant.device_times = [script.device_us(contestant.candidate)] * rounds
                 return True
@@ -136,6 +138,20 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
 def wide(rng: np.random.Generator) -> Key:
     """A key with many candidates."""
     return key_of(random_tiny(rng, batch=64, height=int(rng.integers(24, 32)), width=31))
+
+
+def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
+    """But for the model's own choice, and XLA."""
+    with seeded(2) as rng:
+        key = wide(rng)
+    ranking = search.ranked(key)
+    times = {c: 200.0 + 50 * i for i, c in enumerate(rng.permutation(ranking[1:7]))} | {ranking[0]: 900.0}
+    near = sorted(times, key=lambda c: times[c])[:2]
+    times[near[1]] = 200.0 * (search.FINALIST - 0.01)
+    script = scripted(lambda c: 0.0)
+    script.device_us = lambda c: 5000.0 if c == XLA else times.get(c, 1000.0)
+    assert tuner.tune(key).choice == near[0]
+    assert script.finalists == [*near, ranking[0], XLA]
 
 
 def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
