@@ -1,0 +1,48 @@
+"""benchmarks.frozen: a step from what another process tuned and exported, where nothing can be compiled."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import frozen
+
+
+def test_a_step_runs_from_what_was_exported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert frozen.main(["mlp_256", "--tiny", "--json", str(tmp_path / "found.json")]) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert json.loads(capsys.readouterr().out) == found
+    assert found["operations"] >= found["ours"] > 0
+    assert found["loss_difference"] <= frozen.ROUNDING
+    assert found["compiler"].startswith("nvidia-cuda-nvrtc 13 is not installed")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({}, None),
+    ({"choices": {"a": "host", "b": "xla"}}, "choices"),
+    ({"losses": [1.0, 0.7]}, "losses"),
+    ({"losses": [1.0, float("nan")]}, "losses"),
+])  # fmt: skip
+def test_another_choice_or_result_is_an_error(
+    change: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = {"choices": {"a": "host", "b": "host"}, "losses": [1.0, 0.5], "tuning_seconds": 3.0}
+    other = {**tuned, "lowering_seconds": 0.1, "compiler": "none", "environment": {}, **change}
+
+    def run(command: Sequence[str], **settings: str) -> str:
+        del settings
+        return json.dumps({"tuned": tuned, "frozen": other}.get(command[-1]))
+
+    monkeypatch.setattr(frozen, "_run", run)
+    if message is None:
+        assert frozen.both("mlp_256", tiny=True)["ours"] == 2
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            frozen.both("mlp_256", tiny=True)
+
+
+def test_a_process_that_fails_is_said() -> None:
+    with pytest.raises(RuntimeError, match="nowhere"):
+        frozen._run([frozen.sys.executable, "-c", "raise SystemExit('nowhere')"])
