@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from jax_splitk.problems.problem import ArrayTypes
 
 _COUNT = 2**24 - 3  # a prime: the rows of an operand lie at other places of the numbers each
-_STEP = 2654435761  # from one seed's place to the next one's, far from both
+_STEP = 2654435761  # from one seed's place to the next one's
 
 
 class Stretches:

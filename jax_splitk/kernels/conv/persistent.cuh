@@ -6,8 +6,10 @@
 // tiles, so that one multiplies while the other hands over its results.
 //
 // Barriers: those of the stages, see conv/im2col.cu; of each team's results `full` has an arrival of each of
-// its warps, `empty` one of each warp that stores. `turns`: the other team has waited for its last stage. (A
-// team may not wait for one before: of a barrier that is more than a phase behind, the parity is wrong.)
+// its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited for its
+// last stage. (Of a barrier that is more than a phase behind, the parity is wrong. So a team may not wait for
+// one before, nor one warp arrive for the others: a tile of one stage lets it come here before they have
+// waited.)
 //
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
@@ -176,7 +178,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
     if constexpr (TEAMS > 1) Barrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
     const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
-    if (TEAMS > 1 && threadIdx.x % 128 == 0) Barrier::arrive(&turns[team ^ 1]);
+    if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns[team ^ 1]);
     cute::warpgroup_wait<0>();
     fence(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp == 0 && elect_one()) {
     pipeline.init(1, CONSUMERS);
     handover.init(4 * CONSUMERS, STORERS / 32);
-    for (uint64_t& turn : turns) Barrier::init(&turn, 1);
+    for (uint64_t& turn : turns) Barrier::init(&turn, 4 * CONSUMERS);
     fence_barrier_init();
   }
   __syncthreads();
