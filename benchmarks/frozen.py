@@ -51,8 +51,8 @@ def here(name: str, tiny: bool, frozen: bool) -> dict[str, Any]:
     return {**found, "losses": variant.run(data, STEPS)[1], "environment": report.environment()}
 
 
-def both(name: str, tiny: bool) -> dict[str, Any]:
-    """The figures of a model.
+def both(name: str, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures of a model, and the environment in which they were found.
 
     Raises:
       RuntimeError: a process fails, chooses otherwise, or computes something else.
@@ -73,7 +73,7 @@ def both(name: str, tiny: bool) -> dict[str, Any]:
         raise RuntimeError(
             f"{name}: losses {other['losses']}; accepted: those of {one['losses']} but for {ROUNDING:.0%}"
         )
-    return {
+    figures = {
         "model": name,
         "operations": len(other["choices"]),
         "ours": sum(choice != str(XLA) for choice in other["choices"].values()),
@@ -81,8 +81,8 @@ def both(name: str, tiny: bool) -> dict[str, Any]:
         "lowering_seconds": other["lowering_seconds"],
         "loss_difference": apart,
         "compiler": other["compiler"],
-        "environment": other["environment"],
     }
+    return figures, other["environment"]
 
 
 def _run(command: Sequence[str], **settings: str) -> str:
@@ -106,12 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(here(options.models[0], options.tiny, options.here == "frozen")))
         return 0
     found = [both(name, options.tiny) for name in options.models]
-    for each in found:
-        report.say(json.dumps({name: value for name, value in each.items() if name != "environment"}))
+    for figures, _ in found:
+        report.say(json.dumps(figures))
     if options.json is not None:
-        whole = {"benchmark": "frozen", "environment": found[0]["environment"]}
-        results = [{name: value for name, value in each.items() if name != "environment"} for each in found]
-        options.json.write_text(json.dumps({**whole, "results": results}, indent=1) + "\n")
+        results, (environment, *_) = zip(*found, strict=True)
+        report.write(options.json, {"benchmark": "frozen", "environment": environment, "results": results})
     return 0
 
 

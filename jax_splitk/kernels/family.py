@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from jax_splitk.kernels import cost_model, xla
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.problems.problem import nbytes
+from jax_splitk.problems.problem import Problem, nbytes
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_refusal
@@ -214,8 +214,8 @@ class Translated(Family[_Problem, _Config]):
         return dataclasses.replace(plan, label=f"{self.name} {config}") if isinstance(plan, DevicePlan) else plan
 
 
-def conv_buffers(problem: ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:
-    """Of a pass of a convolution: the operands, the result, the workspace."""
+def call_buffers(problem: Problem | ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:
+    """Of the custom call: the operands, the result, the workspace."""
     sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
     return tuple(Buffer(size, 16) for size in (*sizes, workspace_bytes))
 

@@ -209,7 +209,8 @@ class Bench:
         error = float(_relative_error(result, self._reference))
         if error > accepted and self._xlas is not None:
             xlas = float(_relative_error(self._xlas, self._reference))
-            accepted = max(accepted, 2 * xlas if xlas <= MOST_OF_XLAS * accepted else 0)
+            if xlas <= MOST_OF_XLAS * accepted:
+                accepted = max(accepted, 2 * xlas)
         if error <= accepted:
             return None
         return f"differs from XLA's: relative error {error:.1e}, accepted: {accepted:.0e}"

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_another_choice_or_result_is_an_error(
 
     monkeypatch.setattr(frozen, "_run", run)
     if message is None:
-        assert frozen.both("mlp_256", tiny=True)["ours"] == 2
+        assert frozen.both("mlp_256", tiny=True)[0]["ours"] == 2
     else:
         with pytest.raises(RuntimeError, match=message):
             frozen.both("mlp_256", tiny=True)
@@ -45,4 +46,4 @@ def test_another_choice_or_result_is_an_error(
 
 def test_a_process_that_fails_is_said() -> None:
     with pytest.raises(RuntimeError, match="nowhere"):
-        frozen._run([frozen.sys.executable, "-c", "raise SystemExit('nowhere')"])
+        frozen._run([sys.executable, "-c", "raise SystemExit('nowhere')"])

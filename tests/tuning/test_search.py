@@ -252,7 +252,7 @@ def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.Monke
 
 
 def test_operands_are_stretches_of_the_hosts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA takes half a second for one. The host's numbers go around instead."""
+    """Around and around. XLA would take half a second to compile a generator for each shape."""
     drawn = np.random.default_rng(SEED).permutation(251).astype(np.float32)  # whole numbers, each of them once
     monkeypatch.setattr(random_operands, "_COUNT", 251)
     monkeypatch.setattr(random_operands, "_normals", drawn.astype)

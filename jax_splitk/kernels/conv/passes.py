@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from typing import Any, TypeVar
 
-from jax_splitk.kernels.family import CudaFamily, Family, conv_buffers
+from jax_splitk.kernels.family import CudaFamily, Family, call_buffers
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -40,7 +40,7 @@ class Passes(CudaFamily[ConvProblem, _Config]):
 
     def buffers(self, problem: ConvProblem, config: _Config) -> tuple[Buffer, ...]:
         """The operands, the result, the workspace."""
-        return conv_buffers(problem, self.workspace_bytes(problem, config))
+        return call_buffers(problem, self.workspace_bytes(problem, config))
 
 
 def of_both_passes(family: type[_Family], name: str, *records: type[Any]) -> tuple[_Family, _Family]:

@@ -14,7 +14,7 @@ from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
-from jax_splitk.kernels.family import Translated, conv_buffers
+from jax_splitk.kernels.family import Translated, call_buffers
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -115,7 +115,7 @@ class _Products(tma.Tma):
         return super().macros(problem, config) | {"PATCH": problem.patch}
 
     def buffers(self, problem: Any, config: Config) -> tuple[Buffer, ...]:
-        return conv_buffers(problem.conv, self.workspace_bytes(problem, config))
+        return call_buffers(problem.conv, self.workspace_bytes(problem, config))
 
     def maps(self, problem: Any, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         p: ConvProblem = problem.conv

@@ -22,8 +22,8 @@ from jax_splitk.kernels.device.split_tile import (
 from jax_splitk.kernels.device.structs import Divisor, Values
 from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES
 from jax_splitk.kernels.dot import refusals
+from jax_splitk.kernels.family import call_buffers
 from jax_splitk.problems.dot_general import E4M3, DotProblem
-from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime import plan
 
 # Where our kernels were measured to be faster than XLA's library: up to 64 tiles of 128 x 128 and some 10 us.
@@ -206,8 +206,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
 
     def buffers(self, problem: DotProblem, config: Config) -> tuple[plan.Buffer, ...]:
         """lhs, rhs, those of the epilogue, out, workspace."""
-        sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
-        return tuple(plan.Buffer(size, 16) for size in (*sizes, self.workspace_bytes(problem, config)))
+        return call_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
         p = problem

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
 from jax_splitk.kernels.device.structs import Field, Values, constants, declarations
-from jax_splitk.kernels.family import CudaFamily, conv_buffers
+from jax_splitk.kernels.family import CudaFamily, call_buffers
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
@@ -33,7 +33,7 @@ class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
 
     def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
         """lhs, g, dW, workspace."""
-        return conv_buffers(problem, self.workspace_bytes(problem, config))
+        return call_buffers(problem, self.workspace_bytes(problem, config))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tupl
 
 def test_a_warp_may_come_late_to_its_teams_turn() -> None:
     """Of tiles of one stage: when one warp arrived for all of its team, the other team went ahead, and a warp that had
-    not waited yet missed the phase. One in ten of these orders of the threads ended in a deadlock."""
+    not waited yet missed the phase. One in ten of such orders of the threads ended in a deadlock."""
     p, config = problem(FPROP, (14, 18), (1, 1), 24, 144, batch=3), Config(64, 64, 4, swap=True, workers=3)
     with seeded(93) as rng:
         for seed in (768281227, 768281249, *rng.integers(2**31, size=15)):
