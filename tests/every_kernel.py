@@ -428,6 +428,9 @@ def _dot() -> Iterator[Run]:
         (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
     ):
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
+    # Chains of 256, 256 and 17 stages.
+    long = DotProblem(1, 8, 24, 64 * 528 + 8, "bkm", "bkn", "bfloat16", "float32")
+    yield Run(dot_tma.FAMILY, long, dot_tma.Config(64, 64, 8))
     narrow = DotProblem(2, 72, 136, 1040, "bmk", "nbk", E4M3, HALF)
     yield Run(dot_tma.FAMILY, narrow, dot_tma.Config(128, 64, 6, 2, "cluster"))
     m, n, k = ragged

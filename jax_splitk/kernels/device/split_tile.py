@@ -199,13 +199,14 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
     def blocks_per_sm(self, problem: _Problem, config: _Config) -> int:
         return config.blocks_per_sm
 
-    def _least_splits(self, problem: _Problem, config: _Config) -> int:
+    def least_splits(self, problem: _Problem, config: _Config) -> int:
+        """By which the result is accurate enough."""
         blocks = self.chains(problem, config)[0] * config.depth
         return -(-blocks // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
 
     def _splits(self, problem: _Problem, config: _Config, target: Target) -> Iterator[_Config]:
         """The config with one split, in clusters, and with splits that fill 1 to 4 waves; as far as accurate enough."""
-        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
+        blocks, least = self.chains(problem, config)[0], self.least_splits(problem, config)
         slots, tiles = target.cores * config.blocks_per_sm, self.thread_blocks(problem, config)
         wanted = {least, *(max(least, slots * waves // tiles) for waves in range(1, 5))}
         if least == 1:
@@ -232,7 +233,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     def neighbours(self, problem: _Problem, config: _Config, target: Target) -> list[_Config]:
         """A stage less, the other reduction, and split counts nearby."""
-        blocks, least = self.chains(problem, config)[0], self._least_splits(problem, config)
+        blocks, least = self.chains(problem, config)[0], self.least_splits(problem, config)
         found = [dataclasses.replace(config, stages=config.stages - 1)]
         if config.splits > 1:
             other = "cluster" if config.reduction == "workspace" else "workspace"

@@ -12,8 +12,9 @@
 // memory.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32; 3 for e4m3), OUT, TILE_M, TILE_N,
-// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load_operand`), and those of
-// device/split_tile.cuh, epilogue.cuh and conv/patch.cuh.
+// STAGES, CTAS_PER_SM, A_MN, B_MN (1: MN-major), A_WHOLE, B_WHOLE (see `load_operand`), CHAIN (stages that
+// the tensor cores add; 0: all of a split), and those of device/split_tile.cuh, epilogue.cuh and
+// conv/patch.cuh.
 
 #include "conv/patch.cuh"
 #include "device/pipeline.cuh"
@@ -87,40 +88,27 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   }
 }
 
-// ---- consumer of e4m3 ------------------------------------------------------------------------------------
+// ---- consumer of long chains -----------------------------------------------------------------------------
 
-// The tensor cores keep 13 bits of sums of e4m3 products, so those of a stage are added to fp32 ones.
-__device__ inline void consume_e4m3(uint32_t stages, Pipeline<STAGES>& pipeline, int warpgroup, int blocks,
-                                    Accumulator& sums) {
+#if CHAIN
+// The sum over so many stages, of which the tensor cores add CHAIN at most, as they keep too few bits of
+// longer sums. The sums of these chains are added as fp32 ones.
+template <class Wgmma, class A, class B, class BlockAt>
+__device__ inline void consume_chains(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                                      const BlockAt& block_at, Accumulator& sums) {
   Position at;
-  fence(sums);
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
   }
 #pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
+  for (; blocks > 0; blocks -= CHAIN) {
     Accumulator acc;
-    pipeline.wait_full(at);
-    const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    const uint64_t b = operand(stage + A_BYTES, BLOCK_BYTES);
-    fence(acc);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int m = 0; m < M_PER_WG; ++m) {
-        const uint64_t a = operand(stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES, BLOCK_BYTES);
-        const auto scale = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-        wgmma<Wgmma>(a + k * (K_MAJOR_STEP >> 4), b + k * (K_MAJOR_STEP >> 4), acc[m], scale);
-      }
-    }
-    cute::warpgroup_commit_batch();
+    const int last = multiply<Wgmma, A, B>(stages, pipeline, min(blocks, CHAIN), block_at, acc, at);
     cute::warpgroup_wait<0>();
     fence(acc);
-    if (threadIdx.x % 128 == 0) pipeline.release(at.stage);
-    at.advance(STAGES);
+    if (threadIdx.x % 128 == 0) pipeline.release(last);
 #pragma unroll
     for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
@@ -128,6 +116,7 @@ __device__ inline void consume_e4m3(uint32_t stages, Pipeline<STAGES>& pipeline,
     }
   }
 }
+#endif
 
 // ---- epilogue --------------------------------------------------------------------------------------------
 
@@ -180,14 +169,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Accumulator acc;
-#if ELEMENT == 3
-    consume_e4m3(stages, pipeline, warpgroup, blocks, acc);
-#else
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + (warpgroup + m * CONSUMERS) * BLOCK_BYTES;
     };
-    consume<Wgmma, conditional_t<A_MN, MnMajor, KMajor>, conditional_t<B_MN, MnMajor, KMajor> >(
-        stages, pipeline, blocks, block_at, acc);
+    using A = conditional_t<A_MN, MnMajor, KMajor>;
+    using B = conditional_t<B_MN, MnMajor, KMajor>;
+#if CHAIN
+    consume_chains<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc);
+#else
+    consume<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc);
 #endif
 #if REDUCTION == 1
     launch_dependent_grids();

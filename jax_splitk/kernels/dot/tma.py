@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
+    MAX_FLOAT32_CHAIN,
     MAX_GRID_YZ,
     Costs,
     SplitTile,
@@ -40,8 +41,10 @@ _WHOLE_WAVE = range(126, _MANY_TILES + 1)
 _SLIGHT_SECONDS, _SHORT_K = 1e-6, 1280
 _SHORT_SECONDS = 10e-6
 ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
-# Sums of a thread for e4m3, which has each twice, of a stage and of all; by thread blocks that share an SM.
-MAX_E4M3_SUMS = {1: 64, 2: 32}
+# Sums of a thread where it has each twice, of a chain and of all; by thread blocks that share an SM.
+MAX_CHAINED_SUMS = {1: 64, 2: 32}
+# Stages that the tensor cores add of a float32 result whose split is longer than they may: half of those.
+FLOAT32_CHAIN = MAX_FLOAT32_CHAIN // 2
 # Macros BIAS and ACTIVATION.
 BIAS_CODES = {"none": 0, "m": 1, "n": 2}
 ACTIVATION_CODES = {"none": 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "silu": 4}
@@ -60,6 +63,26 @@ def k_blocks(problem: DotProblem) -> int:
 def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
     """(tiles along m, tiles along n) of a product of the batch."""
     return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
+
+
+def _thread_sums(config: Config) -> int:
+    """Of a consumer's thread."""
+    return config.tile_m // 64 // config.consumers * config.tile_n // 2
+
+
+def _may_chain(config: Config) -> bool:
+    """Whether a thread has the registers for its sums twice."""
+    return _thread_sums(config) <= MAX_CHAINED_SUMS[config.blocks_per_sm]
+
+
+def chained_stages(problem: DotProblem, config: Config) -> int:
+    """Stages that the tensor cores add before fp32 additions do (macro CHAIN), 0 for all of a split: one of e4m3, whose
+    sums have 13 bits."""
+    if problem.dtype == E4M3:
+        return 1
+    blocks = -(-k_blocks(problem) // config.splits)
+    is_long = problem.out_dtype == "float32" and blocks > MAX_FLOAT32_CHAIN
+    return FLOAT32_CHAIN if is_long and _may_chain(config) else 0
 
 
 def _large_tiles(problem: DotProblem) -> int:
@@ -133,10 +156,10 @@ class Tma(SplitTileFamily[DotProblem, Config]):
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
         if (reason := super().config_refusal(problem, config)) is not None:
             return reason
-        sums = config.tile_m // 64 // config.consumers * config.tile_n // 2
-        if problem.dtype == E4M3 and sums > (most := MAX_E4M3_SUMS[config.blocks_per_sm]):
+        if problem.dtype == E4M3 and not _may_chain(config):
             tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
-            return f"{tile}, {sums} sums a thread, with {E4M3}; accepted: at most {most}"
+            most = MAX_CHAINED_SUMS[config.blocks_per_sm]
+            return f"{tile}, {_thread_sums(config)} sums a thread, with {E4M3}; accepted: at most {most}"
         return None
 
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
@@ -160,6 +183,11 @@ class Tma(SplitTileFamily[DotProblem, Config]):
         if _is_slight(problem):
             return f"its reduction of {problem.k} is short, where XLA's library is as fast"
         return None
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def least_splits(self, problem: DotProblem, config: Config) -> int:
+        return 1 if _may_chain(config) else super().least_splits(problem, config)
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -201,6 +229,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
             "B_MN": int(problem.rhs_order[-1] == "n"),
             "A_WHOLE": int(is_whole(problem.m)),
             "B_WHOLE": int(is_whole(problem.n)),
+            "CHAIN": chained_stages(problem, config),
             **_epilogue_macros(problem),
         }
 

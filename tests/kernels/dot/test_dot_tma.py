@@ -107,6 +107,21 @@ def test_sums_of_e4m3_are_held_twice() -> None:
         assert FAMILY.config_refusal(problem, config) == refusal
 
 
+def test_long_float32_sums_leave_the_tensor_cores() -> None:
+    """Which truncate them. Without splits such a product is one launch; before, only its splits were short enough."""
+    problem = DotProblem(1, 1024, 2048, 50304, "bkm", "bkn", "bfloat16", "float32")
+    whole, wide = Config(128, 128, 7), Config(64, 256, 5)
+    assert whole in FAMILY.candidates(problem, DEFAULT_CUDA)
+    assert FAMILY.macros(problem, whole)["CHAIN"] == tma.FLOAT32_CHAIN
+    # 393 blocks a split, which the tensor cores may add; and a tile whose sums a thread cannot hold twice.
+    assert FAMILY.macros(problem, dataclasses.replace(whole, splits=2, reduction="cluster"))["CHAIN"] == 0
+    assert FAMILY.macros(problem, wide)["CHAIN"] == 0
+    assert (FAMILY.least_splits(problem, whole), FAMILY.least_splits(problem, wide)) == (1, 2)
+    whole = [c for c in FAMILY.candidates(problem, DEFAULT_CUDA) if c.splits == 1]
+    assert all(FAMILY.macros(problem, config)["CHAIN"] for config in whole)
+    assert FAMILY.macros(dataclasses.replace(problem, out_dtype="bfloat16"), whole[0])["CHAIN"] == 0
+
+
 MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
 
 
