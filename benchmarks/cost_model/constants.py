@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_splitk.kernels import cost_model
-
 DIGITS = 5  # of a fitted constant
 
 
@@ -60,11 +58,8 @@ def text_of(model: Mapping[str, Any]) -> str:
     return block({"families": block(families, " "), "xla": block(operations, " ")}, "") + "\n"
 
 
-def read(device_kind: str) -> dict[str, Any]:
-    """A device's file, or the one that stands in for it."""
-    path = cost_model.path_for(device_kind)
-    if not path.exists():
-        path = cost_model.path_for("cpu" if "NVIDIA" not in device_kind else "NVIDIA H200")
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """A device's file."""
     return json.loads(path.read_text())
 
 

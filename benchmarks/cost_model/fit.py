@@ -32,6 +32,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 HELD_OUT = 0.2
 NOISE = 0.05  # of logarithms of times; what is farther off counts less and less
 WIDTH = 0.4  # by which the logarithm of a constant usually changes
+MEMORY_WIDTH = 0.05  # of the rate of device memory, which copies tell
 LEAST_RECORDS = 8  # problems of a family; with fewer its constants stay
 MAX_TIMES = 4000  # of a family, the rest is passed over
 EVALUATIONS = 25
@@ -71,6 +72,11 @@ def times_of(found: Iterable[Record], family: Family) -> list[Time]:
     return every
 
 
+def _owner(target: Target) -> Target:
+    """The device whose file a target takes its constants from."""
+    return target if cost_model.memory_share(target.platform, target.device_kind) is None else DEFAULT_CUDA
+
+
 def errors(family: Family, times: Sequence[Time]) -> np.ndarray:
     """Logarithms of estimates over times."""
     return np.array([math.log(family.estimate(t.problem, t.config, t.target) * 1e6 / t.us) for t in times])
@@ -101,12 +107,13 @@ def _lost(estimates: np.ndarray, lost: np.ndarray) -> float:
 
 def fit(family: Family, times: Sequence[Time], seed: int = 0) -> Any:
     """The family's constants."""
-    costs = family.costs(times[0].target)
+    costs = family.costs(_owner(times[0].target))
     names = list(constants.fitted(costs))
     rng = np.random.default_rng(seed)
     some = [times[i] for i in sorted(rng.permutation(len(times))[:MAX_TIMES])]
     scale = np.sqrt([t.weight for t in some]) / NOISE
     logs, problems = np.log([t.us for t in some]), _by_problem(some)
+    widths = np.array([MEMORY_WIDTH if name.startswith(cost_model.MEMORY_RATE) else WIDTH for name in names])
     weight = CHOICE_WEIGHT * math.sqrt(len(some) / max(1, len(problems)))
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -115,7 +122,7 @@ def fit(family: Family, times: Sequence[Time], seed: int = 0) -> Any:
         off = found * scale
         soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
         lost = [math.sqrt(_lost((found + logs)[of], loss)) for of, loss in problems]
-        return np.concatenate([soft, x / WIDTH, weight * np.array(lost)])
+        return np.concatenate([soft, x / widths, weight * np.array(lost)])
 
     middle = np.zeros(len(names))
     begins = [middle, *(rng.normal(0, 0.5, len(names)).clip(-1.9, 1.9) for _ in range(STARTS - 1))]
@@ -232,7 +239,9 @@ def model(
         times = held_times if tested else times_of([*seen, *held], family)
         if times:
             entry = families.get(family.name, {"constants": {}})
-            given = dataclasses.asdict(new.costs(times[0].target)) if family.name in fitted else entry["constants"]
+            given = (
+                dataclasses.asdict(new.costs(_owner(times[0].target))) if family.name in fitted else entry["constants"]
+            )
             of_class = uncertainties(new, times, 0.0 if tested else UNTESTED)
             families[family.name] = {"uncertainty": of_class, "constants": given}
     of_xla = {op: found for op, found in fit_xla(seen).items() if not ops or op in ops}
@@ -255,11 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = records.read(dict.fromkeys(path.resolve() for path in paths))
     known = {record.problem for record in found}  # twice fitted is trusted too much
     found += [r for r in records.shipped(DEFAULT_CUDA) if r.problem not in known] if options.shipped else []
-    kinds = {record.target.device_kind for record in found}
-    if len(kinds) != 1:
-        parser.error(f"records of {', '.join(sorted(kinds)) or 'nothing'}; accepted: of one device")
-    (kind,) = kinds
-    old = constants.read(kind)
+    targets = {record.target for record in found}
+    files = {cost_model.path_of(target.platform, target.device_kind) for target in targets}
+    if len(files) != 1:
+        kinds = ", ".join(sorted({target.device_kind for target in targets}))
+        parser.error(f"records of {kinds or 'nothing'}; accepted: of devices that take their constants from one file")
+    (own,) = files
+    old = constants.read(own)
     held = [record for record in found if records.is_held_out(record.problem, options.held_out)]
     seen = [record for record in found if not records.is_held_out(record.problem, options.held_out)]
     fitted, rows = ({}, []) if options.keep else fit_families(seen, held, options.families, options.least)
@@ -271,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = model(old, seen, held, fitted, options.families, options.xla)
     print(markdown(xla_rows(old["xla"], new["xla"], held)))
     if options.write is not None:
-        path = cost_model.path_for(kind) if options.write is True else options.write
+        path = own if options.write is True else options.write
         constants.write(path, new)
         print(path)
     return 0

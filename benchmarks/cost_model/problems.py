@@ -259,6 +259,11 @@ def _dot(rng: Rng) -> tuple[str, Problem]:
     return kind, DotProblem(1, m, n, k, *orders, dtype, _one(rng, dtype, "float32"))
 
 
+def _weight_gradient(rng: Rng) -> tuple[str, Problem]:
+    kind, problem = _convolution(rng)
+    return kind, canonical(problem)
+
+
 def _other_pass(rng: Rng, pass_: type[ConvFpropProblem | ConvDgradProblem]) -> tuple[str, Problem]:
     """Of a convolution whose weight gradient might have been drawn."""
     kind, wgrad = _convolution(rng)
@@ -266,7 +271,7 @@ def _other_pass(rng: Rng, pass_: type[ConvFpropProblem | ConvDgradProblem]) -> t
 
 
 _OPERATIONS: dict[str, Callable[[Rng], tuple[str, Problem]]] = {
-    "conv_wgrad": _convolution,
+    "conv_wgrad": _weight_gradient,
     "quantized_matmul": _quantized,
     "dot_general": _dot,
     "conv_fprop": functools.partial(_other_pass, pass_=ConvFpropProblem),

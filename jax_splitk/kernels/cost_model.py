@@ -23,6 +23,15 @@ from jax_splitk.runtime.target import Target
 FOLDER = pathlib.Path(__file__).resolve().parent / "cost_models"
 # Whose constants are taken on devices that have none of their own.
 _DEFAULTS = {"cuda": "NVIDIA H200", "cpu": "cpu"}
+# Rates of device memory against those of the device whose constants are taken, by the data sheets (an H200: 4.8 TB/s).
+# Copies ran at 3.0 TB/s on an H100, at 4.3 on an H200.
+_MEMORY_SHARES = {
+    "NVIDIA H100 80GB HBM3": 3.35 / 4.8,
+    "NVIDIA H100 NVL": 3.94 / 4.8,
+    "NVIDIA H100 PCIe": 2.04 / 4.8,
+    "NVIDIA H800": 3.35 / 4.8,
+}
+MEMORY_RATE = "hbm_bytes_per_second"  # a constant of every family that has one
 # Of estimates that nothing is known about.
 UNKNOWN = 0.3
 
@@ -35,15 +44,27 @@ def path_for(device_kind: str) -> pathlib.Path:
 
 
 @functools.cache
+def path_of(platform: str, device_kind: str) -> pathlib.Path:
+    """The file that a device takes its constants from: its own or, where it has none, its platform's usual device's."""
+    path = path_for(device_kind)
+    return path if path.is_file() else path_for(_DEFAULTS.get(platform, _DEFAULTS["cuda"]))
+
+
+def memory_share(platform: str, device_kind: str) -> float | None:
+    """The rate of its memory against that of the device whose constants it takes; None where nothing is known, as of a
+    device that has a file of its own."""
+    own = path_of(platform, device_kind) == path_for(device_kind)
+    return None if own else _MEMORY_SHARES.get(device_kind)
+
+
+@functools.cache
 def model_of(platform: str, device_kind: str) -> Mapping[str, Any]:
-    """The data of a device; of one that has none, its platform's usual device's.
+    """The data of the file that a device takes its constants from.
 
     Raises:
       ValueError: the package's file is damaged.
     """
-    path = path_for(device_kind)
-    if not path.is_file():
-        path = path_for(_DEFAULTS.get(platform, _DEFAULTS["cuda"]))
+    path = path_of(platform, device_kind)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data["families"], dict) or not isinstance(data["xla"], dict):
@@ -58,11 +79,20 @@ def constants(record: type[_T], family: str, platform: str, device_kind: str) ->
     """A family's constants on a device. Raises ValueError for a damaged file of the package."""
     found = model_of(platform, device_kind)["families"].get(family)
     try:
-        return record_of(record, found["constants"])
+        return on_device(record_of(record, found["constants"]), platform, device_kind)
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"constants of {family} for {device_kind} in {FOLDER}: {error}; install jax_splitk again"
         ) from None
+
+
+def on_device(costs: _T, platform: str, device_kind: str) -> _T:
+    """Constants of the device whose file it is, as those of one that takes them from there."""
+    share, rate = memory_share(platform, device_kind), getattr(costs, MEMORY_RATE, None)
+    if share is None or rate is None:
+        return costs
+    rate = {key: each * share for key, each in rate.items()} if isinstance(rate, dict) else rate * share
+    return dataclasses.replace(costs, **{MEMORY_RATE: rate})  # pyright: ignore[reportArgumentType]
 
 
 def record_of(record: type[_T], values: Mapping[str, Any]) -> _T:

@@ -3,6 +3,7 @@
 import abc
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -101,12 +102,12 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """The constants of its estimates on `target`, a `Costs`."""
         if self._costs is None and self.Costs is not None:
             return cost_model.constants(self.Costs, self.name, target.platform, target.device_kind)
-        return self._costs
+        return None if self._costs is None else self._costs(target.platform, target.device_kind)
 
     def with_costs(self, costs: Any) -> "Family[_Problem, _Config]":
-        """The family with these constants on every device; for those who fit them."""
+        """The family with these constants, of the device whose file they come from; for those who fit them."""
         other = copy.copy(self)
-        other._costs = costs
+        other._costs = functools.cache(functools.partial(cost_model.on_device, costs))
         return other
 
     def uncertainty(self, problem: Any, target: Target) -> float:

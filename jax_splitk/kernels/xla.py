@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_splitk.kernels import cost_model
 from jax_splitk.kernels.wgrad.geometry import bytes_touched
@@ -19,7 +19,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-# An H200's. Of other devices the number of cores counts, and what is fitted to their times.
+# An H200's. Of other devices the number of cores and the rate of memory count, and what is fitted to their times.
 _FLOPS = {"float32": 395e12, "exact": 50e12, "float8_e4m3fn": 790e12}
 _HALF_FLOPS = 790e12
 _BYTES = 4.3e12
@@ -63,7 +63,9 @@ class Estimate:
 
 def features(problem: Problem, target: Target) -> Features:
     """What the estimate sees of a problem that is not empty."""
-    return _FEATURES[problem.op](problem, target.cores / DEFAULT_CUDA.cores)
+    cores = target.cores / DEFAULT_CUDA.cores
+    memory = cost_model.memory_share(target.platform, target.device_kind)
+    return _FEATURES[problem.op](problem, _Share(cores, cores if memory is None else memory))
 
 
 def class_of(problem: Problem) -> str:
@@ -96,9 +98,17 @@ def _is_beyond(value: float, low: float, high: float) -> bool:
     return not low - _MARGIN <= value <= high + _MARGIN
 
 
-def _floor(problem: Problem | ConvProblem, dtype: str, share: float, moved: float) -> float:
+class _Share(NamedTuple):
+    """What a device has of an H200's rates of arithmetic and memory."""
+
+    cores: float
+    memory: float
+
+
+def _floor(problem: Problem | ConvProblem, dtype: str, share: _Share, moved: float) -> float:
     """Seconds at the rates of arithmetic and memory of such a share of an H200."""
-    return max(problem.flops / _FLOPS.get(dtype, _HALF_FLOPS), moved / _BYTES) / share + _LAUNCH_SECONDS
+    arithmetic = problem.flops / (_FLOPS.get(dtype, _HALF_FLOPS) * share.cores)
+    return max(arithmetic, moved / (_BYTES * share.memory)) + _LAUNCH_SECONDS
 
 
 def _arithmetic(problem: ConvProblem | DotProblem) -> str:
@@ -107,7 +117,7 @@ def _arithmetic(problem: ConvProblem | DotProblem) -> str:
     return "exact" if "highest" in problem.precision else "float32"
 
 
-def _of_conv(p: ConvProblem, share: float) -> Features:
+def _of_conv(p: ConvProblem, share: _Share) -> Features:
     arithmetic, (channels, out_channels) = _arithmetic(p), p.group_channels
     if p.feature_group_count > 1:
         kind = "depthwise" if channels == 1 else "grouped"
@@ -131,21 +141,24 @@ def _of_conv(p: ConvProblem, share: float) -> Features:
     return Features(" ".join(kinds), floor, (*kinds, *more), sizes)
 
 
-def _of_quantized_matmul(p: QuantizedMatmulProblem, share: float) -> Features:
+def _of_quantized_matmul(p: QuantizedMatmulProblem, share: _Share) -> Features:
     kind = "one row" if p.rows == 1 else "few rows" if p.rows <= _FEW_ROWS else "many rows"
     dequantized = 2 * p.k * p.features  # bytes, written and read again
-    floor = _floor(p, "half", share, p.bytes_moved + 2 * dequantized)
+    widened = p.out_dtype == "float32"  # XLA multiplies in it
+    floor = _floor(p, "exact" if widened else "half", share, p.bytes_moved + 2 * dequantized)
     sizes = {
         "seconds": math.log(floor / 1e-5),
         "rows": math.log(p.rows),
         "k": math.log(p.k),
         "features": math.log(p.features),
     }
-    kinds = (kind, p.qtype, p.x_dtype, *(["zero points"] if p.zero_dtype != "none" else []))
+    more = ["zero points"] if p.zero_dtype != "none" else []
+    more += ["widened"] if widened else []
+    kinds = (kind, p.qtype, p.x_dtype, *more)
     return Features(f"{kind} {p.bits} bits", floor, kinds, sizes)
 
 
-def _of_dot_general(p: DotProblem, share: float) -> Features:
+def _of_dot_general(p: DotProblem, share: _Share) -> Features:
     arithmetic, majors = _arithmetic(p), p.lhs_order[-1] + p.rhs_order[-1]
     floor, tiles = _floor(p, arithmetic, share, p.bytes_moved), -(-p.m // 128) * -(-p.n // 128) * p.batch
     sizes = {"seconds": math.log(floor / 1e-5), "tiles": math.log(tiles), "k": math.log(p.k)}
@@ -153,7 +166,7 @@ def _of_dot_general(p: DotProblem, share: float) -> Features:
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
-_FEATURES: dict[str, Callable[[Any, float], Features]] = {
+_FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "conv_fprop": _of_conv,
     "conv_dgrad": _of_conv,
     "conv_wgrad": _of_conv,

@@ -35,12 +35,14 @@ _OTHER_WAY = (("input_spatial", "output_spatial"), ("in_channels", "out_channels
 
 
 def canonical(problem: Any) -> Any:
-    """A problem of any pass with at least one spatial dimension, batch groups as feature groups, and what dilates its
-    lhs without a stride as a pass of the other convolution."""
+    """A problem of any pass with at least one spatial dimension, batch groups as feature groups, a single tap not
+    dilated, and what dilates its lhs without a stride as a pass of the other convolution."""
     if problem.rank == 0:
         windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
         pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))
         problem = dataclasses.replace(problem, padding=((0, 0),), **windows, **pixels)
+    taps = zip(problem.kernel_spatial, problem.rhs_dilation, strict=True)
+    problem = dataclasses.replace(problem, rhs_dilation=tuple(1 if n == 1 else dilation for n, dilation in taps))
     groups = problem.batch_group_count
     if groups > 1:
         batch, channels = problem.batch // groups, problem.in_channels * groups

@@ -38,6 +38,11 @@ def local_platform() -> str:
 # What is lowered for CUDA on a machine without a GPU (ahead of time, for export) is lowered for this.
 DEFAULT_CUDA = Target("cuda", "NVIDIA H200", "9.0", 132)
 
+# Clusters of so many thread blocks that a GPU of 132 multiprocessors runs at a time, by the times of some 400
+# candidates on H200s and an H100: one more takes a second turn.
+_CLUSTERS_CORES = 132
+_CLUSTERS = {3: 36, 4: 30, 5: 23, 6: 16, 7: 14, 8: 15}
+
 
 @functools.cache
 def target_for(platform: str) -> Target:
@@ -83,8 +88,8 @@ def hopper_refusal(target: Target | None) -> str | None:
 def resident_blocks(target: Target, cluster: int, per_core: int = 1) -> int:
     """Thread blocks that a GPU holds at a time: `per_core` of them fit on a multiprocessor, `cluster` form a cluster.
 
-    Larger clusters than pairs do not fill every part of the GPU that a cluster cannot leave (GPC): an H200 of 132
-    multiprocessors holds 30 of 4 and 15 of 8 (measured).
+    Clusters leave a part of the GPU empty, as none can leave a GPC: see `_CLUSTERS`.
     """
-    share = 1.0 if cluster <= 2 else 0.91
-    return max(cluster, int(target.cores * per_core * share) // cluster * cluster)
+    if cluster not in _CLUSTERS:
+        return max(cluster, target.cores * per_core // cluster * cluster)
+    return max(1, _CLUSTERS[cluster] * target.cores // _CLUSTERS_CORES * per_core) * cluster

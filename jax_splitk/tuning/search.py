@@ -36,6 +36,7 @@ from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
+UNSPLIT = 1.25  # times as slow by the models as what has splits: one launch, which was as fast for 1024x2048x50304
 FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
 FEWEST = 6  # likewise at least, where the model is sure
 HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
@@ -325,7 +326,8 @@ def _measurement(contestant: Contestant) -> Measurement:
 def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
     """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
     sure. The last third of them are the best of other families and kernel variants, if there are such: models err by
-    whole tiles, and each in its own direction."""
+    whole tiles, and each in its own direction. The best without splits comes on top, where it may be the fastest: what
+    models expect of splits errs in one direction for all tiles."""
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
@@ -335,7 +337,14 @@ def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Ca
     best, others = candidates[: count * 2 // 3], candidates[count * 2 // 3 :]
     seen = {_variant(candidate) for candidate in best}
     new = _firsts((candidate for candidate in others if _variant(candidate) not in seen), _variant)
-    return list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
+    found = list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
+    return list(dict.fromkeys([*found, *_unsplit(ranking)]))
+
+
+def _unsplit(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The best one without splits, if it may be the fastest."""
+    near = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0]]
+    return [c for c in near if getattr(c.config, "splits", None) == 1][:1]
 
 
 def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -> list[Candidate]:

@@ -105,11 +105,14 @@ def test_the_fit_finds_the_constants_that_times_were_made_with(capsys: pytest.Ca
     before, after = fit.judged(held, {}), fit.judged(held, fitted)
     assert before is not None and after is not None
     assert after.mean < 0.02 < before.mean
-    model = fit.model(constants.read("NVIDIA H200"), seen, held, fitted)
+    shipped = constants.read(cost_model.path_for("NVIDIA H200"))
+    model = fit.model(shipped, seen, held, fitted)
     entry = model["families"]["wgrad_im2col"]
     assert entry["constants"]["wave_seconds"] == new["wave_seconds"]
     assert all(NOISE / 2 < value < 3 * NOISE for value in entry["uncertainty"].values())
-    assert model["families"]["wgrad_halo"] == constants.read("NVIDIA H200")["families"]["wgrad_halo"]
+    assert (
+        model["families"]["wgrad_halo"] == constants.read(cost_model.path_for("NVIDIA H200"))["families"]["wgrad_halo"]
+    )
 
 
 def test_xlas_weights_are_found_and_a_disturbed_time_does_not_matter() -> None:

@@ -30,7 +30,7 @@ from jax_splitk.kernels.device.wgmma_tile import (
 )
 from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.target import Target
+from jax_splitk.runtime.target import Target, resident_blocks
 
 BOX = 64  # elements along m or n of a box of an operand that is not K-major
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
@@ -112,7 +112,6 @@ class Costs(TileCosts):
       launch_seconds, reduce_seconds, cluster_seconds: of a launch, of the second kernel, and of sums in a cluster,
         however little there is to do.
       cluster_bytes_per_sm, epilogue_bytes_per_sm: a second, of a tile's sums in a cluster, and without splits.
-      cluster_loss: multiprocessors that clusters of so many blocks leave empty.
     """
 
     hbm_bytes_per_second: float
@@ -123,7 +122,6 @@ class Costs(TileCosts):
     cluster_seconds: float
     cluster_bytes_per_sm: float
     epilogue_bytes_per_sm: float
-    cluster_loss: dict[int, int]
 
 
 class _Sums(Protocol):
@@ -269,7 +267,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
-            resident -= costs.cluster_loss[config.splits] * config.blocks_per_sm
+            resident = resident_blocks(target, config.splits, config.blocks_per_sm)
             steps = self._longest(problem, config, resident) * config.blocks_per_sm
         else:
             steps = self._longest(problem, config, target.cores)

@@ -20,6 +20,7 @@ from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, tile_bytes, whole_tiles
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import plan
@@ -214,7 +215,7 @@ class Tiled(tiles.TileFamily):
         """The time of tensor cores and instruction issue, which hide each other in part, or that of L2; the first
         stage's load comes on top."""
         costs: Costs = self.costs(target)
-        together = min(self.blocks_per_sm(problem, config), -(-config.blocks // target.cores))
+        together = self.together(problem, config, target)
         warpgroups = config.warpgroups * together
         mma = 8 * warpgroups * max(config.tile_n * costs.mma_per_column, costs.mma_least)
         issue = costs.issue[problem.qtype] + costs.issue_loop
@@ -235,6 +236,10 @@ class Tiled(tiles.TileFamily):
     def piece_seconds(self, config: Config, target: Target) -> float:
         costs: Costs = self.costs(target)
         return costs.piece_seconds + tile_bytes(config) // config.splits / costs.store_bytes_per_sm
+
+    def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
+        copied = nbytes(problem.x_shape, problem.x_dtype) if needs_copy(problem) else 0
+        return super().operand_bytes(problem) - copied + _copy_bytes(problem)
 
     def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
         seconds = super().estimate(problem, config, target)

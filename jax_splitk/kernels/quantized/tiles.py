@@ -14,6 +14,7 @@ from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
+from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target, resident_blocks
@@ -32,6 +33,7 @@ STAGING_BYTES = 16 * 48  # of a warp's 16-bit results on their way to memory
 MIN_STAGES = {1: 2, 2: 4}  # by k_warpgroups: each waits for its next stage before it gives back the one it has
 SCHEDULES_KEPT = 3  # of each tile, in `candidates`
 SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
+L2_BYTES = 36 << 20  # of operands that are found again, of some 50 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Costs:
       clock: a second.
       l2_bytes_per_clock: loaded.
       hbm_bytes_per_second: of device memory.
+      shadow: part of the shorter of its time and the multiprocessors' that is not hidden.
       partial_bytes_per_second: of partial sums, which stay in L2 for the most part.
       store_bytes_per_sm: a second, of fp32 sums.
       split_seconds: a larger launch, and waiting for the last: of each block of a cluster but the first.
@@ -55,6 +58,7 @@ class Costs:
     clock: float
     l2_bytes_per_clock: float
     hbm_bytes_per_second: float
+    shadow: float
     partial_bytes_per_second: float
     store_bytes_per_sm: float
     split_seconds: float
@@ -342,6 +346,25 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
     def piece_seconds(self, config: Config, target: Target) -> float:
         """For the end of a tile, or of a range: its last sums are waited for, and stored."""
 
+    def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
+        """Of what the kernel loads, each once."""
+        return problem.bytes_moved - nbytes(problem.out_shape, problem.out_dtype)
+
+    def _bytes_from_memory(self, problem: QuantizedMatmulProblem, config: Config) -> float:
+        """What device memory moves: the problem's bytes, once where thread blocks that need the same ones are at the
+        same k block. Those with ranges are not, and find again what the L2 has kept."""
+        if not is_cut(problem, config):
+            return problem.bytes_moved
+        operands = self.operand_bytes(problem)
+        again = schedule(problem, config).units * config.multicast * self.stage_bytes(problem, config) - operands
+        lost = min(1.0, max(0.0, operands / L2_BYTES - 1))  # in turns, so that twice as much finds nothing again
+        return problem.bytes_moved + max(0, again) * lost
+
+    def together(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> int:
+        """Thread blocks that share the busiest multiprocessor."""
+        alone = resident_blocks(target, config.splits)
+        return min(self.blocks_per_sm(problem, config), -(-config.blocks // alone))
+
     def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
         """Predicted seconds: the busiest multiprocessor's k blocks, at least the time of device memory, plus launch and
         second kernel."""
@@ -351,7 +374,8 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
         rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
         given = schedule(problem, config)
         seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config, target))
-        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second) + costs.launch_seconds
+        memory = self._bytes_from_memory(problem, config) / costs.hbm_bytes_per_second
+        seconds = max(seconds, memory) + costs.shadow * min(seconds, memory) + costs.launch_seconds
         if config.splits > 1:
             sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
             seconds += (config.splits - 1) * (costs.split_seconds + sent / costs.split_bytes_per_sm)

@@ -131,12 +131,14 @@ class Costs(ReductionCosts):
     """The cost model's constants.
 
     Attributes:
+      gap_bytes: that cost device memory as much as each run of neighbouring bytes does beside those.
       l2_bytes_per_second, l1_bytes_per_sm: loaded from the L2, and by a multiprocessor's threads.
       instructions_per_sm: of a multiprocessor's lanes, a second.
       step_seconds: of a thread's step that waits for its loads.
       wave_seconds: of thread blocks that begin and end.
     """
 
+    gap_bytes: float
     l2_bytes_per_second: float
     l1_bytes_per_sm: float
     instructions_per_sm: float
@@ -249,8 +251,9 @@ class DepthwiseAny(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         slots, waves = target.cores * self.blocks_per_sm(problem, config), self.waves(problem, config, target)
         busy = target.cores * blocks / (waves * slots)
+        run = min(config.lanes, words) * word
         seconds = max(
-            bytes_touched(problem) / costs.hbm_bytes_per_second,
+            bytes_touched(problem) * (1 + costs.gap_bytes / run) / costs.hbm_bytes_per_second,
             steps / (min(blocks, slots) * config.warps * 32) * costs.step_seconds,
             l2 / costs.l2_bytes_per_second,
             steps * (loaded + config.columns) * word / (busy * costs.l1_bytes_per_sm),
