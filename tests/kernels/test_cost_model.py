@@ -14,10 +14,12 @@ from benchmarks.cases import Case
 from benchmarks.cost_model import constants, records
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue, cost_model, xla
+from jax_splitk.kernels.dot import tma as dot
 from jax_splitk.kernels.family import Translated
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.wgrad import gather, im2col
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target, resident_blocks
 
 H100 = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
 EVERY = [(op, family) for op in catalogue.FAMILIES for family in kernels.families(op)]
@@ -67,7 +69,34 @@ def test_other_constants_change_estimates_of_that_family_object_alone() -> None:
     costs = im2col.FAMILY.costs(DEFAULT_CUDA)
     slow = im2col.FAMILY.with_costs(dataclasses.replace(costs, launch_seconds=costs.launch_seconds + 1))
     assert slow.estimate(problem, config, H100) == pytest.approx(1 + before)
-    assert im2col.FAMILY.estimate(problem, config, H100) == before  # an H200's constants
+    assert im2col.FAMILY.estimate(problem, config, H100) == before  # an H200's constants, and no memory bound
+
+
+def test_an_h100_has_its_share_of_an_h200s_memory() -> None:
+    """And its other constants; of another device nothing is known. So it is where a fit tries constants."""
+    another = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA another")
+    for family in (im2col.FAMILY, dot.FAMILY, gather.FAMILY):
+        h200 = family.costs(DEFAULT_CUDA)
+        assert family.costs(another) == h200
+        for own in (family, family.with_costs(h200)):
+            h100 = own.costs(H100)
+            assert h100.hbm_bytes_per_second == pytest.approx(h200.hbm_bytes_per_second * 3.35 / 4.8)
+            assert dataclasses.replace(h100, hbm_bytes_per_second=h200.hbm_bytes_per_second) == h200
+    toeplitz = next(family for _, family in EVERY if family.name == "fprop_toeplitz")
+    rates, fewer = (toeplitz.costs(target).hbm_bytes_per_second for target in (DEFAULT_CUDA, H100))
+    assert fewer == {channels: pytest.approx(rate * 3.35 / 4.8) for channels, rate in rates.items()}
+    memory_bound = DotProblem(1, 8, 8, 1 << 20, "bkm", "bkn", "bfloat16", "float32")
+    there, here = (xla.features(memory_bound, target).floor for target in (DEFAULT_CUDA, H100))
+    assert here > 1.2 * there
+
+
+def test_clusters_that_run_at_a_time_are_as_many_on_every_part_of_the_machine() -> None:
+    for cluster, clusters in {1: 132, 2: 66, 3: 36, 4: 30, 5: 23, 6: 16, 7: 14, 8: 15}.items():
+        assert resident_blocks(DEFAULT_CUDA, cluster) == clusters * cluster
+        assert resident_blocks(DEFAULT_CUDA, cluster, 2) == 2 * clusters * cluster
+        fewer = resident_blocks(dataclasses.replace(DEFAULT_CUDA, cores=78), cluster)
+        assert fewer % cluster == 0
+        assert 0 < fewer <= 78
 
 
 def test_uncertainty_is_that_of_the_class_of_problems() -> None:
@@ -98,7 +127,7 @@ def test_xlas_time_is_known_where_it_was_measured() -> None:
     assert sum(abs(error) < 2 for error in errors) > 0.9 * len(errors)
 
 
-@pytest.mark.parametrize("changes", [{"rows": 0}, {"qtype": "nf4"}, {"x_dtype": "float16"}, {"k": 512}, {"rows": 2}])
+@pytest.mark.parametrize("changes", [{"rows": 0}, {"rows": 2**20}, {"k": 64}, {"features": 2**20}])
 def test_xlas_time_is_not_known_elsewhere(changes: dict[str, Any]) -> None:
     known = QuantizedMatmulProblem(16, 8192, 8192, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
     assert xla.estimate(known, DEFAULT_CUDA) is not None

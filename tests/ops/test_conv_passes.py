@@ -148,6 +148,21 @@ def test_problems_are_valid_in_both_directions(name: str) -> None:
         assert there.out_shape == other_way(there).out_shape == run(x, rhs).shape
 
 
+def test_a_single_tap_is_not_dilated() -> None:
+    """So that 1x1 filters are matrix products, whatever their dilation. Others keep theirs."""
+    conv = Conv((9, 8), (1, 3), rhs_dilation=(3, 2), padding=((1, 0), (2, 1)))
+    lhs, rhs, g = conv.integers(generator(12))
+    wgrad = functools.partial(conv.wgrad, implementation="host")
+    for run, operands, expected in (
+        (fprop(conv, implementation="host"), (lhs, rhs), conv.lax(lhs, rhs)),
+        (dgrad(conv, implementation="host"), (g, rhs), lax_dgrad(conv)(g, rhs)),
+        (wgrad, (lhs, g), conv.lax_wgrad(lhs, g)),
+    ):
+        (decision,) = jax_splitk.explain(run, *operands).decisions
+        assert decision.problem.rhs_dilation == (1, 2)
+        np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
+
+
 @pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
 def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int]) -> None:
     x, w = jnp.ones((2, 5, 6, 4)), jnp.ones((4, 4, 8, 4))
