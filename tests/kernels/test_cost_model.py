@@ -65,11 +65,11 @@ def test_a_damaged_file_is_said(
 def test_other_constants_change_estimates_of_that_family_object_alone() -> None:
     problem = next(r.problem for r in records.shipped(DEFAULT_CUDA) if im2col.FAMILY.refusal(r.problem) is None)
     config = im2col.FAMILY.candidates(problem, DEFAULT_CUDA)[0]
-    before = im2col.FAMILY.estimate(problem, config, DEFAULT_CUDA)
+    before = im2col.FAMILY.estimate(problem, config, H100)
     costs = im2col.FAMILY.costs(DEFAULT_CUDA)
     slow = im2col.FAMILY.with_costs(dataclasses.replace(costs, launch_seconds=costs.launch_seconds + 1))
     assert slow.estimate(problem, config, H100) == pytest.approx(1 + before)
-    assert im2col.FAMILY.estimate(problem, config, H100) == before  # an H200's constants, and no memory bound
+    assert im2col.FAMILY.estimate(problem, config, H100) == before
 
 
 def test_an_h100_has_its_share_of_an_h200s_memory() -> None:

@@ -134,6 +134,7 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
     Attributes:
       windows: times as long for X's loads by TMA's im2col mode.
       swap_gain: part of the time that swapped tiles save.
+      memory_shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the longer.
       sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
         memory's time.
       wave_seconds: of filling the pipeline, and of the epilogue.
@@ -143,6 +144,7 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
 
     windows: float
     swap_gain: float
+    memory_shadow: float
     sharers: int
     crowded: float
     wave_seconds: float
@@ -283,7 +285,8 @@ class Im2col(SplitFamily[Config]):
         crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
-        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second * crowd) + costs.launch_seconds
+        memory = bytes_touched(problem) / costs.hbm_bytes_per_second * crowd
+        seconds = max(seconds, memory) + costs.memory_shadow * min(seconds, memory) + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 
     def _box_seconds(self, problem: ConvWgradProblem, config: Config, costs: Costs) -> float:
