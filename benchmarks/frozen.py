@@ -86,12 +86,13 @@ def both(name: str, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _run(command: Sequence[str], **settings: str) -> str:
-    """Its standard output, with these `JAX_SPLITK_` variables and no others."""
+    """Its standard output, with these `JAX_SPLITK_` variables and no others; of a crash, the stack."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
-    environment = {**kept, **{f"JAX_SPLITK_{name}": value for name, value in settings.items()}}
+    own = {f"JAX_SPLITK_{name}": value for name, value in settings.items()}
+    environment = {**kept, **own, "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[1:])} failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stderr[-4000:]}")
     return done.stdout
 
 
