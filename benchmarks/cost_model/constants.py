@@ -58,10 +58,5 @@ def text_of(model: Mapping[str, Any]) -> str:
     return block({"families": block(families, " "), "xla": block(operations, " ")}, "") + "\n"
 
 
-def read(path: pathlib.Path) -> dict[str, Any]:
-    """A device's file."""
-    return json.loads(path.read_text())
-
-
 def write(path: pathlib.Path, model: Mapping[str, Any]) -> None:
     path.write_text(text_of(model))

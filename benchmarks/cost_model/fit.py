@@ -239,9 +239,8 @@ def model(
         times = held_times if tested else times_of([*seen, *held], family)
         if times:
             entry = families.get(family.name, {"constants": {}})
-            given = (
-                dataclasses.asdict(new.costs(_owner(times[0].target))) if family.name in fitted else entry["constants"]
-            )
+            owner = _owner(times[0].target)
+            given = dataclasses.asdict(new.costs(owner)) if family.name in fitted else entry["constants"]
             of_class = uncertainties(new, times, 0.0 if tested else UNTESTED)
             families[family.name] = {"uncertainty": of_class, "constants": given}
     of_xla = {op: found for op, found in fit_xla(seen).items() if not ops or op in ops}
@@ -264,13 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = records.read(dict.fromkeys(path.resolve() for path in paths))
     known = {record.problem for record in found}  # twice fitted is trusted too much
     found += [r for r in records.shipped(DEFAULT_CUDA) if r.problem not in known] if options.shipped else []
-    targets = {record.target for record in found}
-    files = {cost_model.path_of(target.platform, target.device_kind) for target in targets}
-    if len(files) != 1:
-        kinds = ", ".join(sorted({target.device_kind for target in targets}))
+    owners = {(owner.platform, owner.device_kind) for owner in (_owner(record.target) for record in found)}
+    if len(owners) != 1:
+        kinds = ", ".join(sorted({record.target.device_kind for record in found}))
         parser.error(f"records of {kinds or 'nothing'}; accepted: of devices that take their constants from one file")
-    (own,) = files
-    old = constants.read(own)
+    ((platform, kind),) = owners
+    old = cost_model.model_of(platform, kind)
     held = [record for record in found if records.is_held_out(record.problem, options.held_out)]
     seen = [record for record in found if not records.is_held_out(record.problem, options.held_out)]
     fitted, rows = ({}, []) if options.keep else fit_families(seen, held, options.families, options.least)
@@ -282,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = model(old, seen, held, fitted, options.families, options.xla)
     print(markdown(xla_rows(old["xla"], new["xla"], held)))
     if options.write is not None:
-        path = own if options.write is True else options.write
+        path = cost_model.path_for(kind) if options.write is True else options.write
         constants.write(path, new)
         print(path)
     return 0

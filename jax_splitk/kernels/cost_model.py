@@ -50,6 +50,7 @@ def path_of(platform: str, device_kind: str) -> pathlib.Path:
     return path if path.is_file() else path_for(_DEFAULTS.get(platform, _DEFAULTS["cuda"]))
 
 
+@functools.cache
 def memory_share(platform: str, device_kind: str) -> float | None:
     """The rate of its memory against that of the device whose constants it takes; None where nothing is known, as of a
     device that has a file of its own."""

@@ -36,7 +36,9 @@ from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
-UNSPLIT = 1.25  # times as slow by the models as what has splits: one launch, which was as fast for 1024x2048x50304
+# Times as slow as the best by the models: what has no splits is still timed. The models expected 1.23 of a product
+# (1024x2048x50304) that was as fast without.
+UNSPLIT = 1.25
 FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
 FEWEST = 6  # likewise at least, where the model is sure
 HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
@@ -326,8 +328,8 @@ def _measurement(contestant: Contestant) -> Measurement:
 def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
     """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
     sure. The last third of them are the best of other families and kernel variants, if there are such: models err by
-    whole tiles, and each in its own direction. The best without splits comes on top, where it may be the fastest: what
-    models expect of splits errs in one direction for all tiles."""
+    whole tiles, and each in its own direction. The best without splits is added where it may be the fastest
+    (`UNSPLIT`)."""
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]

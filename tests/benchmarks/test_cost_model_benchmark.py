@@ -105,14 +105,12 @@ def test_the_fit_finds_the_constants_that_times_were_made_with(capsys: pytest.Ca
     before, after = fit.judged(held, {}), fit.judged(held, fitted)
     assert before is not None and after is not None
     assert after.mean < 0.02 < before.mean
-    shipped = constants.read(cost_model.path_for("NVIDIA H200"))
+    shipped = cost_model.model_of("cuda", "NVIDIA H200")
     model = fit.model(shipped, seen, held, fitted)
     entry = model["families"]["wgrad_im2col"]
     assert entry["constants"]["wave_seconds"] == new["wave_seconds"]
     assert all(NOISE / 2 < value < 3 * NOISE for value in entry["uncertainty"].values())
-    assert (
-        model["families"]["wgrad_halo"] == constants.read(cost_model.path_for("NVIDIA H200"))["families"]["wgrad_halo"]
-    )
+    assert model["families"]["wgrad_halo"] == shipped["families"]["wgrad_halo"]
 
 
 def test_xlas_weights_are_found_and_a_disturbed_time_does_not_matter() -> None:
@@ -182,3 +180,14 @@ def test_the_figures_of_an_evaluation(tmp_path: pathlib.Path) -> None:
     assert evaluate.main([str(path), "--report", *map(str, made)]) == 0
     assert "| winners that flip by over 2%" in made[0].read_text()
     assert xml.etree.ElementTree.parse(made[1]).getroot().tag.endswith("svg")
+
+
+def test_an_h100s_times_are_fitted_with_an_h200s_and_another_devices_by_themselves() -> None:
+    """The file that is written is that of the device which owns the constants."""
+    h100, another = (
+        dataclasses.replace(DEFAULT_CUDA, device_kind=f"NVIDIA {kind}") for kind in ("H100 80GB HBM3", "?")
+    )
+    cpu = Target("cpu", "cpu", "", 4)
+    assert fit._owner(h100) == fit._owner(DEFAULT_CUDA) == DEFAULT_CUDA
+    assert fit._owner(another) == another
+    assert fit._owner(cpu) == cpu

@@ -73,7 +73,7 @@ def test_other_constants_change_estimates_of_that_family_object_alone() -> None:
 
 
 def test_an_h100_has_its_share_of_an_h200s_memory() -> None:
-    """And its other constants; of another device nothing is known. So it is where a fit tries constants."""
+    """And an H200's other constants, also those that a fit tries. A device that is not known has all of an H200's."""
     another = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA another")
     for family in (im2col.FAMILY, dot.FAMILY, gather.FAMILY):
         h200 = family.costs(DEFAULT_CUDA)
@@ -90,7 +90,7 @@ def test_an_h100_has_its_share_of_an_h200s_memory() -> None:
     assert here > 1.2 * there
 
 
-def test_clusters_that_run_at_a_time_are_as_many_on_every_part_of_the_machine() -> None:
+def test_clusters_that_run_at_a_time_fit_the_machine() -> None:
     for cluster, clusters in {1: 132, 2: 66, 3: 36, 4: 30, 5: 23, 6: 16, 7: 14, 8: 15}.items():
         assert resident_blocks(DEFAULT_CUDA, cluster) == clusters * cluster
         assert resident_blocks(DEFAULT_CUDA, cluster, 2) == 2 * clusters * cluster

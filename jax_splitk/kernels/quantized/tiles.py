@@ -350,15 +350,13 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
         """Of what the kernel loads, each once."""
         return problem.bytes_moved - nbytes(problem.out_shape, problem.out_dtype)
 
-    def _bytes_from_memory(self, problem: QuantizedMatmulProblem, config: Config) -> float:
-        """What device memory moves: the problem's bytes, once where thread blocks that need the same ones are at the
-        same k block. Those with ranges are not, and find again what the L2 has kept."""
-        if not is_cut(problem, config):
-            return problem.bytes_moved
+    def _reloaded_bytes(self, problem: QuantizedMatmulProblem, config: Config, units: int) -> float:
+        """What device memory moves again for thread blocks with ranges: they need the same k blocks at other times, and
+        find only what the L2 has kept. `units`: k blocks of all tiles."""
         operands = self.operand_bytes(problem)
-        again = schedule(problem, config).units * config.multicast * self.stage_bytes(problem, config) - operands
+        again = units * config.multicast * self.stage_bytes(problem, config) - operands
         lost = min(1.0, max(0.0, operands / L2_BYTES - 1))  # in turns, so that twice as much finds nothing again
-        return problem.bytes_moved + max(0, again) * lost
+        return max(0, again) * lost
 
     def together(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> int:
         """Thread blocks that share the busiest multiprocessor."""
@@ -372,9 +370,10 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
         step, first = self.block_seconds(problem, config, target)
         resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
         rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
-        given = schedule(problem, config)
+        given, is_cut_up = schedule(problem, config), is_cut(problem, config)
         seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config, target))
-        memory = self._bytes_from_memory(problem, config) / costs.hbm_bytes_per_second
+        reloaded = self._reloaded_bytes(problem, config, given.units) if is_cut_up else 0.0
+        memory = (problem.bytes_moved + reloaded) / costs.hbm_bytes_per_second
         seconds = max(seconds, memory) + costs.shadow * min(seconds, memory) + costs.launch_seconds
         if config.splits > 1:
             sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
@@ -382,7 +381,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
             seconds += costs.k_warpgroup_seconds * (config.k_warpgroups - 1)
         if config.multicast > 1:
             seconds += costs.multicast_seconds
-        if is_cut(problem, config):
+        if is_cut_up:
             slots = config.blocks + given.rest * config.multicast
             seconds += costs.reduce_seconds + 2 * slots * tile_bytes(config) / costs.partial_bytes_per_second
         return seconds
