@@ -92,7 +92,7 @@ def _run(command: Sequence[str], **settings: str) -> str:
     environment = {**kept, **own, "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stderr[-16000:]}")
     return done.stdout
 
 

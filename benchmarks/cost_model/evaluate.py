@@ -39,6 +39,7 @@ OPS = ("conv_wgrad", "quantized_matmul")
 AGAIN = 5  # one of so many problems is tuned twice
 TOGETHER = 24  # problems that are looked ahead at
 FASTEST = 4  # of those that tuning saw, timed once more
+ROUNDS = 9  # of that
 TIE = 0.02  # a winner within so much of another is none
 CHOICES = ("first", "untuned", "tuned", "again")
 
@@ -89,7 +90,8 @@ def evaluated(drawn: Drawn, target: Target, again: bool, seconds: float | None) 
     if again:
         chosen["again"] = entries[1].choice
     others = [c for c in dict.fromkeys([*chosen.values(), *fastest(entries)]) if c != XLA]
-    timed = {t.candidate: t.us for t in measured(problem, target, others, threading.Event()) if t.us is not None}
+    found = measured(problem, target, others, threading.Event(), ROUNDS)
+    timed = {t.candidate: t.us for t in found if t.us is not None}
     missing = [str(c) for c in chosen.values() if c not in timed]
     if missing:
         raise RuntimeError(f"not timed: {', '.join(missing)}")

@@ -34,7 +34,7 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.measure import Bench, usual_settings
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import ranked
 
@@ -68,9 +68,13 @@ def _is_legal(candidate: Candidate, problem: Problem, target: Target) -> bool:
 
 @usual_settings()
 def measured(
-    problem: Problem, target: Target, candidates: Sequence[Candidate], given_up: threading.Event
+    problem: Problem,
+    target: Target,
+    candidates: Sequence[Candidate],
+    given_up: threading.Event,
+    rounds: int = DEVICE_ROUNDS,
 ) -> tuple[Timed, ...]:
-    """XLA's time and the candidates', all in turns; on a GPU from the profiler.
+    """XLA's time and the candidates', all in turns; on a GPU from the profiler, in so many rounds.
 
     Raises:
       RuntimeError: XLA cannot compute the problem.
@@ -82,7 +86,7 @@ def measured(
     bench.time(contestants, 1 if target.platform == "cuda" else 3, time.monotonic() + 20)
     working = [c for c in contestants if c.error is None]
     # A pause that the host makes can spoil a profile.
-    if target.platform == "cuda" and not (bench.time_on_device(working) or bench.time_on_device(working)):
+    if target.platform == "cuda" and not any(bench.time_on_device(working, rounds) for _ in range(2)):
         raise RuntimeError("the profiler gave no device times")
     timed = [Timed(c.candidate, round(float(c.us), 3), c.spread) for c in working]
     timed += [Timed(c.candidate, None, error=c.error) for c in contestants if c.error is not None]

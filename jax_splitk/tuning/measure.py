@@ -129,6 +129,11 @@ class Bench:
         with self._device():
             self._inputs = jax.block_until_ready(jax.device_put(drawn))
 
+    @property
+    def _executions(self) -> int:
+        """Executions in which a contestant runs on every set once."""
+        return math.ceil(self.sets / CALLED_TOGETHER)
+
     @functools.cached_property
     def _reference(self) -> jax.Array:
         """XLA's float32 result, by whichever of its kernels: none of them is timed, which would disturb what is. It
@@ -190,7 +195,7 @@ class Bench:
             return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
 
     def _check(self, contestant: Contestant) -> str | None:
-        for _ in range(math.ceil((WARM_UP_CALLS - 1) / math.ceil(self.sets / CALLED_TOGETHER))):
+        for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
             contestant.run()
         started = time.perf_counter()
         results = jax.block_until_ready(contestant.run())
@@ -280,8 +285,10 @@ class Bench:
         turns = profile.turns(events, {contestant.module for contestant in contestants})
         if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
-        busy = [profile.busy_time((start, end) for _, start, end in turn) for _, turn in turns]
-        times = [ns * 1e-3 / count / self.sets for ns, (_, count) in zip(busy, together, strict=True)]
+        times = []
+        for (_, turn), (_, count) in zip(turns, together, strict=True):
+            ns = profile.part_time(((start, end) for _, start, end in turn), count * self._executions)
+            times.append(ns * 1e-3 * self._executions / self.sets)
         each = len(contestants)
         return [times[begin : begin + each] for begin in range(0, len(times), each)]
 

@@ -102,6 +102,18 @@ def test_turns_are_told_apart_by_their_modules() -> None:
     assert profile.turns(beside, ["one"]) == []
 
 
+def test_a_kernel_that_was_held_up_does_not_count() -> None:
+    """Of eight executions of two kernels that overlap one took a hundred times as long, and one came late."""
+    calls = [[(0.0, 3.0), (2.0, 4.0)] for _ in range(8)]
+    calls[3] = [(0.0, 400.0)] * 2
+    calls[6] = [(0.0, 3.0), (30.0, 32.0)]
+    spans = [(start + 1000.0 * i, end + 1000.0 * i) for i, call in enumerate(calls) for start, end in call]
+    assert profile.busy_time(spans) == 6 * 4 + 400 + 5
+    assert profile.part_time(reversed(spans), 8) == 4.0
+    assert profile.part_time(spans, 1) == profile.busy_time(spans)
+    assert profile.part_time(spans[:-1], 8) == pytest.approx(profile.busy_time(spans[:-1]) / 8), "not told apart"
+
+
 class FakeDevice:
     """A GPU's profile of what contestants say they ran: each of their calls takes the next of their times."""
 
