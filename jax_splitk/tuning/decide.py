@@ -31,8 +31,9 @@ class FrozenCacheMiss(RuntimeError):
 
     Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
     exported. The message is the problem and the command that tunes it, or what is missing. An explicit config,
-    `implementation="xla"`, a `TuningResult` in force that has the problem, and what only XLA can compute need no
-    decision. The forward pass and the input gradient of `conv_general_dilated` are XLA's without one, with a warning.
+    `implementation="xla"`, a `TuningResult` in force that has the problem, what only XLA can compute and what tuning
+    does not measure because XLA is known to be as fast (`foregone`) need no decision. The forward pass and the input
+    gradient of `conv_general_dilated` are XLA's without one, with a warning.
     """
 
 

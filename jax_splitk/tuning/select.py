@@ -132,7 +132,7 @@ def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | N
         if entry is None:
             _say_what_does_not_match(options.tuning, key)
     found = decide.known(key, limit, here=measure, measure=session().measures(options))
-    if found is None and final and disk.mode() == "frozen":
+    if found is None and final and disk.mode() == "frozen" and decide.foregone(key.problem, key.target) is None:
         return _frozen(key, options)
     return None if found is None else _from_entry(*found, options)
 

@@ -112,6 +112,7 @@ def test_an_entry_where_xla_won(cache: pathlib.Path) -> None:
 def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
     lhs, g, _ = operands(generator(12))
     key = key_for(CASE.problem(), CPU)
+    unmeasured = lowered_config(wgrad, lhs, g)
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
     assert disk.mode() == mode
     if mode == "frozen":
@@ -131,6 +132,9 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
         assert lowered_config(lambda x, y: wgrad(x, y, implementation="xla"), lhs, g) is None
         with result_of(FOUR):
             assert lowered_config(wgrad, lhs, g) == FOUR
+        with monkeypatch.context() as patched:  # nor is what tuning would not measure
+            patched.setattr(wgrad_host.WgradHost, "measurement_refusal", lambda self, problem: "XLA is as fast here")
+            assert lowered_config(wgrad, lhs, g) == unmeasured
     assert store.save(entry_of(key, TWO)) is (mode == "update")
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])
     put(cache, key, entry_of(key, ONE).dumps())
