@@ -9,6 +9,7 @@ adds a line for each problem, and goes on where it was cut off.
 """
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -17,13 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from benchmarks import report
-from benchmarks.cost_model import problems, records
+from benchmarks.cost_model import problems, records, tuned
 from benchmarks.cost_model.problems import Drawn
+from benchmarks.cost_model.records import Record, Timed
 from benchmarks.cost_model.sweep import CPU_FLOPS, measured
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
@@ -37,7 +40,8 @@ from jax_splitk.tuning.select import select
 SEED = 2  # no sweep that anything is fitted to has it
 OPS = ("conv_wgrad", "quantized_matmul")
 AGAIN = 5  # one of so many problems is tuned twice
-TOGETHER = 24  # problems that are looked ahead at
+TOGETHER = 400  # problems that are looked ahead at
+BEHIND = 2  # whose last measurement the next ones do not wait for
 FASTEST = 4  # of those that tuning saw, timed once more
 ROUNDS = 9  # of that
 TIE = 0.02  # a winner within so much of another is none
@@ -76,29 +80,45 @@ class Outcome:
         return slow > fast * (1 + TIE)
 
 
-def evaluated(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> Outcome:
-    """Chooses, tunes and measures.
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What was chosen for a problem, by the names of `CHOICES`, and what tuning found."""
+
+    drawn: Drawn
+    choices: dict[str, Candidate]
+    entries: tuple[Entry, ...]
+
+
+def chosen(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> Chosen:
+    """Chooses and tunes. Raises RuntimeError where XLA cannot compute the problem."""
+    problem, key = drawn.problem, key_for(drawn.problem, target)
+    entries = tuple(tuner.tune(key, seconds=seconds) for _ in range(1 + again))
+    choices = {"untuned": untuned(problem, target), "tuned": entries[0].choice}
+    if entries[0].predicted is not None:
+        choices["first"] = entries[0].predicted
+    if again:
+        choices["again"] = entries[1].choice
+    return Chosen(drawn, choices, entries)
+
+
+def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
+    """The last measurement; and all times of our candidates and XLA, its own where it has one.
 
     Raises:
-      RuntimeError: XLA cannot compute the problem, or one of the choices cannot be timed.
+      RuntimeError: one of the choices cannot be timed.
     """
-    problem, key = drawn.problem, key_for(drawn.problem, target)
-    entries = [tuner.tune(key, seconds=seconds) for _ in range(1 + again)]
-    chosen = {"untuned": untuned(problem, target), "tuned": entries[0].choice}
-    if entries[0].predicted is not None:
-        chosen["first"] = entries[0].predicted
-    if again:
-        chosen["again"] = entries[1].choice
-    others = [c for c in dict.fromkeys([*chosen.values(), *fastest(entries)]) if c != XLA]
+    problem, choices = of.drawn.problem, of.choices
+    others = [c for c in dict.fromkeys([*choices.values(), *fastest(of.entries)]) if c != XLA]
     found = measured(problem, target, others, threading.Event(), ROUNDS)
-    timed = {t.candidate: t.us for t in found if t.us is not None}
-    missing = [str(c) for c in chosen.values() if c not in timed]
+    us = {t.candidate: t.us for t in found if t.us is not None}
+    missing = [str(c) for c in choices.values() if c not in us]
     if missing:
         raise RuntimeError(f"not timed: {', '.join(missing)}")
-    us = {name: timed[candidate] for name, candidate in chosen.items()}
-    spent = sum(float(entry.metadata["seconds"]) for entry in entries) / len(entries)
-    text = json.dumps(problem_as_dict(problem))
-    return Outcome(text, problem.op, drawn.kind, us, timed[XLA], min(timed.values()), spent)
+    spent = sum(float(entry.metadata["seconds"]) for entry in of.entries) / len(of.entries)
+    text, by_choice = json.dumps(problem_as_dict(problem)), {name: us[c] for name, c in choices.items()}
+    outcome = Outcome(text, problem.op, of.drawn.kind, by_choice, us[XLA], min(us.values()), spent)
+    earlier = {t.candidate: t for entry in of.entries for t in tuned.record(entry).timed}
+    return outcome, tuple({**earlier, **{t.candidate: t for t in found}}.values())
 
 
 def untuned(problem: Problem, target: Target) -> Candidate:
@@ -127,28 +147,51 @@ def looked_ahead(
 
 
 def run(options: argparse.Namespace) -> int:
-    """The number of problems that were evaluated."""
-    target, deadline, count = target_for(local_platform()), time.monotonic() + options.seconds, 0
+    """The number of problems that were evaluated. The last measurement of one is taken while others are tuned."""
+    target, deadline = target_for(local_platform()), time.monotonic() + options.seconds
     known = [line for path in (*options.earlier, *options.out) for line in records.lines(path)]
     begun = {line["index"] for line in known if "index" in line}
     wanted = options.problems - sum("us" in line for line in known)
     options.out[0].parent.mkdir(parents=True, exist_ok=True)
-    with options.out[0].open("a") as out:
-        stream = problems.stream(options.seed, target, OPS, options.max_flops)
-        waiting = ((index, drawn) for index, drawn in stream if index not in begun)
-        for index, drawn in looked_ahead(waiting, target, options.budget):
-            if count >= wanted or time.monotonic() > deadline:
-                return count
-            print(json.dumps({"index": index}), file=out, flush=True)
+    stream = problems.stream(options.seed, target, OPS, options.max_flops)
+    waiting = itertools.islice(((index, drawn) for index, drawn in stream if index not in begun), wanted)
+    last: collections.deque[tuple[int, Future[str]]] = collections.deque()
+    with options.out[0].open("a") as out, ThreadPoolExecutor(1) as pool:
+
+        def say(line: str) -> None:
+            print(line, file=out, flush=True)
+
+        def finished(index: int, text: Future[str]) -> int:
             try:
-                outcome = evaluated(drawn, target, index % AGAIN == 0, options.budget)
+                say(text.result())
             except RuntimeError as error:
-                report.say(f"{drawn.problem}: {error}")
+                report.say(f"{index}: {error}")
+                return 0
+            return 1
+
+        say(json.dumps({"environment": report.environment()}))
+        count = 0
+        for index, drawn in looked_ahead(waiting, target, options.budget):
+            if time.monotonic() > deadline:
+                break
+            say(json.dumps({"index": index}))
+            try:
+                of = chosen(drawn, target, index % AGAIN == 0, options.budget)
+            except RuntimeError as error:
+                report.say(f"{index}: {drawn.problem}: {error}")
                 continue
-            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
-            count += 1
-            report.say(f"{index}: {drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
-    return count
+            last.append((index, pool.submit(lines_of, index, of, target, options.seed)))
+            while len(last) > BEHIND:
+                count += finished(*last.popleft())
+        return count + sum(finished(*each) for each in last)
+
+
+def lines_of(index: int, of: Chosen, target: Target, seed: int) -> str:
+    """The outcome, and the times as a record that later fits may see."""
+    outcome, timed = evaluated(of, target)
+    report.say(f"{index}: {of.drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
+    record = Record(of.drawn.problem, target, timed, index, of.drawn.kind)
+    return f"{json.dumps(dataclasses.asdict(outcome))}\n{json.dumps({'seed': seed, **json.loads(record.dumps())})}"
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jax_splitk.problems.conv_passes import canonical
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import table
@@ -91,8 +93,9 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def read(paths: Iterable[pathlib.Path]) -> list[Record]:
-    """The records in some files."""
-    return [loads(json.dumps(found)) for path in paths for found in lines(path) if "timed" in found]
+    """The records in some files, but for those of convolutions that this version computes as others."""
+    found = (loads(json.dumps(each)) for path in paths for each in lines(path) if "timed" in each)
+    return [r for r in found if not isinstance(r.problem, ConvProblem) or canonical(r.problem) == r.problem]
 
 
 def shipped(target: Target) -> list[Record]:

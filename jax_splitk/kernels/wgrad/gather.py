@@ -175,7 +175,9 @@ class Costs(ClockCosts):
       fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
       conversion: instructions of a warp that make a fragment, by parts.
       stage_clocks: of a thread block's stage, besides.
-      wave_seconds: of filling the pipeline, and of the epilogue.
+      latency_seconds: from where a stage is free until what is loaded into it is there.
+      wave_seconds: of filling the pipeline.
+      store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
     """
 
     overlap: dict[int, float]
@@ -183,7 +185,9 @@ class Costs(ClockCosts):
     fragment_clocks: dict[int, float]
     conversion: dict[int, float]
     stage_clocks: float
+    latency_seconds: float
     wave_seconds: float
+    store_bytes_per_sm: float
 
 
 def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
@@ -327,8 +331,14 @@ class Gather(SplitFamily[Config]):
         step = (
             (units[-1] + costs.second * units[-2]) / costs.overlap[together] + costs.stage_clocks / together
         ) / costs.clock
-        stages = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
-        seconds = stages * step + self.waves(problem, config, target) * costs.wave_seconds
+        # All but one of a thread block's stages are under way. The first ones wait for none.
+        chain = -(-self.reduction_blocks(problem, config) // config.splits)
+        resident = min(together, -(-blocks // target.cores))
+        late = costs.latency_seconds / (config.stages - 1) / resident - step
+        step += max(0.0, late) * max(0.0, 1 - config.stages / chain)
+        stages = -(-blocks // target.cores) * chain
+        wave = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.store_bytes_per_sm
+        seconds = stages * step + self.waves(problem, config, target) * wave
         seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second) + costs.launch_seconds
         return seconds + self.reduce_seconds(problem, config, costs)
 

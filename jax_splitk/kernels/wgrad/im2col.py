@@ -137,7 +137,8 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
       memory_shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the longer.
       sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
         memory's time.
-      wave_seconds: of filling the pipeline, and of the epilogue.
+      wave_seconds: of filling the pipeline.
+      store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
       box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads; the latter where rows do
         not begin at multiples of 32 bytes.
     """
@@ -148,6 +149,7 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
     sharers: int
     crowded: float
     wave_seconds: float
+    store_bytes_per_sm: float
     box_row_seconds: float
     odd_row_seconds: float
 
@@ -281,7 +283,8 @@ class Im2col(SplitFamily[Config]):
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
         together, chain = min(config.blocks_per_sm, -(-blocks // target.cores)), -(-k_tiles(problem) // config.splits)
         step = config.waiting_seconds(costs, step, chain, together)
-        seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * costs.wave_seconds
+        wave = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.store_bytes_per_sm
+        seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * wave
         crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
         if config.consumers == 1 and config.swap:
             crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
