@@ -118,6 +118,8 @@ def _im2col() -> Iterator[Run]:
     matrix = conv((200,), (1,), (72, 64))
     long = conv((1090,), (1,), (64, 136), out_dtype=HALF, dtype=HALF)
     groups = conv((9, 11), (2, 1), (128, 128), groups=2)
+    # More than 128 blocks of pixels, which the tensor cores do not add by themselves.
+    chains, tails = conv((8300,), (1,), (72, 64)), conv((92, 92), (1, 2), (64, 136))
 
     def config(tile_m: int, tile_n: int, swap: bool, splits: int, **changes: Any) -> Any:
         return im2col.Config(tile_m, tile_n, wgmma_tile.max_stages(tile_m, tile_n), swap, splits, **changes)
@@ -137,6 +139,8 @@ def _im2col() -> Iterator[Run]:
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
+        (chains, config(128, 64, True, 1)),
+        (tails, config(64, 64, False, 2, whole_tiles=5)),
     ):
         yield from (Run(im2col.FAMILY, p, each) for each in given)
 

@@ -123,3 +123,29 @@ __device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int 
   cute::warpgroup_wait<0>();
   fence(acc);
 }
+
+// That sum, of which the tensor cores add LONGEST stages at most, as they keep too few bits of longer sums.
+// The sums of these chains are added as fp32 ones.
+template <class Wgmma, class A, class B, int LONGEST, class BlockAt>
+__device__ inline void consume_chains(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
+                                      const BlockAt& block_at, Accumulator& sums) {
+  Position at;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
+  }
+#pragma unroll 1
+  for (; blocks > 0; blocks -= LONGEST) {
+    Accumulator acc;
+    const int last = multiply<Wgmma, A, B>(stages, pipeline, min(blocks, LONGEST), block_at, acc, at);
+    cute::warpgroup_wait<0>();
+    fence(acc);
+    if (threadIdx.x % 128 == 0) pipeline.release(last);
+#pragma unroll
+    for (int m = 0; m < M_PER_WG; ++m) {
+#pragma unroll
+      for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] += acc[m][j];
+    }
+  }
+}

@@ -13,6 +13,9 @@ MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 # 1,900 times of im2col passes best).
 HELD = 1.4
 
+# Sums of a thread where it has each twice, of a chain and of all; by thread blocks that share an SM.
+MAX_CHAINED_SUMS = {1: 64, 2: 32}
+
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
     *itertools.product((64, 128), (64, 128, 192, 256)),
@@ -78,6 +81,16 @@ class WgmmaTile:
     def threads(self) -> int:
         """The producer's and the consumers'."""
         return 128 * (self.consumers + 1)
+
+    @property
+    def thread_sums(self) -> int:
+        """Of a consumer's thread."""
+        return self.tile_m // 64 // self.consumers * self.tile_n // 2
+
+    @property
+    def may_chain(self) -> bool:
+        """Whether a thread has the registers for its sums twice."""
+        return self.thread_sums <= MAX_CHAINED_SUMS[self.blocks_per_sm]
 
     @property
     def blocks_per_sm(self) -> int:

@@ -88,36 +88,6 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
   }
 }
 
-// ---- consumer of long chains -----------------------------------------------------------------------------
-
-#if CHAIN
-// The sum over so many stages, of which the tensor cores add CHAIN at most, as they keep too few bits of
-// longer sums. The sums of these chains are added as fp32 ones.
-template <class Wgmma, class A, class B, class BlockAt>
-__device__ inline void consume_chains(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                                      const BlockAt& block_at, Accumulator& sums) {
-  Position at;
-#pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) {
-#pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
-  }
-#pragma unroll 1
-  for (; blocks > 0; blocks -= CHAIN) {
-    Accumulator acc;
-    const int last = multiply<Wgmma, A, B>(stages, pipeline, min(blocks, CHAIN), block_at, acc, at);
-    cute::warpgroup_wait<0>();
-    fence(acc);
-    if (threadIdx.x % 128 == 0) pipeline.release(last);
-#pragma unroll
-    for (int m = 0; m < M_PER_WG; ++m) {
-#pragma unroll
-      for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] += acc[m][j];
-    }
-  }
-}
-#endif
-
 // ---- epilogue --------------------------------------------------------------------------------------------
 
 #if REDUCTION == 1
@@ -175,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     using A = conditional_t<A_MN, MnMajor, KMajor>;
     using B = conditional_t<B_MN, MnMajor, KMajor>;
 #if CHAIN
-    consume_chains<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc);
+    consume_chains<Wgmma, A, B, CHAIN>(stages, pipeline, blocks, block_at, acc);
 #else
     consume<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc);
 #endif

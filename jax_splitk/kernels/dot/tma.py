@@ -21,7 +21,7 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Values
-from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES
+from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES
 from jax_splitk.kernels.dot import refusals
 from jax_splitk.kernels.family import call_buffers
 from jax_splitk.problems.dot_general import E4M3, DotProblem
@@ -41,8 +41,6 @@ _WHOLE_WAVE = range(126, _MANY_TILES + 1)
 _SLIGHT_SECONDS, _SHORT_K = 1e-6, 1280
 _SHORT_SECONDS = 10e-6
 ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
-# Sums of a thread where it has each twice, of a chain and of all; by thread blocks that share an SM.
-MAX_CHAINED_SUMS = {1: 64, 2: 32}
 # Stages that the tensor cores add of a float32 result whose split is longer than they may: half of those.
 FLOAT32_CHAIN = MAX_FLOAT32_CHAIN // 2
 # Macros BIAS and ACTIVATION.
@@ -65,16 +63,6 @@ def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
 
 
-def _thread_sums(config: Config) -> int:
-    """Of a consumer's thread."""
-    return config.tile_m // 64 // config.consumers * config.tile_n // 2
-
-
-def _may_chain(config: Config) -> bool:
-    """Whether a thread has the registers for its sums twice."""
-    return _thread_sums(config) <= MAX_CHAINED_SUMS[config.blocks_per_sm]
-
-
 def chained_stages(problem: DotProblem, config: Config) -> int:
     """Stages that the tensor cores add before fp32 additions do (macro CHAIN), 0 for all of a split: one of e4m3, whose
     sums have 13 bits."""
@@ -82,7 +70,7 @@ def chained_stages(problem: DotProblem, config: Config) -> int:
         return 1
     blocks = -(-k_blocks(problem) // config.splits)
     is_long = problem.out_dtype == "float32" and blocks > MAX_FLOAT32_CHAIN
-    return FLOAT32_CHAIN if is_long and _may_chain(config) else 0
+    return FLOAT32_CHAIN if is_long and config.may_chain else 0
 
 
 def _large_tiles(problem: DotProblem) -> int:
@@ -156,10 +144,10 @@ class Tma(SplitTileFamily[DotProblem, Config]):
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
         if (reason := super().config_refusal(problem, config)) is not None:
             return reason
-        if problem.dtype == E4M3 and not _may_chain(config):
+        if problem.dtype == E4M3 and not config.may_chain:
             tile = f"tile {config.tile_m}x{config.tile_n} of {config.stages} stages"
             most = MAX_CHAINED_SUMS[config.blocks_per_sm]
-            return f"{tile}, {_thread_sums(config)} sums a thread, with {E4M3}; accepted: at most {most}"
+            return f"{tile}, {config.thread_sums} sums a thread, with {E4M3}; accepted: at most {most}"
         return None
 
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
@@ -187,7 +175,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def least_splits(self, problem: DotProblem, config: Config) -> int:
-        return 1 if _may_chain(config) else super().least_splits(problem, config)
+        return 1 if config.may_chain else super().least_splits(problem, config)
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

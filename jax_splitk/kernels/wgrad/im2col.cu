@@ -16,7 +16,8 @@
 // of it.
 //
 // Macros: ELEMENT, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
-// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split).
+// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split),
+// CHAIN (stages that the tensor cores add; 0: all of a split).
 
 #include "device/packed_tile.cuh"
 #include "device/pipeline.cuh"
@@ -351,7 +352,11 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
     const auto block_at = [=](uint32_t stage, int m) {
       return stage + warpgroup * BLOCK_BYTES + m * CONSUMERS * BLOCK_BYTES;
     };
+#if CHAIN
+    consume_chains<Wgmma, MnMajor, MnMajor, CHAIN>(stages, pipeline, work.k_tiles, block_at, acc);
+#else
     consume<Wgmma, MnMajor, MnMajor>(stages, pipeline, work.k_tiles, block_at, acc);
+#endif
     if (PARTIAL) launch_dependent_grids();
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;

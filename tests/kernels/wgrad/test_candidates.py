@@ -103,7 +103,7 @@ CHAINS: list[tuple[SplitFamily, ConvWgradProblem, object, Callable[[int], int], 
         lambda splits: math.ceil(256 * 49 / splits) * 4 * 3, gather.MAX_FLOAT32_CHAIN,  # two parts: three products
     ),
     (
-        im2col.FAMILY, conv((56, 56), (3, 3), batch=256, padding=1), im2col.Config(64, 64, 4, False, 1),
+        im2col.FAMILY, conv((56, 56), (3, 3), batch=256, padding=1), im2col.Config(128, 256, 4, False, 1),
         lambda splits: math.ceil(256 * 49 / splits), im2col.MAX_FLOAT32_CHAIN,
     ),
 ]  # fmt: skip
@@ -116,6 +116,23 @@ def test_the_least_splits_are_just_enough(
     assert family.refusal(p, config) is None
     least = family.least_splits(p, config)
     assert chain(least) <= most < chain(least - 1)
+
+
+def test_long_float32_sums_of_im2col_leave_the_tensor_cores() -> None:
+    """Which truncate them; where a thread can hold its sums twice."""
+    p = conv((56, 56), (3, 3), (128, 128), batch=256, padding=1)
+    narrow, wide = im2col.Config(128, 128, 7, False, 6), im2col.Config(128, 192, 5, False, 132)
+
+    def stages(p: ConvWgradProblem, config: im2col.Config) -> int:
+        return dict(im2col.FAMILY.source(p, config).defines)["CHAIN"]
+
+    assert narrow in [dataclasses.replace(c, splits=6) for c in im2col.FAMILY.candidates(p, DEFAULT_CUDA)]
+    assert stages(p, narrow) == im2col.MAX_FLOAT32_CHAIN
+    assert stages(p, dataclasses.replace(narrow, splits=98)) == 0, "128 blocks each"
+    assert stages(p, dataclasses.replace(narrow, splits=98, whole_tiles=1)) == im2col.MAX_FLOAT32_CHAIN
+    assert stages(dataclasses.replace(p, out_dtype="bfloat16"), narrow) == 0
+    assert stages(p, dataclasses.replace(wide, splits=6)) == 0, "it has too many sums"
+    assert (im2col.FAMILY.least_splits(p, narrow), im2col.FAMILY.least_splits(p, wide)) == (1, 98)
 
 
 def test_long_sums_of_chains_are_cut() -> None:
