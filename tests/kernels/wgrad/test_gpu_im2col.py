@@ -47,6 +47,15 @@ TURNS_CONFIGS = (
     Config(64, 256, 5, False, 2),
 )
 
+# 3136 blocks of pixels, which the tensor cores do not add by themselves, in one, two or twelve splits.
+LONG = conv((112, 112), (3, 3), (64, 128), batch=16, padding=1)
+LONG_CONFIGS = (
+    Config(128, 128, 7, True, 1),
+    Config(128, 64, 8, False, 2),
+    Config(64, 64, 6, True, 12),
+    Config(64, 64, 8, False, 2, whole_tiles=4),
+)
+
 
 def turns(p: ConvWgradProblem) -> list[Config]:
     configs = [FAMILY.with_splits(p, given, given.splits) for given in TURNS_CONFIGS]
@@ -64,7 +73,8 @@ def splits(p: ConvWgradProblem, variant: Config) -> Iterator[Config]:
 
 def device_code() -> set[compiler.Source]:
     tried = [(p, config) for p, variant in itertools.product(SHAPES, im2col.VARIANTS) for config in splits(p, variant)]
-    return {FAMILY.source(p, config) for p, config in (*tried, *((p, config) for p in TURNS for config in turns(p)))}
+    tried += [(p, config) for p in TURNS for config in turns(p)] + [(LONG, config) for config in LONG_CONFIGS]
+    return {FAMILY.source(p, config) for p, config in tried}
 
 
 @pytest.mark.parametrize("variant", im2col.VARIANTS, ids=str)
@@ -104,3 +114,10 @@ def test_gives_bitwise_the_same(config: Config) -> None:
     p = SHAPES[0]
     config = FAMILY.with_splits(p, config, config.splits)
     on_gpu.check_repeats(on_gpu.ours(FAMILY, p, config), *normals(p, seed=2))
+
+
+def test_long_float32_sums_are_as_accurate_as_xlas() -> None:
+    """Of numbers of one sign: what the tensor cores truncate has one sign as well."""
+    assert all(im2col.chained_stages(LONG, config) for config in LONG_CONFIGS)
+    positive = (jnp.abs(x) for x in normals(LONG, seed=4))
+    on_gpu.check_accuracy_and_repeats(FAMILY, LONG, LONG_CONFIGS, *positive, times=10)
