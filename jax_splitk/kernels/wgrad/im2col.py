@@ -147,8 +147,8 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
         memory's time.
       wave_seconds: of filling the pipeline.
       store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
-      box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads; the latter where rows do
-        not begin at multiples of 32 bytes.
+      box_row_seconds, split_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads: where
+        rows begin at multiples of 128 bytes, of 32, and at others.
     """
 
     windows: float
@@ -159,6 +159,7 @@ class Costs(ReductionCosts, wgmma_tile.TileCosts):
     wave_seconds: float
     store_bytes_per_sm: float
     box_row_seconds: float
+    split_row_seconds: float
     odd_row_seconds: float
 
 
@@ -306,7 +307,9 @@ class Im2col(SplitFamily[Config]):
         of_x, of_dy = (config.tile_n, config.tile_m) if config.swap else (config.tile_m, config.tile_n)
 
         def rows(tile: int, channels: int) -> float:
-            return tile // SLOT * BLOCK_K * (costs.odd_row_seconds if 2 * channels % 32 else costs.box_row_seconds)
+            step = math.gcd(2 * channels, wgmma_tile.ROW_BYTES)
+            each = costs.box_row_seconds if step == wgmma_tile.ROW_BYTES else costs.split_row_seconds
+            return tile // SLOT * BLOCK_K * (costs.odd_row_seconds if step < 32 else each)
 
         return rows(of_x, problem.in_channels) + rows(of_dy, problem.out_channels)
 
