@@ -137,6 +137,8 @@ def _of_conv(p: ConvProblem, share: _Share) -> Features:
     more = ["dilated"] if {*p.lhs_dilation, *p.rhs_dilation} != {1} else []
     more += ["batch groups"] if p.batch_group_count > 1 else []
     more += ["widened"] if p.out_dtype != p.dtype else []  # XLA converts the operands
+    plain = set(p.window_strides) == {1} and not more
+    more += ["winograd"] if plain and (kind, arithmetic, p.kernel_spatial) == ("dense", "exact", (3, 3)) else []
     kinds = (kind, arithmetic, f"{p.rank}d")
     return Features(" ".join(kinds), floor, (*kinds, *more), sizes)
 

@@ -32,13 +32,11 @@ def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: 
     return [candidate for seconds, candidate in ranking if may_win(seconds, candidate)]
 
 
-def faster_xla(
-    candidate: Candidate, seconds: float, problem: Problem, target: Target, *, doubted: bool = True
-) -> float | None:
-    """XLA's predicted seconds where a candidate of ours, of so many, is slower beyond both models' uncertainties; or
-    at all, if these are not `doubted`."""
+def faster_xla(candidate: Candidate, seconds: float, problem: Problem, target: Target) -> float | None:
+    """XLA's predicted seconds where a candidate of ours, of so many, is predicted to be slower. In doubt, too: of 331
+    random problems that were left to XLA so, or only beyond both models' uncertainties, 1% and 2% were over 5% slower
+    than XLA."""
     of_xla = xla.estimate(problem, target)
     if of_xla is None or candidate.family is None:
         return None
-    doubt = math.hypot(of_xla.uncertainty, candidate.family.uncertainty(problem, target)) if doubted else 0.0
-    return of_xla.seconds if math.log(seconds / of_xla.seconds) > doubt else None
+    return of_xla.seconds if seconds > of_xla.seconds else None

@@ -175,6 +175,8 @@ class Costs(ClockCosts):
       fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
       conversion: instructions of a warp that make a fragment, by parts.
       stage_clocks: of a thread block's stage, besides.
+      element_clocks, few_clocks: of a producer's thread, which waits, for each element of X that it loads by itself, and
+        for each load of fewer than four elements of dY.
       latency_seconds: from where a stage is free until what is loaded into it is there.
       wave_seconds: of filling the pipeline.
       store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
@@ -185,6 +187,8 @@ class Costs(ClockCosts):
     fragment_clocks: dict[int, float]
     conversion: dict[int, float]
     stage_clocks: float
+    element_clocks: float
+    few_clocks: float
     latency_seconds: float
     wave_seconds: float
     store_bytes_per_sm: float
@@ -201,6 +205,9 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
+    waiting = x_items * costs.element_clocks if x.granule == v.item else 0.0
+    if (together := math.gcd(v.out_channels, 4)) < 4 and dy_stores:
+        waiting += config.pixels * config.tile_n / together * costs.few_clocks
     turns = turns_of(v, config.tile, config.slice)
     shared = steps * blocks * (4 * loads * turns + b_bytes / costs.shared_bytes_per_clock)
     shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
@@ -209,6 +216,7 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
         "shared": shared,
         "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
         "latency": steps * config.blocks * costs.fragment_clocks[v.parts] / blocks_per_sm(v, config),
+        "producer": waiting / 128,
         "l2": (x_items + config.pixels * config.tile_n) * v.item / costs.l2_bytes_per_clock,
     }
 
