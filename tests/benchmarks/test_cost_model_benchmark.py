@@ -104,7 +104,7 @@ def test_the_fit_finds_the_constants_that_times_were_made_with(capsys: pytest.Ca
         assert new[name] == pytest.approx(changed[name], rel=0.1), name
     before, after = fit.judged(held, {}), fit.judged(held, fitted)
     assert before is not None and after is not None
-    assert after.mean < 0.02 < before.mean
+    assert after.mean < before.mean / 2
     shipped = cost_model.model_of("cuda", "NVIDIA H200")
     model = fit.model(shipped, seen, held, fitted)
     entry = model["families"]["wgrad_im2col"]

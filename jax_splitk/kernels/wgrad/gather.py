@@ -175,8 +175,8 @@ class Costs(ClockCosts):
       fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
       conversion: instructions of a warp that make a fragment, by parts.
       stage_clocks: of a thread block's stage, besides.
-      element_clocks, few_clocks: of a producer's thread, which waits, for each element of X that it loads by itself, and
-        for each load of fewer than four elements of dY.
+      element_clocks, few_clocks: that a producer's thread waits for each element of X that it loads by itself, and for
+        each load of fewer than four elements of dY.
       latency_seconds: from where a stage is free until what is loaded into it is there.
       wave_seconds: of filling the pipeline.
       store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
