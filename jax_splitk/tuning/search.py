@@ -53,6 +53,9 @@ FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
+PROFILES = (
+    2  # at most of the finalists: a pause that the host makes can spoil one, and clocks tell little of short kernels
+)
 LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
 
 
@@ -284,7 +287,7 @@ class Search:
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
-        if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds):
+        if xla.error is not None or not any(bench.time_on_device([*finalists, xla], rounds) for _ in range(PROFILES)):
             bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
         return finalists
 
@@ -316,7 +319,8 @@ class Search:
         if self.xla is not None and self.xla.is_timed and self.xla.error is None:
             timed.insert(0, self.xla)
         measurements = (*map(_measurement, timed), *self.failures)
-        metadata = _metadata(time.monotonic() - self._started, len(self.tried))
+        by_profile = self.xla is not None and bool(self.xla.device_times)
+        metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_profile)
         return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
 
 
@@ -395,7 +399,7 @@ def _beats(challenger: Contestant, holder: Contestant) -> bool:
     return challenger.us < holder.us * (1 - margin)
 
 
-def _metadata(seconds: float, tried: int) -> dict[str, Any]:
+def _metadata(seconds: float, tried: int, by_profile: bool) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "jax": jax.__version__,
@@ -403,4 +407,5 @@ def _metadata(seconds: float, tried: int) -> dict[str, Any]:
         "platform_version": str(getattr(jax.local_devices()[0].client, "platform_version", "")),
         "seconds": round(seconds, 3),
         "candidates": tried,
+        "times": "profiler" if by_profile else "clock",
     }

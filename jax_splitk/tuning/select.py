@@ -205,7 +205,8 @@ def _predicted(
     seconds, _, candidate = min(found)
     faster = None
     if not options.explicit:
-        faster = certainty.faster_xla(candidate, seconds, problem, target)
+        # In doubt a pass that nobody named stays as it was.
+        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.quiet)
     if faster is not None:
         said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
         return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")

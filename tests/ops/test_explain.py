@@ -68,7 +68,7 @@ ONE = [(PROBLEM_TEXT, 1)]
 def large_passes_are_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cost models have been fitted to."""
 
-    def faster_xla(candidate: Any, seconds: float, problem: Any, target: Any) -> float | None:
+    def faster_xla(candidate: Any, seconds: float, problem: Any, target: Any, doubted: bool = True) -> float | None:
         return seconds / 2 if problem.batch == LARGE.shape[0] and problem.op != "conv_wgrad" else None
 
     monkeypatch.setattr(certainty, "faster_xla", faster_xla)

@@ -50,7 +50,7 @@ def test_untuned_choices_of_the_suites_stay_ours(problem: Problem) -> None:
     assert select(problem, DEFAULT_CUDA, Options()).candidate != XLA
 
 
-def test_xla_is_preferred_where_it_is_predicted_to_be_faster(
+def test_xla_is_preferred_where_it_is_faster_beyond_doubt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     ours = select(LONG, device(monkeypatch, tmp_path, 0.0, 0.1), Options())
@@ -58,16 +58,19 @@ def test_xla_is_preferred_where_it_is_predicted_to_be_faster(
     estimate = xla.estimate(LONG, DEFAULT_CUDA)
     assert estimate is not None
     equal = math.log(ours.times.us * 1e-6 / estimate.seconds)  # what makes XLA as fast as ours
-    faster = device(monkeypatch, tmp_path, equal - 0.05, 0.1)
+    doubt = certainty.DOUBT * math.hypot(estimate.uncertainty, 0.1)
+    faster = device(monkeypatch, tmp_path, equal - 1.2 * doubt, 0.1)
     choice = select(LONG, faster, Options())
     assert choice.candidate == XLA
     assert choice.why == (
-        f"the cost model predicts that XLA is faster (XLA {ours.times.us * math.exp(-0.05):.1f} us, "
+        f"the cost model predicts that XLA is faster (XLA {ours.times.us * math.exp(-1.2 * doubt):.1f} us, "
         f"{ours.candidate.name} {ours.times.us:.1f} us)"
     )
-    # Not where it is slower, nor where ours were asked for.
-    slower = device(monkeypatch, tmp_path, equal + 0.05, 0.1)
-    assert select(LONG, slower, Options()).candidate == ours.candidate
+    # Not where it is doubtful, nor where ours were asked for.
+    doubtful = device(monkeypatch, tmp_path, equal - 1.2 * doubt, 2 * doubt / certainty.DOUBT)
+    assert select(LONG, doubtful, Options()).candidate == ours.candidate
+    nearly = device(monkeypatch, tmp_path, equal - 0.8 * doubt, 0.1)
+    assert select(LONG, nearly, Options()).candidate == ours.candidate
     assert select(LONG, faster, Options(implementation="cutlass")).candidate == ours.candidate
     assert select(LONG, faster, Options(config=ours.config)).candidate == ours.candidate
 
