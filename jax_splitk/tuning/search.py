@@ -53,9 +53,7 @@ FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
-PROFILES = (
-    2  # at most of the finalists: a pause that the host makes can spoil one, and clocks tell little of short kernels
-)
+PROFILES = 2  # at most of the finalists: a pause of the host can spoil one, and clocks tell little of short kernels
 LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
 
 

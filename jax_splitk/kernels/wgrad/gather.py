@@ -206,8 +206,8 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
     waiting = x_items * costs.element_clocks if x.granule == v.item else 0.0
-    if (together := math.gcd(v.out_channels, 4)) < 4 and dy_stores:
-        waiting += config.pixels * config.tile_n / together * costs.few_clocks
+    if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
+        waiting += config.pixels * config.tile_n / few * costs.few_clocks
     turns = turns_of(v, config.tile, config.slice)
     shared = steps * blocks * (4 * loads * turns + b_bytes / costs.shared_bytes_per_clock)
     shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
