@@ -44,7 +44,8 @@ class Costs:
       clock: a second.
       l2_bytes_per_clock: loaded.
       hbm_bytes_per_second: of device memory.
-      shadow: part of the shorter of its time and the multiprocessors' that is not hidden.
+      reloaded: part of what thread blocks with ranges ask for again that the L2 does not have.
+      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden.
       partial_bytes_per_second: of partial sums, which stay in L2 for the most part.
       store_bytes_per_sm: a second, of fp32 sums.
       split_seconds: a larger launch, and waiting for the last: of each block of a cluster but the first.
@@ -58,6 +59,7 @@ class Costs:
     clock: float
     l2_bytes_per_clock: float
     hbm_bytes_per_second: float
+    reloaded: float
     shadow: float
     partial_bytes_per_second: float
     store_bytes_per_sm: float
@@ -373,7 +375,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
         given, is_cut_up = schedule(problem, config), is_cut(problem, config)
         seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config, target))
         reloaded = self._reloaded_bytes(problem, config, given.units) if is_cut_up else 0.0
-        memory = (problem.bytes_moved + reloaded) / costs.hbm_bytes_per_second
+        memory = (problem.bytes_moved + costs.reloaded * reloaded) / costs.hbm_bytes_per_second
         seconds = max(seconds, memory) + costs.shadow * min(seconds, memory) + costs.launch_seconds
         if config.splits > 1:
             sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
