@@ -50,7 +50,8 @@ def test_two_problems_are_tuned_and_the_next_process_measures_nothing(cache: pat
         assert None not in ours
         assert found.us(found.choice) > 0
         assert found.predicted == search.ranked(key)[0]
-        assert {"date", "jax", "jaxlib", "platform_version", "seconds", "candidates"} == set(found.metadata)
+        assert {"date", "jax", "jaxlib", "platform_version", "seconds", "candidates", "times"} == set(found.metadata)
+        assert found.metadata["times"] == "clock"
         configs.append(select.select(key.problem, CPU, Options()).config)
     script = f"""
 import json
