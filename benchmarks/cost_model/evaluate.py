@@ -17,7 +17,7 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -40,7 +40,6 @@ from jax_splitk.tuning.select import select
 SEED = 5  # no fit has it: 1 is a sweep's, 3 and 4 are in data/
 OPS = ("conv_wgrad", "quantized_matmul")
 AGAIN = 5  # one of so many problems is tuned twice
-TOGETHER = 400  # problems that are looked ahead at
 BEHIND = 2  # whose last measurement the next ones do not wait for
 FASTEST = 4  # of those that tuning saw, timed once more
 ROUNDS = 9  # of that
@@ -136,54 +135,54 @@ def fastest(entries: Iterable[Entry]) -> list[Candidate]:
     return sorted(us, key=lambda c: us[c])[:FASTEST]
 
 
-def looked_ahead(
-    waiting: Iterator[tuple[int, Drawn]], target: Target, seconds: float | None
-) -> Iterator[tuple[int, Drawn]]:
-    """The same problems. As in `tune`, the next ones are searched, and their kernels compiled, while one is awaited."""
-    while batch := list(itertools.islice(waiting, TOGETHER)):
-        keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in batch]
-        with tuner.coming(keys, seconds):
-            yield from batch
-
-
 def run(options: argparse.Namespace) -> int:
-    """The number of problems that were evaluated. The last measurement of one is taken while others are tuned."""
+    """The number of problems that were evaluated.
+
+    As in `tune`, the next ones are searched, and their kernels compiled, while one is awaited; and its last measurement
+    is taken while the next ones are.
+    """
     target, deadline = target_for(local_platform()), time.monotonic() + options.seconds
     known = [line for path in (*options.earlier, *options.out) for line in records.lines(path)]
     begun = {line["index"] for line in known if "index" in line}
-    wanted = options.problems - sum("us" in line for line in known)
-    options.out[0].parent.mkdir(parents=True, exist_ok=True)
+    wanted = max(0, options.problems - sum("us" in line for line in known))
     stream = problems.stream(options.seed, target, OPS, options.max_flops)
-    waiting = itertools.islice(((index, drawn) for index, drawn in stream if index not in begun), wanted)
+    waiting = list(itertools.islice(((index, drawn) for index, drawn in stream if index not in begun), wanted))
+    keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in waiting]
     last: collections.deque[tuple[int, Future[str]]] = collections.deque()
+    count = 0
+    options.out[0].parent.mkdir(parents=True, exist_ok=True)
     with options.out[0].open("a") as out, ThreadPoolExecutor(1) as pool:
 
-        def say(line: str) -> None:
+        def write(line: str) -> None:
             print(line, file=out, flush=True)
 
-        def finished(index: int, text: Future[str]) -> int:
-            try:
-                say(text.result())
-            except RuntimeError as error:
-                report.say(f"{index}: {error}")
-                return 0
-            return 1
+        def finish(most: int) -> int:
+            """Waits for the last measurements but for so many, and writes their outcomes; how many there are."""
+            done = 0
+            while len(last) > most:
+                index, text = last.popleft()
+                try:
+                    write(text.result())
+                except RuntimeError as error:
+                    report.say(f"{index}: {error}")
+                else:
+                    done += 1
+            return done
 
-        say(json.dumps({"environment": report.environment()}))
-        count = 0
-        for index, drawn in looked_ahead(waiting, target, options.budget):
-            if time.monotonic() > deadline:
-                break
-            say(json.dumps({"index": index}))
-            try:
-                of = chosen(drawn, target, index % AGAIN == 0, options.budget)
-            except RuntimeError as error:
-                report.say(f"{index}: {drawn.problem}: {error}")
-                continue
-            last.append((index, pool.submit(lines_of, index, of, target, options.seed)))
-            while len(last) > BEHIND:
-                count += finished(*last.popleft())
-        return count + sum(finished(*each) for each in last)
+        write(json.dumps({"environment": report.environment()}))
+        with tuner.coming(keys, options.budget):
+            for index, drawn in waiting:
+                if time.monotonic() > deadline:
+                    break
+                write(json.dumps({"index": index}))
+                try:
+                    of = chosen(drawn, target, index % AGAIN == 0, options.budget)
+                except RuntimeError as error:
+                    report.say(f"{index}: {drawn.problem}: {error}")
+                    continue
+                last.append((index, pool.submit(lines_of, index, of, target, options.seed)))
+                count += finish(BEHIND)
+        return count + finish(0)
 
 
 def lines_of(index: int, of: Chosen, target: Target, seed: int) -> str:
@@ -191,7 +190,7 @@ def lines_of(index: int, of: Chosen, target: Target, seed: int) -> str:
     outcome, timed = evaluated(of, target)
     report.say(f"{index}: {of.drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
     record = Record(of.drawn.problem, target, timed, index, of.drawn.kind)
-    return f"{json.dumps(dataclasses.asdict(outcome))}\n{json.dumps({'seed': seed, **json.loads(record.dumps())})}"
+    return f"{json.dumps(dataclasses.asdict(outcome))}\n{record.dumps(seed)}"
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -56,8 +56,10 @@ class Record:
     def xla_us(self) -> float | None:
         return next((t.us for t in self.timed if t.candidate == XLA), None)
 
-    def dumps(self) -> str:
+    def dumps(self, seed: int | None = None) -> str:
+        """As a line, with the seed that the index is of."""
         fields = {
+            **({} if seed is None else {"seed": seed}),
             "index": self.index,
             "kind": self.kind,
             "problem": problem_as_dict(self.problem),

@@ -34,7 +34,7 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, usual_settings
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import ranked
 
@@ -85,8 +85,7 @@ def measured(
         raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
     bench.time(contestants, 1 if target.platform == "cuda" else 3, time.monotonic() + 20)
     working = [c for c in contestants if c.error is None]
-    # A pause that the host makes can spoil a profile.
-    if target.platform == "cuda" and not any(bench.time_on_device(working, rounds) for _ in range(2)):
+    if target.platform == "cuda" and not bench.time_on_device(working, rounds, PROFILES):
         raise RuntimeError("the profiler gave no device times")
     timed = [Timed(c.candidate, round(float(c.us), 3), c.spread) for c in working]
     timed += [Timed(c.candidate, None, error=c.error) for c in contestants if c.error is not None]
@@ -154,7 +153,7 @@ class Sweep:
             jnp.zeros(1).block_until_ready()
             return
         record = Record(drawn.problem, self.target, timed, index, drawn.kind)
-        print(json.dumps({"seed": seed, **json.loads(record.dumps())}), file=out, flush=True)
+        print(record.dumps(seed), file=out, flush=True)
         best = min(record.times().values(), default=float("nan"))
         spent = f"{time.monotonic() - started:.1f} s"
         report.say(f"{index}: {drawn.problem}: {best:.1f} us, XLA {record.xla_us} us, {len(timed)} candidates, {spent}")

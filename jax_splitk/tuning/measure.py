@@ -37,6 +37,9 @@ WARM_UP_CALLS = 3  # of an executable: the first ones load code
 ROUND_SECONDS = 3e-3  # by the wall clock
 DEVICE_ROUND_SECONDS = 1.5e-3
 DEVICE_ROUNDS = 3
+PROFILES = (
+    2  # that are taken of what decides: a pause of the host can spoil one, and clocks tell little of short kernels
+)
 MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
 SCREENING_CALLS = 24
 LOCK_SECONDS = 0.2
@@ -243,21 +246,23 @@ class Bench:
             contestant.times = new.times[:whole] if whole > 1 else contestant.times + new.times[:whole]
             contestant.error = new.error
 
-    def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS) -> bool:
+    def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS, profiles: int = 1) -> bool:
         """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
         is as large as the differences. A single round is of a few calls; a single contestant has one round. False, and
-        nothing changed, where there are none (on the CPU, or while the user takes a profile)."""
+        nothing changed, where so many profiles give none (on the CPU, or while the user takes one)."""
         if self.platform != "cuda" or not contestants:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
-        try:
-            found = self._device_times(contestants, counts, rounds)
-        except Exception as error:
-            _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
-            return False
-        for contestant, times in zip(contestants, zip(*found, strict=True), strict=True):
-            contestant.device_times = list(times)
-        return True
+        for _ in range(profiles):
+            try:
+                found = self._device_times(contestants, counts, rounds)
+            except Exception as error:
+                _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+                continue
+            for contestant, times in zip(contestants, zip(*found, strict=True), strict=True):
+                contestant.device_times = list(times)
+            return True
+        return False
 
     def _alone(self, contestant: Contestant) -> float:
         """A round by the wall clock, while no other search holds the device."""

@@ -30,7 +30,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_together, plans_of
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_together, plans_of
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.session import session
 
@@ -53,7 +53,6 @@ FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
-PROFILES = 2  # at most of the finalists: a pause of the host can spoil one, and clocks tell little of short kernels
 LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
 
 
@@ -285,7 +284,7 @@ class Search:
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
-        if xla.error is not None or not any(bench.time_on_device([*finalists, xla], rounds) for _ in range(PROFILES)):
+        if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds, PROFILES):
             bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
         return finalists
 

@@ -176,6 +176,22 @@ def test_what_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert [c.us for c in contestants] == [pytest.approx(7.0), pytest.approx(9.0)]
 
 
+def test_a_profile_that_fails_is_taken_again_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0)]
+
+    def spoilt_at_first(work: Callable[[], None]) -> list[profile.Event]:
+        events = device.recorded(work)
+        return [] if device.profiles == 1 else events
+
+    monkeypatch.setattr(profile, "recorded", spoilt_at_first)
+    assert not device.bench().time_on_device(contestants)
+    device.profiles = 0
+    assert device.bench().time_on_device(contestants, profiles=2)
+    assert device.profiles == 2
+    assert [c.us for c in contestants] == [pytest.approx(7.0), pytest.approx(9.0)]
+
+
 def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
     contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, beside="a")]

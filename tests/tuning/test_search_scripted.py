@@ -97,7 +97,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
-            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3) -> bool:
+            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3, profiles: int = 1) -> bool:
                 if script.device_us is None:
                     return False
                 script.clock.now += script.profile_seconds * rounds

@@ -175,8 +175,8 @@ class Costs(ClockCosts):
       fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
       conversion: instructions of a warp that make a fragment, by parts.
       stage_clocks: of a thread block's stage, besides.
-      element_clocks, few_clocks: that a producer's thread waits for each element of X that it loads by itself, and for
-        each load of fewer than four elements of dY.
+      element_clocks, few_clocks: that a producer's thread waits for each element of X of 16 bits that it loads by
+        itself, and for each load of fewer than four elements of dY.
       latency_seconds: from where a stage is free until what is loaded into it is there.
       wave_seconds: of filling the pipeline.
       store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
@@ -205,7 +205,7 @@ def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    waiting = x_items * costs.element_clocks if x.granule == v.item else 0.0
+    waiting = x_items * costs.element_clocks if x.granule < 4 else 0.0  # no asynchronous copy is shorter
     if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
         waiting += config.pixels * config.tile_n / few * costs.few_clocks
     turns = turns_of(v, config.tile, config.slice)

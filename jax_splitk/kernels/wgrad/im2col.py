@@ -248,7 +248,7 @@ class Im2col(SplitFamily[Config]):
         return (k_tiles(problem),)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
-        """As long as it may be where a thread has the registers for sums of chains."""
+        """All of them where a thread has the registers for sums of chains."""
         return k_tiles(problem) if config.may_chain else MAX_FLOAT32_CHAIN
 
     def grid_groups(self, problem: ConvWgradProblem) -> int:
