@@ -50,6 +50,10 @@ KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower does not come to win
+# Between these two the finals of a few rounds do not say whether the model's choice is as fast as the fastest, unless
+# they agree: 2 of 3 changed choices of 72 searches that were made twice, most of kernels of some microseconds.
+UNCLEAR = 1.01, 1.05
+UNCLEAR_ROUNDS = 7  # for those near the fastest where that is so
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
@@ -286,7 +290,20 @@ class Search:
         rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
         if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds, PROFILES):
             bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
+        elif time.monotonic() < self._last and self._is_unclear(_working(finalists)):
+            fastest = _fastest(_working(finalists))
+            near = [c for c in _working([*finalists, xla]) if c.us <= FINALIST * fastest.us]
+            if bench.time_on_device(near, UNCLEAR_ROUNDS, PROFILES):
+                return [c for c in near if c is not xla]
         return finalists
+
+    def _is_unclear(self, finalists: list[Contestant]) -> bool:
+        """Whether it is that the fastest beats the model's own choice, or does not."""
+        fastest, least, most = _fastest(finalists), *UNCLEAR
+        own = next((c for c in finalists if c.candidate == self._predicted), None)
+        if own is None or not least * fastest.us < own.us <= FINALIST * fastest.us:
+            return False
+        return own.us <= most * fastest.us or not _beats(fastest, own)
 
     def _took_the_context(self, xla: Contestant) -> bool:
         """Whether XLA's operation, which had worked, fails because one of ours did before it, and no other search's."""
@@ -387,11 +404,13 @@ def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | 
 
 
 def _beats(challenger: Contestant, holder: Contestant) -> bool:
-    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns; else by
-    more than the spread of both."""
+    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns, or in all
+    but one of many; else by more than the spread of both."""
     if challenger.device_times and holder.device_times:
-        rounds = zip(challenger.device_times, holder.device_times, strict=True)
-        return challenger.us < holder.us * (1 - NOISE) and all(mine < theirs for mine, theirs in rounds)
+        if challenger.us >= holder.us * (1 - NOISE):
+            return False
+        rounds = list(zip(challenger.device_times, holder.device_times, strict=False))
+        return sum(mine >= theirs for mine, theirs in rounds) <= len(rounds) // 5
     margin = max(NOISE, challenger.spread + holder.spread)
     return challenger.us < holder.us * (1 - margin)
 

@@ -285,3 +285,11 @@ def test_a_disturbed_round_does_not_hide_a_faster_candidate() -> None:
     """The model's choice had one bad round: it is no tie, and certainly no reason to take XLA."""
     best, predicted = contestant("best", 65.5, 65.6, 65.7), contestant("predicted", 74.9, 90.1, 74.8)
     assert search.decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
+
+
+def test_many_rounds_forgive_one() -> None:
+    """Seven of the model's choice that are slower but for one; two are a tie."""
+    predicted, xla = contestant("predicted", *[103.0] * 7), contestant("xla", 500.0)
+    for slow, winner in ((1, "best"), (2, "predicted")):
+        best = contestant("best", *[100.0] * (7 - slow), *[110.0] * slow)
+        assert search.decide([best, predicted], xla, predicted.candidate).candidate.family == winner

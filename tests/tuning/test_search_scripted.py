@@ -51,6 +51,7 @@ class Script:
       stuck: candidates that do not come back from their second timing before the event is set.
       device_us: the same as `us` by the profiler, where there is one.
       screened, finalists: candidates in the order in which they were screened by it, or timed again at the end.
+      device_rounds: how many rounds each profile had.
     """
 
     def __init__(self, us: Callable[[Candidate], float]):
@@ -62,6 +63,7 @@ class Script:
         self.device_us: Callable[[Candidate], float] | None = None
         self.screened: list[Candidate] = []
         self.finalists: list[Candidate] = []
+        self.device_rounds: list[int] = []
         self.round_seconds = 1e-3
         self.compile_seconds = self.xla_seconds = self.profile_seconds = 0.0
         self.cores = 16
@@ -103,6 +105,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 script.clock.now += script.profile_seconds * rounds
                 timed = script.screened if rounds == 1 else script.finalists
                 timed += [contestant.candidate for contestant in contestants]
+                script.device_rounds.append(rounds)
                 for contestant in contestants:
                     contestant.device_times = [script.device_us(contestant.candidate)] * rounds
                 return True
@@ -152,6 +155,34 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
     script.device_us = lambda c: 5000.0 if c == XLA else times.get(c, 1000.0)
     assert tuner.tune(key).choice == near[0]
     assert script.finalists == [*near, ranking[0], XLA]
+
+
+@pytest.mark.parametrize(
+    ("own", "again", "stays"),
+    [
+        (100.5, None, True),  # a tie
+        (103.0, 100.5, True),
+        (103.0, 103.0, False),
+        (107.0, None, False),  # all rounds agree
+    ],
+)
+def test_a_close_final_goes_on(own: float, again: float | None, stays: bool, scripted: Any) -> None:
+    """The model's own choice against the fastest, by a few rounds, and by more where these do not decide."""
+    with seeded(3) as rng:
+        key = wide(rng)
+    first, fastest, slow = search.ranked(key)[:3]
+    script = scripted(lambda c: 0.0)
+
+    def device_us(candidate: Candidate) -> float:
+        if candidate == first:
+            return own if again is None or script.device_rounds[-1] != search.UNCLEAR_ROUNDS else again
+        return {fastest: 100.0, slow: 130.0, XLA: 5000.0}.get(candidate, 1000.0)
+
+    script.device_us = device_us
+    assert tuner.tune(key).choice == (first if stays else fastest)
+    assert script.device_rounds.count(search.UNCLEAR_ROUNDS) == (again is not None)
+    if again is not None:
+        assert script.finalists[-2:] in ([first, fastest], [fastest, first])
 
 
 def test_the_fastest_wins_wherever_the_search_finds_it(scripted: Any) -> None:
