@@ -353,6 +353,7 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (3, 3), (144, 192), persistent(128, 64, True, 2),
          {"padding": 1, "stride": 2, "groups": 2, "batch": 5}),
         (fprop, (9, 10), (3, 3), (72, 80), persistent(64, 256, True, 2, 3), {"padding": ((2, 0), (-1, 3)), "batch": 5}),
+        (fprop, (9, 10), (3, 3), (64, 72), persistent(64, 128, True, 2, 3), {"padding": 1, "batch": 5}),
         (dgrad, (9, 10), (3, 3), (64, 72), persistent(256, 64, False, 2, 3), {"padding": 1, "batch": 5, **half}),
         (dgrad, (9, 17), (2, 5), (136, 16), persistent(64, 128, True, 3, 5), {"padding": 3, "rhs_dilation": (1, 2)}),
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),

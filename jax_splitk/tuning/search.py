@@ -390,14 +390,14 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
 
 
 def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
-    """The fastest of ours, unless the model's own choice is within the noise of it; then the faster of it and XLA, by
-    device times as they stand, by the wall clock only beyond the noise."""
+    """The fastest of ours, unless the model's own choice is within the noise of it and beyond it faster than XLA; then
+    the faster of it and XLA, by device times as they stand, by the wall clock only beyond the noise."""
     best = _fastest(finalists)
     if best is None:
         return xla
     for contestant in finalists:
-        if contestant.candidate == predicted and not _beats(best, contestant) and not _beats(xla, contestant):
-            best = contestant
+        if contestant.candidate == predicted and not _beats(best, contestant):
+            best = contestant if contestant.us < xla.us * (1 - NOISE) else best
     if xla.device_times and best.device_times:
         return xla if xla.us < best.us else best
     return xla if _beats(xla, best) else best

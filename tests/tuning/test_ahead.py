@@ -390,6 +390,7 @@ class Together:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuner, "cores", lambda: 1000)
+        monkeypatch.setattr(tuner, "_AT_ONCE", 4)
         self.begun: list[Key] = []
         self.most = 0
         self.held: dict[Key, threading.Event] = {}

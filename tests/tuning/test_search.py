@@ -293,3 +293,11 @@ def test_many_rounds_forgive_one() -> None:
     for slow, winner in ((1, "best"), (2, "predicted")):
         best = contestant("best", *[100.0] * (7 - slow), *[110.0] * slow)
         assert search.decide([best, predicted], xla, predicted.candidate).candidate.family == winner
+
+
+def test_a_tie_with_xla_is_no_reason_for_the_models_choice() -> None:
+    """It stays where it is within the noise of the fastest, but not where that may cost the gain on XLA."""
+    best, predicted = contestant("best", *[101.4] * 3), contestant("predicted", *[103.0] * 3)
+    for xla, winner in ((103.7, best), (102.0, best), (101.0, None), (106.0, predicted)):
+        last = contestant("xla", *[xla] * 3)
+        assert search.decide([best, predicted], last, predicted.candidate) is (winner or last)

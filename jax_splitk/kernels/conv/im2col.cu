@@ -29,8 +29,8 @@
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
 // CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
 // TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
-// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, and those of device/split_tile.cuh,
-// device/wgmma_tile.cuh and dot/epilogue.cuh.
+// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, OWN_STORES (see
+// conv/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
 
 #include "conv/blocks.cuh"
 #include "device/pipeline.cuh"

@@ -66,6 +66,8 @@ _NARROW = (16, 32)  # columns of tiles, where a group has no more
 _MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
 _FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
 _PERSISTENT = 5  # candidates
+_STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
+_OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 18, 32 and 36, and with 45, 72 and 108
 _MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 
 
@@ -232,6 +234,12 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         whole = config.workers % self._columns(problem, config) == 0
         return whole and phases(problem) == 1 and config.stages % self.chains(problem, config)[0] == 0
 
+    def _stores_itself(self, problem: ConvProblem, config: Config) -> bool:
+        """Whether a team of a persistent thread block stores its tiles: where products take less time than other warps
+        need to store, for it disturbs the products of longer reductions."""
+        steps = sum(self.chains(problem, config)) * config.taps * _STEPS_OF_STAGE
+        return config.teams > 1 and _rows_lie_apart(problem, config) and steps <= _OWN_STEPS * phases(problem)
+
     def _columns(self, problem: ConvProblem, config: Config) -> int:
         """Of tiles, in all groups."""
         return tile_counts(problem, config)[1] * problem.feature_group_count
@@ -257,7 +265,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         tile = chain * config.waiting_seconds(costs, step, each * chain, 1)
         tile += phases(problem) * config.handover_seconds(costs)
         by_tma = _is_stored_by_tma(problem, config)
-        stores = 0.0 if by_tma else phases(problem) * config.store_seconds(costs)
+        hidden = by_tma or self._stores_itself(problem, config)
+        stores = 0.0 if hidden else phases(problem) * config.store_seconds(costs)
         boxes = _tma_seconds(problem, config, costs, chain, loads_weight=not kept, stores=by_tma)
         share = min(1.0, config.workers / target.cores)
         memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
@@ -373,6 +382,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
             "TEAMS": config.teams,
+            "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_forward),
             "B_WHOLE": int(is_forward and _is_whole(problem, config)),
         }

@@ -3,7 +3,8 @@
 //
 // Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
 // results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take turns at the
-// tiles, so that one multiplies while the other hands over its results.
+// tiles, so that one multiplies while the other hands over its results. With OWN_STORES a team stores these
+// itself: its threads have registers for a whole tile, where others go to memory and back for each part.
 //
 // Barriers: those of the stages, see conv/im2col.cu; of each team's results `full` has an arrival of each of
 // its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited for its
@@ -19,7 +20,9 @@
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 
-constexpr int STORERS = PHASED ? 96 : 32;  // threads
+static_assert(!OWN_STORES || (PHASED && TEAMS > 1));
+
+constexpr int STORERS = OWN_STORES ? 128 : PHASED ? 96 : 32;  // threads
 
 // work(tile, how many came before it) for all tiles of the thread block.
 template <class Work>
@@ -69,10 +72,70 @@ using Result = Output*;  // rows of a phase lie apart
 
 constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
 constexpr int ROWS_AT_A_TIME = STORERS / CHUNKS_OF_ROW;
-constexpr int BATCH = 4;  // chunks that a thread has under way
-static_assert(STORERS % CHUNKS_OF_ROW == 0);
+constexpr int ROWS_OF_THREAD = (PIXELS + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
 
-// Where rows go of a phase's tile: the numbers of the rows in the output, -1 outside of it.
+// A thread's part of a tile: one chunk of every ROWS_AT_A_TIME-th row.
+struct Part {
+  int first, chunk, column;
+  bool inside;
+
+  __device__ Part(const Args& g, const Tile& tile, int thread) {
+    first = thread / CHUNKS_OF_ROW;
+    chunk = thread - first * CHUNKS_OF_ROW;
+    column = tile.n + chunk * 8;
+    inside = column < g.n && first < ROWS_AT_A_TIME;
+    column += tile.group * g.n;
+  }
+
+  __device__ int row(int i) const { return first + i * ROWS_AT_A_TIME; }
+
+  __device__ uint4 load(uint32_t from, int row) const {
+    return load_shared<uint4>(chunk_at(from, row / 64, chunk / 8, row % 64, chunk % 8));
+  }
+
+  // `to`: the number of the row in the output, -1 outside of it.
+  __device__ void store(const Args& g, Output* out, int to, const uint4& v) const {
+    if (to >= 0) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + column) = v;
+  }
+};
+
+// ---- by the team that has multiplied ----
+
+// Where the rows of the thread's part go.
+struct Rows {
+  int at[ROWS_OF_THREAD];
+
+  __device__ Rows(const Args& g, const Tile& tile, const Part& part) {
+#pragma unroll
+    for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+      const int row = part.row(i);
+      at[i] = part.inside && row < PIXELS ? row_of(g, tile.residue, tile.m + row) : -1;
+    }
+  }
+};
+
+__device__ inline void sync_team(int team) {
+  if (team == 0) {
+    sync_threads<STORERS, 1>();
+  } else {
+    sync_threads<STORERS, 2>();
+  }
+}
+
+__device__ inline void store_own(const Args& g, const Part& part, const Rows& rows, uint32_t from,
+                                 Output* out) {
+  uint4 v[ROWS_OF_THREAD];
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) v[i] = part.load(from, min(part.row(i), PIXELS - 1));
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) part.store(g, out, rows.at[i], v[i]);
+}
+
+// ---- by the warps beside the one that loads ----
+
+constexpr int BATCH = 8;  // chunks that a thread has under way
+
+// Where all rows go.
 __device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
   sync_threads<STORERS, 1>();  // nobody reads the last ones any more
 #pragma unroll 1
@@ -80,38 +143,19 @@ __device__ inline void find_rows(const Args& g, const Axes& residue, int m, int*
   sync_threads<STORERS, 1>();
 }
 
-// A thread's part of a tile: one chunk of every ROWS_AT_A_TIME-th row.
-struct Part {
-  int first, chunk, column;
-  bool inside;
-
-  __device__ Part(const Args& g, const Tile& tile) {
-    const int thread = threadIdx.x - 32;
-    first = thread / CHUNKS_OF_ROW;
-    chunk = thread - first * CHUNKS_OF_ROW;
-    column = tile.n + chunk * 8;
-    inside = column < g.n;
-    column += tile.group * g.n;
-  }
-};
-
-// Stores it; the tile's results are at `from`.
+// Stores the part; the tile's results are at `from`.
 __device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows,
                                   Output* out) {
 #pragma unroll 1
   for (int row = part.first; row < PIXELS; row += BATCH * ROWS_AT_A_TIME) {
     uint4 v[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int at = min(row + i * ROWS_AT_A_TIME, PIXELS - 1);
-      v[i] = load_shared<uint4>(chunk_at(from, at / 64, part.chunk / 8, at % 64, part.chunk % 8));
-    }
+    for (int i = 0; i < BATCH; ++i) v[i] = part.load(from, min(row + i * ROWS_AT_A_TIME, PIXELS - 1));
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int at = row + i * ROWS_AT_A_TIME;
       if (at >= PIXELS) break;
-      const int to = rows[at];
-      if (to >= 0) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + part.column) = v[i];
+      part.store(g, out, rows[at], v[i]);
     }
   }
 }
@@ -120,7 +164,7 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEA
   // Behind the results, in what is left of the bytes that the alignment of the stages may take.
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
-    const Part part(g, tile);
+    const Part part(g, tile, threadIdx.x - 32);
     find_rows(g, tile.residue, tile.m, rows);
     const int team = turn % TEAMS;
     const uint32_t from = results + team * PACKED_BYTES;
@@ -160,7 +204,8 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEA
 // ---- what multiplies -------------------------------------------------------------------------------------
 
 __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline,
-                                      uint32_t results, Pipeline<TEAMS>& handover, uint64_t* turns) {
+                                      uint32_t results, Pipeline<TEAMS>& handover, uint64_t* turns,
+                                      [[maybe_unused]] const Result& out) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   const auto block_of = [=](uint32_t stage, int m) {
@@ -175,6 +220,10 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
       return;
     }
     const uint32_t phase = turn / TEAMS & 1;
+#if OWN_STORES
+    const Part part(g, tile, threadIdx.x % 128);
+    const Rows rows(g, tile, part);
+#endif
     if constexpr (TEAMS > 1) Barrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
     const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
@@ -182,11 +231,19 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
     cute::warpgroup_wait<0>();
     fence(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
+#if OWN_STORES
+    const uint32_t own = results + team * PACKED_BYTES;
+    sync_team(team);  // nobody reads the last results any more
+    stage_packed(own, warpgroup, acc);
+    sync_team(team);
+    store_own(g, part, rows, own, out);
+#else
     handover.wait_empty({team, phase});
     stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
     if constexpr (!PHASED) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
+#endif
   });
 }
 
@@ -208,13 +265,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (warp >= 4) {
     raise_registers<CONSUMER_REGS>();
-    multiply_tiles(g, stages, pipeline, results, handover, turns);
+    multiply_tiles(g, stages, pipeline, results, handover, turns, out);
     return;
   }
   lower_registers<PRODUCER_REGS>();
   if (warp == 0) {
     load_tiles(a_map, b_map, g, stages, pipeline);
-  } else if (warp <= STORERS / 32) {
+  } else if (!OWN_STORES && warp <= STORERS / 32) {
     store_tiles(g, results, handover, out);
   }
 }

@@ -39,7 +39,10 @@ constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = 128 + TEAMS * CONSUMER_THREADS;
 // One consumer has enough registers without.
 constexpr bool SHARE_REGISTERS = TEAMS * CONSUMERS > 1;
-constexpr int PRODUCER_REGS = CONSUMERS == 4 ? 24 : CONSUMERS == 3 ? (PERSISTENT ? 56 : 32) : 40;
+constexpr int PRODUCER_REGS = CONSUMERS == 4   ? 24
+                              : PERSISTENT     ? (CONSUMERS == 3 ? 72 : 64)
+                              : CONSUMERS == 3 ? 32
+                                               : 40;
 constexpr int CONSUMER_REGS = consumer_registers(TEAMS * CONSUMERS, PRODUCER_REGS, CTAS_PER_SM);
 
 using Accumulator = float[M_PER_WG][ACCUMULATORS];
