@@ -115,10 +115,12 @@ class Bench:
 
     Attributes:
       running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
+      waited: seconds in which other searches had the device, or XLA chose for them: no part of this one's budget.
       given_up: set by that thread: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
+    waited = 0.0
     _xlas: jax.Array | None = None  # the result of XLA's contestant, once that has run
 
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
@@ -195,7 +197,11 @@ class Bench:
         if self.platform != "cuda":
             return False
         with self._device():
-            return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
+            started = time.monotonic()
+            try:
+                return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
+            finally:
+                self.waited += time.monotonic() - started
 
     def _check(self, contestant: Contestant) -> str | None:
         for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
@@ -281,12 +287,14 @@ class Bench:
         """Of each round microseconds a call of each contestant, all from one profile: to start and read one takes
         longer than what it shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
+        asked = time.monotonic()
 
         def work() -> None:
+            self.waited += time.monotonic() - asked
             for contestant, count in together:
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        events = session().profile.events(work, self._device, self._check_given_up)
+        events = session().profile.events(work, self._held, self._check_given_up)
         turns = profile.turns(events, {contestant.module for contestant in contestants})
         if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
@@ -300,6 +308,14 @@ class Bench:
     @contextlib.contextmanager
     def _device(self) -> Iterator[None]:
         """While the block runs, no other search times or draws anything, nor does XLA for one."""
+        asked = time.monotonic()
+        with self._held():
+            self.waited += time.monotonic() - asked
+            yield
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """The same, where the caller knows what was waited for."""
         device = session().device
         while not device.acquire(timeout=LOCK_SECONDS):
             self._check_given_up()

@@ -136,6 +136,10 @@ class Search:
         self._old = old
         self._first = first_round(key, ranking)
 
+    def _now(self) -> float:
+        """The time by which the budget counts: it stands still while the search waits for others."""
+        return time.monotonic() - (0.0 if self.bench is None else self.bench.waited)
+
     def stuck(self) -> Candidate | None:
         """What has been running on the device for longer than anything that comes back."""
         running = None if self.bench is None else self.bench.running
@@ -218,13 +222,13 @@ class Search:
         """Prepares the first round for half of the search's time; the seconds that a batch of candidates may take."""
         taken = self._compile_seconds
         for i in range(0, len(first), self._at_once):
-            preparing = time.monotonic()
+            preparing = self._now()
             late = preparing > (self._started + self._deadline) / 2 or preparing + taken > self._last
             if self.contestants and late:
                 break
             self.contestants += self._prepare(bench, first[i : i + self._at_once])
             self._compile_steps(bench)
-            taken = max(taken, time.monotonic() - preparing)
+            taken = max(taken, self._now() - preparing)
         return taken
 
     def _compile_steps(self, bench: Bench) -> None:
@@ -240,7 +244,7 @@ class Search:
         the host takes to start short kernels, and what other threads take from it."""
         new = [contestant for contestant in contestants if not contestant.is_timed]
         if new and not bench.time_on_device(_working(new), rounds=1):
-            bench.time(new, 3, self._deadline)
+            bench.time(new, 3, self._deadline + bench.waited)
 
     def _may_win(self, best: Contestant) -> bool:
         """Whether steps from our fastest may be faster than XLA."""
@@ -248,8 +252,8 @@ class Search:
 
     def _refine(self, bench: Bench, taken: float) -> None:
         """Steps to the neighbours of the fastest until none is faster, it is hopeless, or the time is over."""
-        while self.contestants and time.monotonic() < self._deadline:
-            started, best = time.monotonic(), _fastest(self.contestants)
+        while self.contestants and self._now() < self._deadline:
+            started, best = self._now(), _fastest(self.contestants)
             if not self._may_win(best):
                 break
             affordable = self._at_once * int((self._last - started) / max(taken, 1e-3))
@@ -262,7 +266,7 @@ class Search:
             self._tell()
             if _fastest(self.contestants) is best and best.error is None:
                 break
-            taken = (time.monotonic() - started) / math.ceil(len(new) / self._at_once)
+            taken = (self._now() - started) / math.ceil(len(new) / self._at_once)
 
     def _tell(self) -> None:
         """How far it is, for the user."""
@@ -287,10 +291,10 @@ class Search:
         asked = (self._predicted, None if self._old is None else self._old.choice)
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
-        rounds = DEVICE_ROUNDS if time.monotonic() < self._last else LATE_ROUNDS
+        rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
         if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds, PROFILES):
-            bench.time_again([*finalists, xla], 8, max(self._deadline, time.monotonic() + 0.5))
-        elif time.monotonic() < self._last and self._is_unclear(_working(finalists)):
+            bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
+        elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
             near = [c for c in _working([*finalists, xla]) if c.us <= FINALIST * fastest.us]
             if bench.time_on_device(near, UNCLEAR_ROUNDS, PROFILES):

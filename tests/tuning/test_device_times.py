@@ -7,10 +7,10 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from jax_splitk.tuning import profile, session
+from jax_splitk.tuning import profile, search, session
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
-from tests.tuning_cache import TINY, start
+from tests.tuning_cache import TINY, key_of, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
 
@@ -201,3 +201,30 @@ def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(mon
     bench = device.bench()
     bench.platform = "cpu"
     assert not bench.time_on_device(contestants[:1])
+
+
+def test_what_is_waited_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the wall clock and by the profiler; it is no part of a search's budget."""
+    key = key_of(TINY)
+    bench = Bench(key.problem, "cpu", threading.Event())
+    contestants, _ = bench.prepare(search.ranked(key)[:1])
+    bench.platform = "cuda"
+    monkeypatch.setattr(profile, "recorded", lambda work: work())
+    monkeypatch.setattr(profile, "module_times", lambda _: [])
+
+    def waited() -> float:
+        before = bench.waited
+        bench.time(contestants, 1, 0.0)
+        bench.time_on_device(contestants)  # there are no events; the work ran
+        return bench.waited - before
+
+    by_itself = waited()
+    device = session.session().device
+    device.acquire()
+    threading.Timer(0.4, device.release).start()
+    assert waited() - by_itself > 0.3
+    device.acquire()
+    threading.Timer(0.4, device.release).start()
+    before = bench.waited
+    bench.time_on_device(contestants)
+    assert bench.waited - before > 0.3

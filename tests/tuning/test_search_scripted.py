@@ -45,6 +45,7 @@ class Script:
       round_seconds: how far a timing moves the clock.
       compile_seconds, xla_seconds, profile_seconds: the same of a kernel's compilation, of preparing XLA's operation,
         and of each round of device times.
+      wait_seconds: how far other searches, which have the device, move the clock at each preparation.
       cores: how many kernels are compiled at once.
       late: candidates that raise at this timing (counted from 0).
       fatal: whether such an error is the end of everything, as CUDA's are that end its context.
@@ -65,7 +66,7 @@ class Script:
         self.finalists: list[Candidate] = []
         self.device_rounds: list[int] = []
         self.round_seconds = 1e-3
-        self.compile_seconds = self.xla_seconds = self.profile_seconds = 0.0
+        self.compile_seconds = self.xla_seconds = self.profile_seconds = self.wait_seconds = 0.0
         self.cores = 16
         self.compiled: set[Candidate] = set()
         self.ahead = threading.Event()
@@ -96,6 +97,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                     script.clock.now += script.xla_seconds
                 script.prepared += candidates
                 script.compile(candidates)
+                script.clock.now += script.wait_seconds
+                self.waited += script.wait_seconds
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
@@ -459,6 +462,17 @@ def test_no_thread_outlives_the_search(scripted: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiler.pool, "sparing", slow_to_leave)
     tuner.tune(wide(generator(23)))
     assert not [thread for thread in threading.enumerate() if thread.name == "jax_splitk-tuner"]
+
+
+def test_what_others_take_is_no_part_of_the_budget(scripted: Any) -> None:
+    """A search tries as much beside others as by itself."""
+    key, tried = wide(generator(11)), []
+    for waits in (0.0, 50.0):
+        script = scripted(lambda c: 900.0 if c == XLA else 100.0 + 1000 / c.config.block)
+        script.round_seconds, script.wait_seconds = 0.02, waits
+        tuner.tune(key, seconds=5.0)
+        tried.append(script.prepared)
+    assert tried[0] == tried[1]
 
 
 def test_the_budget_is_kept(scripted: Any) -> None:
