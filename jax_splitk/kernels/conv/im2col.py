@@ -405,10 +405,13 @@ def _tma_seconds(
     after the other."""
     of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
 
-    def rows(count: int, pitch: int) -> float:
-        return count * (costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
+    def rows(count: int, pitch: int, least: float = 0.0) -> float:
+        return count * max(least, costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
 
-    seconds = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
+    pitch = of.in_channels * jnp.dtype(problem.dtype).itemsize
+    near = not is_matrix_product(of) and pitch * axes(problem)[-1].down <= ROW_BYTES
+    least = costs.near_row_seconds if near else 0.0
+    seconds = rows(blocks * config.pixels, pitch, least)
     if loads_weight:
         seconds += rows(blocks * config.taps * config.channels, ROW_BYTES)
     if stores:

@@ -39,6 +39,8 @@ class Costs(split_tile.Costs):
         however short they are.
       box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads or stores for a persistent
         thread block; the latter where rows do not begin at multiples of 32 bytes.
+      near_row_seconds: at least, of each row that it loads in im2col mode where a pixel has 128 bytes or fewer, so that
+        rows follow each other.
     """
 
     shared_bytes_per_sm: float
@@ -47,6 +49,7 @@ class Costs(split_tile.Costs):
     row_seconds: float
     box_row_seconds: float
     odd_row_seconds: float
+    near_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
