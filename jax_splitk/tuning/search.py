@@ -50,8 +50,8 @@ KERNELS = 10  # at most that are compiled for it
 CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
 FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower does not come to win
-# Between these two the finals of a few rounds do not say whether the model's choice is as fast as the fastest, unless
-# they agree: 2 of 3 changed choices of 72 searches that were made twice, most of kernels of some microseconds.
+# Times as slow as the fastest: where the model's own choice is between these two, or the rounds of the finals disagree,
+# a few of them do not say whether it is beaten. Of 72 searches made twice 6 came to another choice, 4 of them so.
 UNCLEAR = 1.01, 1.05
 UNCLEAR_ROUNDS = 7  # for those near the fastest where that is so
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
