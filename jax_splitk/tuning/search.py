@@ -400,8 +400,9 @@ def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | 
     if best is None:
         return xla
     for contestant in finalists:
-        if contestant.candidate == predicted and not _beats(best, contestant):
-            best = contestant if contestant.us < xla.us * (1 - NOISE) else best
+        is_safe = contestant.us < xla.us * (1 - NOISE)
+        if contestant.candidate == predicted and is_safe and not _beats(best, contestant):
+            best = contestant
     if xla.device_times and best.device_times:
         return xla if xla.us < best.us else best
     return xla if _beats(xla, best) else best
