@@ -17,7 +17,7 @@ from jax_splitk.ops.conv_primitives import bind_dgrad, bind_fprop, bind_wgrad, w
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.runtime.arguments import RefusedImplementation, RefusedType, RefusedValue, dtype_of
 from jax_splitk.tuning.options import Options, settled
 from jax_splitk.tuning.session import session
 
@@ -281,10 +281,10 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: st
     if not converted:
         _check_dtypes(lhs, "rhs", rhs, or_else)
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
-        raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
+        raise RefusedType(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; accepted: real numbers")
     if lhs.ndim != rhs.ndim:
         same = "conv_general_dilated lhs and rhs must have the same number of dimensions"
-        raise ValueError(f"{same}, but got {lhs.shape} and {rhs.shape}.")
+        raise RefusedValue(f"{same}, but got {lhs.shape} and {rhs.shape}.")
     _check_ranks(lhs, "rhs", rhs)
 
 
@@ -293,7 +293,7 @@ def _announce_lax(dtype: np.dtype, options: Options) -> None:
     why = f"operands of {dtype}; accepted: {', '.join(DTYPES)}"
     if options.implementation not in (None, "xla") or options.config is not None:
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
-        raise NotImplementedError(f"{given} with {why}. Use implementation=None or implementation='xla'.")
+        raise RefusedImplementation(f"{given} with {why}. Use implementation=None or implementation='xla'.")
     if session().is_first("announced", "conv_general_dilated", why):
         _logger.info("conv_general_dilated: lax's, with lax's gradients (%s)", why)
 
@@ -310,13 +310,13 @@ def _out_sharding(conv: Convolution, lhs: jax.Array, rhs: jax.Array, out_shardin
 def _check_dtypes(lhs: jax.Array, name: str, other: jax.Array, or_else: str = "", of: str = "lhs") -> None:
     if lhs.dtype != other.dtype or lhs.dtype.name not in DTYPES:
         accepted = f"one of {', '.join(DTYPES)} for both{or_else}"
-        raise TypeError(f"{of} is {lhs.dtype} and {name} is {other.dtype}; accepted: {accepted}")
+        raise RefusedType(f"{of} is {lhs.dtype} and {name} is {other.dtype}; accepted: {accepted}")
 
 
 def _check_ranks(lhs: jax.Array, name: str, other: jax.Array, of: str = "lhs") -> None:
     if lhs.ndim != other.ndim or lhs.ndim < 2:
         shapes = f"{of} of shape {lhs.shape} and {name} of shape {other.shape}"
-        raise ValueError(f"{shapes}; accepted: one rank of at least 2")
+        raise RefusedValue(f"{shapes}; accepted: one rank of at least 2")
 
 
 def _float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:

@@ -20,7 +20,9 @@ def define(primitive: core.Primitive, kind: type[ConvProblem]) -> None:
     loop."""
     shape_name = f"{kind.result}_shape"
 
-    def batch(axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    def batch(axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+        if all(dim is None for dim in dims):  # JAX calls a fancy rule also where no operand is mapped
+            return primitive.bind(*args, **params), None
         conv, mapped = params["convolution"], dict(zip(kind.operands, zip(args, dims, strict=True), strict=True))
         size = mapped_size(args, dims)
         if size == 0:

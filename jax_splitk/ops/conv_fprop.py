@@ -9,11 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax import numpy as jnp
-from jax.extend import core
 from jax.interpreters import ad
-from jax.interpreters import partial_eval as pe
 
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.conv_primitives import bind_dgrad, bind_wgrad, conv_dgrad_p, conv_fprop_p, define, rule_of
@@ -73,21 +70,6 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, **params: Any) -> tuple[Any, Any]:
 
 ad.primitive_jvps[conv_fprop_p] = _jvp
 ad.primitive_transposes[conv_fprop_p] = _transpose
-
-
-def _saved_as_laxs(saveable: Callable[..., Any], unknown: Sequence[bool], known: Sequence[bool], eqn: Any) -> Any:
-    """Under `jax.checkpoint`: what a policy says of lax's convolution it says of this one."""
-    if any(unknown):
-        wanted = [x for x, held in zip(eqn.invars, known, strict=True) if not held and isinstance(x, core.Var)]
-        return None, eqn, [True], [True], wanted
-    saved = saveable(lax.conv_general_dilated_p, *(x.aval for x in eqn.invars), **eqn.params)
-    if _compat.is_saveable(saved):
-        return eqn, None, [False], [False], []
-    return eqn, eqn, [False], [True], []
-
-
-for primitive in (conv_fprop_p, conv_dgrad_p):
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _saved_as_laxs
 
 
 # ---- lowering --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.ops import conv_batching, lowering
+from jax_splitk.ops import checkpointing, conv_batching, lowering, taylor
 from jax_splitk.ops.convolution import Convolution, integers, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.ops.partitioning import Rule
@@ -19,6 +19,7 @@ from jax_splitk.problems.conv_passes import ConvFpropProblem, canonical, is_tran
 from jax_splitk.problems.conv_reference import mirrored
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, Pairs
 from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime.arguments import RefusedValue
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.tuning.options import Options
 
@@ -86,7 +87,7 @@ def with_output_of(conv: Convolution, lhs_shape: Any, rhs_shape: Any, g_shape: A
     """The convolution with its padding as pairs; ValueError where its output has another shape than g."""
     conv, expected = with_output(conv, lhs_shape, rhs_shape)
     if tuple(g_shape) != expected:
-        raise ValueError(f"g has shape {tuple(g_shape)}; the convolution's output has {expected}")
+        raise RefusedValue(f"g has shape {tuple(g_shape)}; the convolution's output has {expected}")
     return conv
 
 
@@ -234,7 +235,7 @@ def define(
     abstract_eval: Callable[..., Any],
     with_xla: Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]],
 ) -> None:
-    """Gives the primitive of a pass its rule for vmap, and what `lowering.define` gives."""
+    """Gives the primitive of a pass its rules for vmap, checkpoint and jet, and what `lowering.define` gives."""
 
     def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> ConvProblem:
         return canonical(as_written(kind, avals, params))
@@ -248,7 +249,16 @@ def define(
         return between_layouts(kind, problem, params, out, run)
 
     conv_batching.define(primitive, kind)
+    checkpointing.saved_as(primitive, lax.conv_general_dilated_p, _as_lax)
+    taylor.define(primitive, taylor.bilinear(primitive))
     lowering.define(primitive, abstract_eval, problem_of, with_xla, with_kernel, rule_of(kind))
+
+
+def _as_lax(avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The operand types and the parameters of the forward convolution, as a policy of `jax.checkpoint` sees them."""
+    conv = params["convolution"]
+    fields = {field.name: getattr(conv, field.name) for field in dataclasses.fields(conv)}
+    return avals, fields | {"preferred_element_type": jnp.dtype(params["out_dtype"])}
 
 
 def _is_canonical(problem: ConvProblem, conv: Convolution) -> bool:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_splitk.problems.conv_reference import lax_conv, lax_precision, padded, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import integer
+from jax_splitk.runtime.arguments import RefusedValue, integer
 
 Padding = str | Sequence[tuple[int, int]]
 _WORDS = ("SAME", "SAME_LOWER", "VALID")
@@ -85,7 +85,7 @@ def convolution(
     rank = len(lhs_shape) - 2
     strides = _strides(window_strides, rank)
     if isinstance(padding, str) and lhs_dilation is not None and any(d != 1 for d in lhs_dilation):
-        raise ValueError(
+        raise RefusedValue(
             "String padding is not implemented for transposed convolution using this op: "
             f"padding={padding!r} with lhs_dilation={lhs_dilation!r}; accepted: explicit pairs"
         )
@@ -110,18 +110,18 @@ def with_output(
     batch, in_channels, *input_spatial = (lhs_shape[i] for i in specs.lhs_spec)
     out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)
     if min(kernel_spatial, default=1) < 1:
-        raise ValueError(f"rhs_shape={rhs_shape} with a kernel of {kernel_spatial}; accepted: sizes of at least 1")
+        raise RefusedValue(f"rhs_shape={rhs_shape} with a kernel of {kernel_spatial}; accepted: sizes of at least 1")
     feature_groups = conv.feature_group_count
     if group_channels * feature_groups != in_channels:
         whole = in_channels % feature_groups == 0
         accepted = in_channels // feature_groups if whole else f"groups that divide the {in_channels}"
-        raise ValueError(
+        raise RefusedValue(
             f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs_shape} has {in_channels} "
             f"in feature_group_count={feature_groups} groups; accepted: {accepted}"
         )
     groups = feature_groups * conv.batch_group_count
     if out_channels % groups or batch % conv.batch_group_count:
-        raise ValueError(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
+        raise RefusedValue(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
     conv = dataclasses.replace(conv, padding=_pairs(conv, tuple(input_spatial), tuple(kernel_spatial)))
     spatial = _output_spatial(conv, tuple(input_spatial), tuple(kernel_spatial))
     # By dictionary, not by array: a batch may be symbolic (jax.export).
@@ -137,7 +137,7 @@ def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1)
     if len(values) != count or any(v < least for v in values):
         array = getattr(value, "ndim", 1) != 1
         given = f"{name} is an array of shape {np.shape(value)}" if array else f"{name}={value!r}"  # pyright: ignore
-        raise ValueError(f"{given}; accepted: {count} integers of at least {least}")
+        raise RefusedValue(f"{given}; accepted: {count} integers of at least {least}")
     return values
 
 
@@ -146,7 +146,7 @@ def _strides(window_strides: Sequence[int], rank: int) -> tuple[int, ...]:
     with contextlib.suppress(TypeError):
         if len(window_strides) != rank:
             same = "conv_general_dilated window and window_strides must have the same number of dimensions"
-            raise ValueError(f"{same}, but got {rank} and {len(window_strides)}.")
+            raise RefusedValue(f"{same}, but got {rank} and {len(window_strides)}.")
     return integers("window_strides", window_strides, rank)
 
 
@@ -161,10 +161,10 @@ def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]
     counts = {name: integer(value) or 0 for name, value in given.items()}
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name}={given[name]!r}; accepted: an integer of at least 1")
+            raise RefusedValue(f"{name}={given[name]!r}; accepted: an integer of at least 1")
     if min(counts.values()) > 1:
         both = ", ".join(f"{name}={count}" for name, count in counts.items())
-        raise ValueError(f"{both}; accepted: only one of them above 1")
+        raise RefusedValue(f"{both}; accepted: only one of them above 1")
     return counts["feature_group_count"], counts["batch_group_count"]
 
 
@@ -174,14 +174,14 @@ def _padding(padding: Padding, rank: int) -> str | Pairs:
     if isinstance(padding, str):
         if padding.upper() in _WORDS:
             return padding.upper()
-        raise ValueError(f"padding={padding!r}; accepted: {accepted}")
+        raise RefusedValue(f"padding={padding!r}; accepted: {accepted}")
     try:
         pairs = tuple((operator.index(low), operator.index(high)) for low, high in padding)
     except (TypeError, ValueError):
         form = "padding argument to conv_general_dilated should be a string or a sequence of (low, high) pairs"
-        raise ValueError(f"{form}, got {padding}; accepted: {accepted}") from None
+        raise RefusedValue(f"{form}, got {padding}; accepted: {accepted}") from None
     if len(pairs) != rank:
-        raise ValueError(f"padding={padding!r}; accepted: {accepted}")
+        raise RefusedValue(f"padding={padding!r}; accepted: {accepted}")
     return pairs
 
 
@@ -189,7 +189,7 @@ def _pairs(conv: Convolution, input_spatial: tuple[Any, ...], kernel_spatial: tu
     """The padding that a word means, in numbers."""
     pairs = _sides(conv, input_spatial, kernel_spatial)
     if not _compat.is_known(*(side for pair in pairs for side in pair)):
-        raise ValueError(
+        raise RefusedValue(
             f"padding={conv.padding!r} of an input of symbolic sizes {input_spatial} at strides {conv.window_strides} "
             "is not known; accepted: explicit pairs, or sizes that are multiples of the strides, as 2*h is of 2"
         )

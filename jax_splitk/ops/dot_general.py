@@ -16,7 +16,7 @@ from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import dtype_of, quoted, require
+from jax_splitk.runtime.arguments import dtype_of, quoted, require, wider
 from jax_splitk.tuning.options import Options, settled
 
 _logger = logging.getLogger("jax_splitk")
@@ -168,7 +168,7 @@ def _routed(
         out = lax.dot_general(x, y, dimension_numbers, precision, preferred, out_sharding=out_sharding)
         return _finished(out, x, y, dimension_numbers, *after)
     dimensions = _canonical(x, y, dimension_numbers)
-    common = jnp.promote_types(x.dtype, y.dtype)
+    common = wider(x.dtype, y.dtype)
     compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
     epilogue, operands = _epilogue(x, y, dimensions, *after)
     params: dict[str, Any] = {
@@ -237,7 +237,7 @@ def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers:
     require(floating, f"bias, activation or residual of a product of dtype {product.dtype}", "floating", TypeError)
     _epilogue(x, y, _canonical(x, y, dimension_numbers), *after)
     activation, (bias, residual) = after[1], (None if each is None else jnp.asarray(each) for each in after[::2])
-    wide = product.astype(jnp.promote_types(product.dtype, jnp.float32))
+    wide = product.astype(wider(product.dtype, jnp.float32))
     return finished(wide, bias, activation or "none", residual).astype(product.dtype)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import dot_product, lowering, partitioning
+from jax_splitk.ops import checkpointing, dot_product, lowering, partitioning, taylor
 from jax_splitk.ops.folding import mapped_size, one_by_one
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.dot_general import E4M3, DotProblem
@@ -196,6 +197,15 @@ ad.primitive_jvps[dot_general_p] = _jvp
 ad.primitive_transposes[dot_general_p] = _transpose
 
 
+def _taylor(primals: Sequence[jax.Array], series: Sequence[Any], **params: Any) -> Any:
+    alone = params["epilogue"] == NO_EPILOGUE
+    rule = taylor.bilinear(dot_general_p) if alone else taylor.composed(_composed)
+    return rule(primals, series, **params)
+
+
+taylor.define(dot_general_p, _taylor)
+
+
 # ---- batching ------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +242,18 @@ def _with_dimension(operand: tuple[jax.Array, int | None], place: int, size: int
 
 
 batching.primitive_batchers[dot_general_p] = _batch
+
+
+# ---- checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def _as_lax(avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The operand types and the parameters of the product, as a policy of `jax.checkpoint` sees them."""
+    of_lax = {"dimension_numbers": params["dimensions"], "precision": params["precision"], "out_sharding": None}
+    return avals[:2], of_lax | {"preferred_element_type": jnp.dtype(params["out_dtype"])}
+
+
+checkpointing.saved_as(dot_general_p, lax.dot_general_p, _as_lax)
 
 
 # ---- lowering ------------------------------------------------------------------------------------------------------

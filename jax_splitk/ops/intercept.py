@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jax_splitk.ops.conv import conv_general_dilated
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.runtime.arguments import Refusal, dtype_of
 from jax_splitk.tuning.options import options
 
 _logger = logging.getLogger("jax_splitk")
@@ -150,16 +150,19 @@ def _dispatcher(function: Callable[..., Any], inside: Callable[..., Any]) -> Cal
 def _routed(*args: Any, **kwargs: Any) -> jax.Array:
     """`lax.conv_general_dilated` inside a block."""
     try:
-        return _ours(*args, **kwargs)
-    except (TypeError, ValueError, NotImplementedError) as error:
+        arguments = inspect.signature(lax_conv).bind(*args, **kwargs).arguments
+    except TypeError:
+        return lax_conv(*args, **kwargs)  # which raises lax's error
+    try:
+        return _ours(arguments)
+    except Refusal as error:
         # Where the arguments are wrong, this raises what lax does.
         out = lax_conv(*args, **kwargs)
         _logger.info("left to lax.conv_general_dilated: %s", error)
         return out
 
 
-def _ours(*args: Any, **kwargs: Any) -> jax.Array:
-    arguments = inspect.signature(lax_conv).bind(*args, **kwargs).arguments
+def _ours(arguments: dict[str, Any]) -> jax.Array:
     floating = jnp.issubdtype(jnp.result_type(arguments["lhs"]), jnp.floating)
     compute_dtype = _context.value.compute_dtype if floating else None
     if compute_dtype is not None and arguments.get("preferred_element_type") is None:

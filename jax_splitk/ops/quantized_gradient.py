@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
-from jax_splitk.ops import lowering, quantized_primitive
+from jax_splitk.ops import lowering, quantized_primitive, taylor
 from jax_splitk.ops.quantized_primitive import leaves_of, over_batch, quantized_matmul_p
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES
@@ -108,6 +108,8 @@ mlir.register_lowering(weight_tangent_p, mlir.lower_fun(_tangent, False))
 ad.primitive_jvps[weight_tangent_p] = _tangent_jvp
 ad.primitive_transposes[weight_tangent_p] = _tangent_transpose
 quantized_primitive.define_batching(weight_tangent_p)
+quantized_primitive.define_checkpointing(weight_tangent_p)
+taylor.define(weight_tangent_p, taylor.composed(_tangent))
 
 
 def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[jax.Array]:
@@ -139,6 +141,16 @@ def _transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
 
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
+
+
+def _in_lax(x: jax.Array, *leaves: jax.Array, **params: Any) -> jax.Array:
+    """The product in plain lax, for Taylor coefficients: it is linear in x, and not in the weight's leaves."""
+    layout, out_dtype = params["layout"], params["out_dtype"]
+    product = lambda x, *leaves: reference.product(layout, x, leaves_of(leaves), out_dtype)  # noqa: E731
+    return over_batch(product, x)(x, *leaves)
+
+
+taylor.define(quantized_matmul_p, taylor.composed(_in_lax))
 
 
 # ---- the product with a second weight for the cotangent of x ---------------------------------------------------------
@@ -219,3 +231,5 @@ mlir.register_lowering(paired_p, mlir.lower_fun(_product, False))
 ad.primitive_jvps[paired_p] = _paired_jvp
 ad.primitive_transposes[paired_p] = _paired_transpose
 quantized_primitive.define_batching(paired_p)
+quantized_primitive.define_checkpointing(paired_p)
+taylor.define(paired_p, taylor.composed(_product))

@@ -17,7 +17,7 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import batching
 
-from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops import checkpointing, lowering, partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product
@@ -120,6 +120,27 @@ def define_batching(primitive: core.Primitive) -> None:
 
 
 define_batching(quantized_matmul_p)
+
+
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def _as_lax(avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The product with the dequantized weight, as a policy of `jax.checkpoint` sees it."""
+    x, batch = avals[0], tuple(range(avals[0].ndim - 2))
+    weight = _compat.like(x, (*x.shape[:-2], *params["layout"].shape), x.dtype)
+    numbers = (((x.ndim - 1,), (x.ndim - 2,)), (batch, batch))
+    out_dtype = jnp.dtype(params["out_dtype"])
+    of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
+    return (x, weight), of_lax | {"preferred_element_type": out_dtype}
+
+
+def define_checkpointing(primitive: core.Primitive) -> None:
+    """Gives a primitive of (x, operands that belong to the weight) its rule for policies of `jax.checkpoint`."""
+    checkpointing.saved_as(primitive, lax.dot_general_p, _as_lax)
+
+
+define_checkpointing(quantized_matmul_p)
 
 
 # ---- lowering --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax_splitk.problems.conv_passes import other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, dilated
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import wider
+from jax_splitk.runtime.arguments import RefusedValue, wider
 
 # As it is now: `jax_splitk.intercept`, and users, put ours in its place.
 lax_conv = lax.conv_general_dilated
@@ -162,10 +162,10 @@ def precision_name(precision: lax.PrecisionLike) -> str:
         return lhs if lhs == rhs else f"{lhs},{rhs}"
     if isinstance(precision, str):
         if precision not in _PRECISION_NAMES:
-            raise ValueError(f"precision={precision!r}; accepted: {', '.join(map(repr, _PRECISION_NAMES))}")
+            raise RefusedValue(f"precision={precision!r}; accepted: {', '.join(map(repr, _PRECISION_NAMES))}")
         return _PRECISION_NAMES[precision]
     if not isinstance(precision, lax.Precision):
-        raise ValueError(f"precision={precision!r}; accepted: None, a jax.lax.Precision, its name, or a pair of them")
+        raise RefusedValue(f"precision={precision!r}; accepted: None, a jax.lax.Precision, its name, or a pair of them")
     return precision.name.lower()
 
 

@@ -5,17 +5,19 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
+from jax_splitk.runtime.arguments import wider
 
 
 def wide_dtype(dtype: str, out_dtype: str) -> str:
     """Of lax's product."""
-    return out_dtype if dtype == E4M3 else jnp.promote_types(dtype, out_dtype).name
+    return out_dtype if dtype == E4M3 else wider(dtype, out_dtype).name
 
 
 def finished(sums: jax.Array, bias: jax.Array | None, activation: str, residual: jax.Array | None) -> jax.Array:
-    """The epilogue, in the dtype of the sums; the bias broadcasts."""
+    """The epilogue, in the dtype of the sums. The bias has the shape of their last dimensions, or ones there."""
     if bias is not None:
-        sums = sums + bias.astype(sums.dtype)
+        leading = (1,) * (sums.ndim - bias.ndim)  # given, for the user may have JAX refuse to add dimensions
+        sums = sums + bias.astype(sums.dtype).reshape(*leading, *bias.shape)
     if activation != "none":
         sums = ACTIVATIONS[activation](sums)
     return sums if residual is None else sums + residual.astype(sums.dtype)

@@ -70,6 +70,17 @@ def is_saveable(answer: Any) -> bool:
     return answer is True or type(answer).__name__ == "SaveableType"
 
 
+def offload_spaces(answer: Any) -> tuple[Any, Any] | None:
+    """The memory spaces (of the result, and to offload it to) where a policy of `jax.checkpoint` offloads; else None.
+
+    The policy's answer has JAX's private type `Offloadable`, with the names of memory kinds.
+    """
+    if not hasattr(answer, "dst"):
+        return None
+    spaces = {"device": jax.memory.Space.Device}
+    return tuple(spaces.get(kind, jax.memory.Space.Host) for kind in (answer.src, answer.dst))
+
+
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """Marks `x` as varying over every mesh axis that `others` vary over, so that AD sums its cotangent over them."""
     wanted, varying = (frozenset().union(*(aval_vma(jax.typeof(y)) for y in of)) for of in (others, (x,)))

@@ -10,19 +10,35 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 
+class Refusal(Exception):
+    """An argument that an operation of this package does not take. Other functions, as lax's, may take it."""
+
+
+class RefusedValue(Refusal, ValueError):
+    """An argument outside its range, or shapes that do not belong together."""
+
+
+class RefusedType(Refusal, TypeError):
+    """An argument of a type, or an array of a dtype, that is not accepted."""
+
+
+class RefusedImplementation(Refusal, NotImplementedError):
+    """An explicit `implementation` or `config` that cannot serve the operation."""
+
+
 def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np.dtype:
-    """The dtype that a user's `value` stands for; TypeError unless it is one of `accepted`, or floating for None."""
+    """The dtype that a user's `value` stands for; RefusedType unless it is one of `accepted`, or floating for None."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
     if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) if accepted is None else dtype.name in accepted):
         names = "a floating dtype" if accepted is None else ", ".join(accepted)
-        raise TypeError(f"{name}={value!r}; accepted: {names}")
+        raise RefusedType(f"{name}={value!r}; accepted: {names}")
     return dtype
 
 
-def require(valid: bool, given: str, accepted: str, error: type[Exception] = ValueError) -> None:
+def require(valid: bool, given: str, accepted: str, error: type[Exception] = RefusedValue) -> None:
     """Raises `error`, which says what was given and what is accepted, unless `valid`."""
     if not valid:
         raise error(f"{given}; accepted: {accepted}")

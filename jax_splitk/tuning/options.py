@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jax_splitk import kernels
+from jax_splitk.runtime.arguments import RefusedType, RefusedValue
 
 IMPLEMENTATIONS = ("cutlass", "host", "xla")
 DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
@@ -63,22 +64,22 @@ def check_options(op: str, options: Options) -> None:
     """Raises ValueError or TypeError for options that no problem of the operation could make right."""
     if options.implementation not in (None, *IMPLEMENTATIONS):
         accepted = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"implementation={options.implementation!r}; accepted: None, {accepted}")
+        raise RefusedValue(f"implementation={options.implementation!r}; accepted: None, {accepted}")
     limit = options.workspace_limit_bytes
     if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0):
-        raise ValueError(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
+        raise RefusedValue(f"workspace_limit_bytes={limit!r}; accepted: None or an integer of at least 0")
     config = options.config
     if config is None:
         return
     known = [family for family in kernels.families(op) if isinstance(config, family.Config)]
     if not known:
         accepted = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families(op))
-        raise TypeError(f"config={config!r} of type {type(config).__name__}; accepted: {accepted}")
+        raise RefusedType(f"config={config!r} of type {type(config).__name__}; accepted: {accepted}")
     if (wrong := wrong_field(config)) is not None:
-        raise TypeError(f"config={config!r} has {wrong}")
+        raise RefusedType(f"config={config!r} has {wrong}")
     belongs = known[0].implementation
     if options.implementation not in (None, belongs):
-        raise ValueError(f"config={config!r} belongs to implementation={belongs!r}, not {options.implementation!r}")
+        raise RefusedValue(f"config={config!r} belongs to implementation={belongs!r}, not {options.implementation!r}")
 
 
 def wrong_field(config: Any) -> str | None:

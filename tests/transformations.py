@@ -1,0 +1,246 @@
+"""Every public operation under every transformation of JAX, nested twice, beside the same operation in plain lax.
+
+A `Step` is a transformation with the operands that it acts on: mapped by `vmap` and `scan`, differentiated by `jvp` and
+`vjp`. The other operands are constant for it. A step with no operand at all is in the table, too: the operation then
+stands inside a function that is mapped or differentiated in something else.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+import jax_splitk
+from tests.problems import generator
+
+Function = Callable[..., jax.Array]
+SIZE = 2  # of a mapped axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation, the same in plain lax, and the shapes of its operands. Integers give `exact` results."""
+
+    ours: Function
+    theirs: Function
+    shapes: tuple[tuple[int, ...], ...]
+    exact: bool = True
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+_NUMBERS = ("NHWC", "HWIO", "NHWC")
+_LHS, _RHS, _G = (2, 4, 3, 2), (2, 2, 2, 4), (2, 4, 3, 4)
+_GEOMETRY: dict[str, Any] = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": _NUMBERS}
+
+
+def _lax_conv(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(lhs, rhs, **_GEOMETRY)
+
+
+def _lax_dgrad(g: jax.Array, rhs: jax.Array) -> jax.Array:
+    return jax.linear_transpose(lambda lhs: _lax_conv(lhs, rhs), jax.ShapeDtypeStruct(_LHS, g.dtype))(g)[0]
+
+
+def _lax_wgrad(lhs: jax.Array, g: jax.Array) -> jax.Array:
+    return jax.linear_transpose(lambda rhs: _lax_conv(lhs, rhs), jax.ShapeDtypeStruct(_RHS, g.dtype))(g)[0]
+
+
+def _intercepted(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    with jax_splitk.intercept():
+        return lax.conv_general_dilated(lhs, rhs, **_GEOMETRY)
+
+
+def _convolutions() -> Iterator[tuple[str, Operation]]:
+    """The four functions, and each implementation that a CPU has."""
+    for implementation in (None, "xla"):
+        options = {**_GEOMETRY, "implementation": implementation}
+        name = f"-{implementation}" if implementation else ""
+        for function, theirs, shapes in (
+            (jax_splitk.conv_general_dilated, _lax_conv, (_LHS, _RHS)),
+            (jax_splitk.conv_fprop, _lax_conv, (_LHS, _RHS)),
+        ):
+            yield function.__name__ + name, Operation(lambda *x, f=function, o=options: f(*x, **o), theirs, shapes)
+        dgrad = lambda g, rhs, o=options: jax_splitk.conv_dgrad(g, rhs, _LHS, **o)  # noqa: E731
+        yield f"conv_dgrad{name}", Operation(dgrad, _lax_dgrad, (_G, _RHS))
+        wgrad = lambda lhs, g, o=options: jax_splitk.conv_wgrad(lhs, g, _RHS, **o)  # noqa: E731
+        yield f"conv_wgrad{name}", Operation(wgrad, _lax_wgrad, (_LHS, _G))
+    yield "intercept", Operation(_intercepted, _lax_conv, (_LHS, _RHS))
+
+
+def _products() -> Iterator[tuple[str, Operation]]:
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    ours, theirs = (lambda a, b, f=f: f(a, b, numbers) for f in (jax_splitk.dot_general, lax.dot_general))
+    yield "dot_general", Operation(ours, theirs, ((2, 3, 4), (2, 4, 5)))
+    yield "matmul", Operation(jax_splitk.matmul, jnp.matmul, ((3, 4), (4, 5)))
+    epilogue = lambda a, b, bias, residual: jax_splitk.matmul(a, b, bias=bias, residual=residual)  # noqa: E731
+    in_lax = lambda a, b, bias, residual: jnp.matmul(a, b) + bias + residual  # noqa: E731
+    yield "matmul-bias-residual", Operation(epilogue, in_lax, ((3, 4), (4, 5), (5,), (3, 5)))
+    activated = lambda a, b, bias: jax_splitk.matmul(a, b, bias=bias, activation="silu")  # noqa: E731
+    silu = lambda a, b, bias: jax.nn.silu(jnp.matmul(a, b) + bias)  # noqa: E731
+    yield "matmul-bias-silu", Operation(activated, silu, ((3, 4), (4, 5), (5,)), exact=False)
+
+
+def _quantized() -> Iterator[tuple[str, Operation]]:
+    """In the order (x, scales, zero points). The elements are constants."""
+    k, features, group = 64, 4, 32
+    elements = generator(0).integers(-7, 8, (k, features))
+    groups = (k // group, features)
+
+    def dequantized(scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+        each = jnp.asarray(elements, jnp.float32).reshape(*groups[:1], group, features)
+        shifted = each if zero is None else each - zero[:, None]
+        return (shifted * scale[:, None]).reshape(k, features)
+
+    def array(scale: Any, zero: Any = None, of: Any = elements) -> jax_splitk.QuantizedArray:
+        return jax_splitk.QuantizedArray(jnp.asarray(of, jnp.int8), scale, zero)
+
+    ours = lambda x, scale, zero: jax_splitk.quantized_matmul(x, array(scale, zero))  # noqa: E731
+    theirs = lambda x, scale, zero=None: x @ dequantized(scale, zero)  # noqa: E731
+    yield "quantized_matmul", Operation(ours, theirs, ((3, k), groups, groups))
+    packed = lambda x, scale: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(scale)))  # noqa: E731
+    yield "quantized_matmul-packed", Operation(packed, theirs, ((3, k), groups))
+    ones, back = jnp.ones(groups), jax_splitk.prepack(array(jnp.ones((1, k)), of=elements.T))
+    paired = lambda x: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(ones)), transposed=back)  # noqa: E731
+    yield "quantized_matmul-transposed", Operation(paired, lambda x: theirs(x, ones), ((3, k),))
+
+
+def operations() -> dict[str, Operation]:
+    return dict(itertools.chain(_convolutions(), _products(), _quantized()))
+
+
+# ---- transformations -------------------------------------------------------------------------------------------------
+
+# Each makes of a function of operands of these shapes, and some of their indices, another function of as many operands,
+# and says the shapes of its operands. Results are one array.
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def _numbers(shape: Sequence[int], seed: int) -> jax.Array:
+    return jnp.asarray(generator(seed).integers(-2, 3, shape), jnp.float32)
+
+
+def _weighted(x: jax.Array) -> jax.Array:
+    """A sum that differs where elements have changed places."""
+    return jnp.sum(x * _numbers(x.shape, 7))
+
+
+def _mapped(shapes: _Shapes, those: Sequence[int]) -> _Shapes:
+    return tuple((SIZE, *shape) if i in those else shape for i, shape in enumerate(shapes))
+
+
+def _vmap(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    if not those:
+        return lambda *x: jax.vmap(lambda t: t * f(*x))(jnp.arange(1.0, SIZE + 1)), shapes
+    axes = tuple(0 if i in those else None for i in range(len(shapes)))
+    return jax.vmap(f, axes), _mapped(shapes, those)
+
+
+def _scan(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    def scanned(*x: jax.Array) -> jax.Array:
+        def step(carry: jax.Array, some: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            given = dict(zip(those, some, strict=True))
+            return carry + 1, carry * f(*(given.get(i, whole) for i, whole in enumerate(x)))
+
+        return lax.scan(step, jnp.float32(1), [x[i] for i in those], length=SIZE)[1]
+
+    return scanned, _mapped(shapes, those)
+
+
+def _of_those(f: Function, x: Sequence[jax.Array], those: Sequence[int]) -> tuple[Function, list[jax.Array]]:
+    """The function of some operands, and these; with none, of a factor."""
+    if not those:
+        return lambda t: t * f(*x), [jnp.float32(1)]
+
+    def of_some(*some: jax.Array) -> jax.Array:
+        given = dict(zip(those, some, strict=True))
+        return f(*(given.get(i, whole) for i, whole in enumerate(x)))
+
+    return of_some, [x[i] for i in those]
+
+
+def _jvp(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    def pushed(*x: jax.Array) -> jax.Array:
+        of_some, some = _of_those(f, x, those)
+        out, tangent = jax.jvp(of_some, some, [_numbers(each.shape, 3 + i) for i, each in enumerate(some)])
+        return out + 2 * tangent
+
+    return pushed, shapes
+
+
+def _vjp(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    def pulled(*x: jax.Array) -> jax.Array:
+        of_some, some = _of_those(f, x, those)
+        out, back = jax.vjp(of_some, *some)
+        return out + sum(_weighted(each) for each in back(_numbers(out.shape, 5)))
+
+    return pulled, shapes
+
+
+def _jit(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    del those
+    return jax.jit(f), shapes
+
+
+def _checkpoint(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function, _Shapes]:
+    del those
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable), shapes
+
+
+_ACTING = {"vmap": _vmap, "scan": _scan, "jvp": _jvp, "vjp": _vjp}
+_WHOLE = {"jit": _jit, "checkpoint": _checkpoint}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A transformation and the operands that it maps or differentiates."""
+
+    name: str
+    those: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}({','.join(map(str, self.those))})"
+
+    def __call__(self, f: Function, shapes: _Shapes) -> tuple[Function, _Shapes]:
+        return {**_ACTING, **_WHOLE}[self.name](f, shapes, self.those)
+
+
+def steps(operands: int, *, every: bool = True) -> list[Step]:
+    """Every transformation of every subset of so many operands; else of none of them, each of them and all of them."""
+    sizes = range(operands + 1) if every else sorted({0, 1, operands})
+    subsets = [those for n in sizes for those in itertools.combinations(range(operands), n)]
+    return [Step(name, those) for name in _ACTING for those in subsets] + [Step(name) for name in _WHOLE]
+
+
+def assert_alike(operation: Operation, cases: Sequence[Sequence[Step]]) -> None:
+    """The operation gives lax's results under each sequence of steps, of which the innermost comes first."""
+
+    def results(function: Function) -> list[jax.Array]:
+        found = []
+        for case in cases:
+            transformed, shapes = function, operation.shapes
+            for step in case:
+                transformed, shapes = step(transformed, shapes)
+            try:
+                found.append(transformed(*(_numbers(shape, 11 + i) for i, shape in enumerate(shapes))))
+            except Exception as error:
+                error.add_note(f"under {_named(case)}")
+                raise
+        return found
+
+    # One program for all cases: XLA's compilation is most of the time.
+    ours, theirs = (jax.jit(lambda f=f: results(f))() for f in (operation.ours, operation.theirs))
+    for case, one, other in zip(cases, ours, theirs, strict=True):
+        if operation.exact:
+            np.testing.assert_array_equal(one, other, err_msg=_named(case))
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4, err_msg=_named(case))
+
+
+def _named(case: Sequence[Step]) -> str:
+    return " of ".join(map(str, case[::-1]))
