@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad
 
 from jax_splitk.ops import partitioning
-from jax_splitk.ops.conv_primitives import bind_dgrad, bind_wgrad, conv_dgrad_p, conv_fprop_p, define, rule_of
+from jax_splitk.ops.conv_primitives import bind_dgrad, bind_wgrad, conv_fprop_p, define, rule_of
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime import _compat

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.problems.conv_reference import lax_conv, lax_precision, padded, precision_name
+from jax_splitk.problems.conv_reference import cropped, lax_conv, lax_precision, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import RefusedValue, integer
@@ -35,29 +35,38 @@ class Convolution:
     precision: str
 
     def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        out_dtype: DTypeLike | None = None,
-        out_sharding: Any = None,
-        also: Sequence[int] = (),
+        self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        """lax's convolution; for `also` see `padded`."""
+        """lax's convolution, of an input that is sliced first where `cropped` does it."""
+        if isinstance(self.padding, str):
+            return self._by_lax(lhs, rhs, out_dtype, out_sharding)
+        lhs, padding = cropped(lhs, self.dimension_numbers.lhs_spec[2:], self.padding, self.lhs_dilation)
+        return dataclasses.replace(self, padding=tuple(padding))._by_lax(lhs, rhs, out_dtype, out_sharding)
+
+    def _by_lax(
+        self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
+    ) -> jax.Array:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments["precision"] = lax_precision(self.precision)
-        if not isinstance(self.padding, str):
-            axes = self.dimension_numbers.lhs_spec[2:]
-            lhs, *changed = padded(lhs, axes, self.padding, self.lhs_dilation, also)
-            arguments["padding"], arguments["lhs_dilation"] = changed
         return lax_conv(lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding)
 
     def transposed(self, g: jax.Array, lhs: Any, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The cotangent of an input of the type `lhs`: lax's, for whose convolution see `padded`, too. It crops where
-        this one extends the low side by a window or more."""
+        """The cotangent of an input of the type `lhs`: lax's, of the output pixels that see the input.
+
+        Where padding extends the low side by a window or more, the first ones see padding alone. With them, lax's
+        convolution of g would crop its low side (see `cropped`).
+        """
         windows = dilated([rhs.shape[i] for i in self.dimension_numbers.rhs_spec[2:]], self.rhs_dilation)
-        pairs = [] if isinstance(self.padding, str) else zip(self.padding, windows, strict=True)
-        far = [i for i, ((low, _), window) in enumerate(pairs) if low >= window]
-        return jax.linear_transpose(lambda lhs: self(lhs, rhs, out_sharding=out_sharding, also=far), lhs)(g)[0]
+        axes, padding = self.dimension_numbers.out_spec[2:], self.padding
+        for i, (axis, window, stride) in enumerate(zip(axes, windows, self.window_strides, strict=True)):
+            if not isinstance(padding, str) and (low := padding[i][0]) >= window:
+                unseeing = (low - window) // stride + 1
+                if _compat.is_known(g.shape[axis]) and g.shape[axis] <= unseeing:
+                    return _compat.placed_like(_compat.vary_like(jnp.zeros(lhs.shape, g.dtype), g, rhs), lhs)
+                g = lax.slice_in_dim(g, unseeing, None, axis=axis)
+                padding = (*padding[:i], (low - unseeing * stride, padding[i][1]), *padding[i + 1 :])
+        conv = dataclasses.replace(self, padding=padding)
+        return jax.linear_transpose(lambda lhs: conv._by_lax(lhs, rhs, out_sharding=out_sharding), lhs)(g)[0]
 
     def out_type(self, lhs: Any, rhs: Any, out_dtype: DTypeLike, out_sharding: Any) -> Any:
         """The type of the result for operands of these types, which have one dtype."""
@@ -121,7 +130,9 @@ def with_output(
         )
     groups = feature_groups * conv.batch_group_count
     if out_channels % groups or batch % conv.batch_group_count:
-        raise RefusedValue(f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups")
+        raise RefusedValue(
+            f"{out_channels} output channels and batch {batch} in {groups} groups; accepted: whole groups"
+        )
     conv = dataclasses.replace(conv, padding=_pairs(conv, tuple(input_spatial), tuple(kernel_spatial)))
     spatial = _output_spatial(conv, tuple(input_spatial), tuple(kernel_spatial))
     # By dictionary, not by array: a batch may be symbolic (jax.export).

@@ -39,28 +39,28 @@ def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
     return [(low, window + ct - base - low - 1) for (low, _), base, ct, window in sizes]
 
 
-def padded(
-    lhs: jax.Array,
-    axes: Sequence[int],
-    padding: Sequence[tuple[Any, Any]],
-    dilation: Sequence[int],
-    also: Sequence[int] = (),
-) -> tuple[jax.Array, list[tuple[Any, Any]], list[int]]:
-    """lhs, its padding and its dilation, for the same convolution, which crops no low side where it extends the high
-    one: lhs is padded before there, and where `also` says, by their numbers among `axes`.
+def cropped(
+    lhs: jax.Array, axes: Sequence[int], padding: Sequence[tuple[Any, Any]], dilation: Sequence[int]
+) -> tuple[jax.Array, list[tuple[Any, Any]]]:
+    """lhs and its padding for the same convolution, which crops no low side where it extends the high one: the pixels
+    that it would crop are sliced off before. `dilation` is lhs's.
 
-    XLA:CPU of jaxlib 0.10 and 0.11 computes such a convolution wrongly, or ends the process.
+    XLA:CPU of jaxlib 0.10 and 0.11 computes a convolution that does both wrongly, or ends the process.
     """
-    padding, dilation = list(padding), list(dilation)
-    before = [(0, 0, 0)] * lhs.ndim
+    padding = list(padding)
     for i, axis in enumerate(axes):
         low, high = padding[i]
-        if i in also or (_compat.is_known(low, high) and low < 0 < high):
-            before[axis] = (low, high, dilation[i] - 1)
-            padding[i], dilation[i] = (0, 0), 1
-    if any(sides != (0, 0, 0) for sides in before):
-        lhs = lax.pad(lhs, _compat.vary_like(jnp.zeros((), lhs.dtype), lhs), before)
-    return lhs, padding, dilation
+        if not (_compat.is_known(low, high, lhs.shape[axis]) and low < 0 < high):
+            continue
+        size, step = lhs.shape[axis], dilation[i]
+        off = -(low // step)  # the first pixel that stays is at or behind the crop
+        if off < size:
+            lhs, padding[i] = lax.slice_in_dim(lhs, off, size, axis=axis), (low + off * step, high)
+        else:  # none stays: a zero, and what padding there is
+            shape = tuple(1 if j == axis else n for j, n in enumerate(lhs.shape))
+            (places,) = dilated((size,), (step,))
+            lhs, padding[i] = _compat.vary_like(jnp.zeros(shape, lhs.dtype), lhs), (0, places + low + high - 1)
+    return lhs, padding
 
 
 def conv_wgrad(
@@ -98,8 +98,8 @@ def _convolved(
     **window: Any,
 ) -> jax.Array:
     """lax does not narrow: a result of fewer bits than the operands is converted afterwards."""
-    lhs, padding, dilation = padded(lhs, specs.lhs_spec[2:], padding, problem.lhs_dilation)
-    window |= {"padding": padding, "lhs_dilation": dilation, "dimension_numbers": specs}
+    lhs, padding = cropped(lhs, specs.lhs_spec[2:], padding, problem.lhs_dilation)
+    window |= {"padding": padding, "lhs_dilation": problem.lhs_dilation, "dimension_numbers": specs}
     precision, wide = lax_precision(problem.precision), wider(problem.dtype, problem.out_dtype)
     return lax_conv(lhs, rhs, **window, precision=precision, preferred_element_type=wide).astype(problem.out_dtype)
 

@@ -2,7 +2,6 @@
 
 import jax
 from jax import lax
-from jax import numpy as jnp
 
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
 from jax_splitk.runtime.arguments import wider

@@ -15,6 +15,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk import explain, intercept
+from jax_splitk.ops import conv
 from jax_splitk.problems.conv_reference import lax_conv
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -194,6 +195,18 @@ def test_what_is_not_ours_is_left_to_lax(caplog: pytest.LogCaptureFixture) -> No
     np.testing.assert_array_equal(whole, lax_conv(integers, weights, **geometry))
     np.testing.assert_allclose(turned, -lax_conv(X, W, **geometry), atol=1e-4)
     assert (whole.dtype, turned.dtype) == (jnp.int8, jnp.complex64)
+
+
+def test_an_error_inside_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a refused argument leaves a convolution to lax: a fault of this package must not hide."""
+    for error in (ValueError, TypeError, NotImplementedError):
+
+        def broken(*args: Any, error: type[Exception] = error, **kwargs: Any) -> jax.Array:
+            raise error("inside")
+
+        monkeypatch.setattr(conv, "bind_fprop", broken)
+        with intercept(), pytest.raises(error, match="inside"):
+            plain(W, X)
 
 
 def test_ours_in_laxs_place_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:

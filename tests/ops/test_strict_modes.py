@@ -1,12 +1,12 @@
 """Every operation under `jax_numpy_dtype_promotion=strict` and `jax_numpy_rank_promotion=raise`: the same results."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
@@ -47,18 +47,25 @@ def _cases() -> Iterator[_Case]:
         yield f"bias-of-columns-{said}", wide, _given(((2, 3, 4), one), ((4, 5), other), ((5,), _F16))
     for activation in _ACTIVATIONS:
         for bias in ((5,), (3, 1)):
-            epilogue = lambda a, b, c, d, f=activation: jax_splitk.matmul(a, b, bias=c, activation=f, residual=d)  # noqa: E731
-            yield f"{activation}-{len(bias)}", epilogue, _given(((3, 4), _BF16), ((4, 5), _BF16), (bias, _F32), ((3, 5), _F16))
-    integers = lambda a, b: jax_splitk.matmul(a, b)  # noqa: E731
-    yield "matmul-left-to-lax", lambda a, b: integers(a.astype(jnp.int8), b.astype(jnp.int8)).astype(a.dtype), _given(((3, 4), _F32), ((4, 5), _F32))
-    weight = jnp.asarray(generator(72).normal(size=(64, 8)), jnp.float32)
+            options = {"activation": activation}
+            epilogue = lambda a, b, c, d, o=options: jax_splitk.matmul(a, b, bias=c, residual=d, **o)  # noqa: E731
+            operands = _given(((3, 4), _BF16), ((4, 5), _BF16), (bias, _F32), ((3, 5), _F16))
+            yield f"{activation}-{len(bias)}", epilogue, operands
+    yield "matmul-left-to-lax", _of_integers, _given(((3, 4), _F32), ((4, 5), _F32))
     for qtype in ("int4", "uint4", "int8", "float8_e4m3fn", "float4_e2m1fn", "nf4"):
         for x in (_BF16, _F32):
-            def product(x: jax.Array, qtype: str = qtype) -> jax.Array:
-                q = jax_splitk.quantize(weight, qtype, group_size=32, symmetric=qtype != "uint4")
-                packed = jax_splitk.quantized_matmul(x, jax_splitk.prepack(q))
-                return packed + jax_splitk.quantized_matmul(x, jax_splitk.unpack(jax_splitk.prepack(q)))
-            yield f"quantized-{qtype}-{x}", product, _given(((3, 64), x))
+            yield f"quantized-{qtype}-{x}", functools.partial(_quantized, qtype=qtype), _given(((3, 64), x))
+
+
+def _of_integers(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax_splitk.matmul(a.astype(jnp.int8), b.astype(jnp.int8)).astype(a.dtype)
+
+
+def _quantized(x: jax.Array, qtype: str) -> jax.Array:
+    """The products with a weight in both forms."""
+    weight = jnp.asarray(generator(72).normal(size=(64, 8)), jnp.float32)
+    packed = jax_splitk.prepack(jax_splitk.quantize(weight, qtype, group_size=32, symmetric=qtype != "uint4"))
+    return jax_splitk.quantized_matmul(x, packed) + jax_splitk.quantized_matmul(x, jax_splitk.unpack(packed))
 
 
 CASES = {name: (function, operands) for name, function, operands in _cases()}
