@@ -10,6 +10,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
 
 
 def aval_vma(aval: Any) -> frozenset[str]:
@@ -166,6 +167,17 @@ def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.P
     except (ValueError, NotImplementedError, AssertionError, StopIteration):
         return jax.sharding.PartitionSpec()
     return spec
+
+
+def named(ctx: Any, name: str) -> Any:
+    """The lowering context of operations inside of the one that is lowered, which have `name` in their names."""
+    return ctx.replace(name_stack=ctx.name_stack.extend(name))
+
+
+def location(ctx: Any, name: str) -> Any:
+    """The context in which operations of MLIR are called `name`: HLO's `op_name` ends in it, and begins with where JAX
+    puts what is lowered here."""
+    return mlir.ir.Location.name(str(ctx.name_stack.extend(name)))
 
 
 def is_known(*sizes: Any) -> bool:

@@ -33,7 +33,9 @@ def test_plan_with_everything() -> None:
     config = tiled.Config(128, 32, 2, 4, 1)
     assert tiled.FAMILY.refusal(p, config) is None
     made = tiled.FAMILY.plan(p, config)
-    assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled", "reduce_ranges"]
+    assert [launch.kernel for launch in made.launches] == [
+        f"quantized_tiled_uint4{role}" for role in ("_prepare", "", "_reduce")
+    ]
     assert [launch.programmatic for launch in made.launches] == [False, True, True]
     x_map, workspace = made.maps[0], len(made.buffers) - 1
     assert (x_map.buffer, x_map.dims, x_map.strides) == (workspace, (333, 70), (336 * 2,))
