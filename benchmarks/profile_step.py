@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [(k["kernel"], k["part"], f"{k['start_us']:.1f}", f"{k['us']:.1f}") for k in kernels]
     say(report.markdown([("kernel", "part", "start us", "us"), *rows]))
     if options.json:
-        result = {"name": "step", "sizes": sizes(options.tiny), "kernels": kernels}
+        result = {"name": "step", "sizes": sizes(options.tiny), "launches": kernels}
         whole = {"benchmark": "profile_step", "environment": report.environment(), "results": [result]}
         report.write(options.json, whole)
     return 0

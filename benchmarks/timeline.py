@@ -22,7 +22,7 @@ def rows(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     of the step that XLA computes."""
     (result,) = report["results"]
     found: dict[str, list[dict[str, Any]]] = {}
-    for kernel in result["kernels"]:
+    for kernel in result["launches"]:
         found.setdefault(row_of(kernel), []).append(kernel)
     return found
 
@@ -59,7 +59,7 @@ def timeline(report: dict[str, Any]) -> Figure:
 def table(report: dict[str, Any]) -> str:
     """The same kernels in Markdown, with what HLO calls the operation."""
     lines = ["| kernel | part | start us | us | op_name |", "|---|---|---|---|---|"]
-    for kernel in report["results"][0]["kernels"]:
+    for kernel in report["results"][0]["launches"]:
         times = f"{kernel['start_us']:.1f} | {kernel['us']:.1f}"
         lines.append(f"| {kernel['kernel']} | {kernel['part']} | {times} | {kernel['op_name']} |")
     return "\n".join(lines) + "\n"
