@@ -187,7 +187,7 @@ def is_known(*sizes: Any) -> bool:
 
 def static_or_symbolic(size: Any) -> Any:
     """A plain int, or a symbolic dimension as it is."""
-    return int(size) if is_known(size) else size
+    return int(size) if isinstance(size, int | np.integer) else size
 
 
 def is_export(ctx: Any) -> bool:
