@@ -120,10 +120,11 @@ def last_step(launches: Sequence[Launch], steps: int) -> list[Launch]:
     """The launches of the last of so many equal steps; raises ValueError where they are not equal."""
     ordered = sorted(launches, key=lambda launch: launch.start)
     each, rest = divmod(len(ordered), steps)
-    kernels = [launch.kernel for launch in ordered]
-    if rest or kernels[:each] * steps != kernels:
+    of_steps = [ordered[i * each : (i + 1) * each] for i in range(steps)]
+    kernels = [sorted(launch.kernel for launch in of_step) for of_step in of_steps]
+    if rest or kernels != kernels[:1] * steps:
         raise ValueError(f"{len(ordered)} kernels in {steps} steps; accepted: the same kernels in each step")
-    return ordered[len(ordered) - each :]
+    return of_steps[-1]
 
 
 def ours(names: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -45,6 +45,7 @@ def timeline(report: dict[str, Any]) -> Figure:
     axes.text(1.02 * end, -1, "us", va="center", fontsize=TEXT_POINTS)
     axes.set_yticks(range(len(found)), list(found), fontsize=TEXT_POINTS)
     axes.set_ylim(len(found) - 0.4, -1.5)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= end])
     axes.set_xlim(0, 1.18 * end)
     axes.tick_params(axis="x", labelsize=TEXT_POINTS)
     axes.set_xlabel("us from the step's first kernel", fontsize=TEXT_POINTS)

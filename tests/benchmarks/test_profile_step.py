@@ -1,6 +1,7 @@
 """benchmarks/profile_step.py and its timeline: the parts of a step, and a chart that is legible."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -72,7 +73,10 @@ def test_the_last_step_is_kept() -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is the CPU's path")
-def test_without_a_gpu_it_says_what_hlo_says(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_what_hlo_says(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     file = tmp_path / "report.json"
     assert profile_step.main(["--tiny", "--json", str(file)]) == 1
     said = capsys.readouterr().out
