@@ -1,7 +1,7 @@
 """Charts of the benchmarks' reports. Of `benchmarks.wgrad` and `benchmarks.dot`: each case's share of what the hardware
 allows, ours and XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. Of
-`benchmarks.models`: how many times as fast a step is. In a file whose name ends in .md, the same figures as a Markdown
-table.
+`benchmarks.models`: how many times as fast a step is. Of `benchmarks.profile_step`: when each kernel of a step ran. In
+a file whose name ends in .md, the same figures as a Markdown table.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
 """
@@ -18,6 +18,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import timeline
 from benchmarks.quantized_cases import FASTEST, crossover
 
 OURS, XLA = "#1f5fa8", "#b9bec6"
@@ -257,7 +258,9 @@ def models_table(report: dict[str, Any]) -> str:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 CHARTS = {"wgrad": chart, "conv": chart, "dot": chart, "quantized": quantized_chart, "models": models_chart}
+CHARTS |= {"profile_step": timeline.timeline}
 TABLES = {"wgrad": xla_table, "conv": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
+TABLES |= {"profile_step": timeline.table}
 
 
 def existing_file(text: str) -> pathlib.Path:

@@ -146,8 +146,9 @@ def test_ffi_names_begin_with_the_package_and_end_in_a_version() -> None:
 
 def test_ffi_calls_name_no_other_target() -> None:
     calls = [node for path in python("jax_splitk") for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if ast.unparse(call.func).endswith("ffi_call")]
-    assert {ast.unparse(call.args[0]) for call in calls} == {"custom_call.target"}
+    calls = [call for call in calls if ast.unparse(call.func).endswith(("ffi_call", "ffi_lowering"))]
+    # `ops/propagation.py` marks operations of a module that is never run.
+    assert sorted(ast.unparse(call.args[0]) for call in calls) == ["custom_call.target", "target"]
 
 
 def test_lax_is_called_as_it_was_imported() -> None:

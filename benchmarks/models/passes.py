@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable
 from jax_splitk.tuning import profile
 
 FORWARD, INPUT, WEIGHT, PRODUCT, OTHER = "forward", "input gradient", "weight gradient", "product", "other"
-EITHER = "forward or input gradient"  # one of our kernels that computes both
-PASSES = (FORWARD, INPUT, EITHER, WEIGHT, PRODUCT, OTHER)
+PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)
 
 # Of XLA's custom calls, by parts of their targets.
 _TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": INPUT, "convBackwardFilter": WEIGHT}
 _TARGETS |= {"cublas": PRODUCT}
-# Of kernels, by parts of their names. cuDNN's name the pass, as ours do but for these.
-_OURS = {"dot": PRODUCT, "reduce_dot": PRODUCT, "reduce_splits": WEIGHT, "reduce_tail": WEIGHT, "reduce_tiles": WEIGHT}
-_OURS |= dict.fromkeys(("conv", "reduce_conv", "depthwise", "gather", "grouped", "toeplitz"), EITHER)
+# Of kernels, by parts of their names: cuDNN's and ours name the pass.
 _KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
+_KERNELS |= dict.fromkeys(("dot_tma", "dot_tf32", "quantized_"), PRODUCT)
 _CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
 
 
@@ -41,9 +39,9 @@ def of_instructions(text: str) -> dict[str, str]:
 
 def of_launch(launch: Launch, instructions: dict[str, str]) -> str:
     """By the instruction, else by the kernel's name. XLA's graphs do not tell the instruction."""
-    found = instructions.get(launch.instruction) or _OURS.get(launch.kernel)
     name = launch.kernel.lower()
-    return found or next((value for part, value in _KERNELS.items() if part in name), OTHER)
+    by_name = (value for part, value in _KERNELS.items() if part in name)
+    return instructions.get(launch.instruction) or next(by_name, OTHER)
 
 
 def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str, float]:

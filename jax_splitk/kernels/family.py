@@ -31,6 +31,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
       ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
       Config: a frozen dataclass of what a plan leaves open.
       competes: whether passes of a convolution that the caller did not name may be the family's.
+      traced_as: its name in HLO and in profiles; of a family that computes for another (`Translated`) the other's.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def __init__(self, config: type[_Config], costs: type[Any] | None = None, name: str | None = None) -> None:
         """With a frozen dataclass of its configs, and one of its cost model's constants, if those are data of the
         package (see `cost_model`); and with its name, where its class has none."""
-        self.name = name or self.name
+        self.name = self.traced_as = name or self.name
         self.Config = config
         self.Costs = costs
         self._costs: Any = None
@@ -53,6 +54,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def platform(self) -> str:
         """JAX's lowering platform."""
         return _PLATFORMS[self.implementation]
+
+    def trace_name(self, problem: Any) -> str:
+        """The operation's name in HLO, with which the names of its kernels begin too: an identifier in C."""
+        del problem
+        return self.traced_as
 
     def refusal(self, problem: _Problem, config: _Config | None = None, target: Target | None = None) -> str | None:
         """None where the family (with that config, on that target) can compute the problem, else the reason: the value
@@ -158,6 +164,14 @@ class CudaFamily(Family[_Problem, _Config]):
     def launches(self, problem: _Problem, config: _Config) -> tuple[Launch, ...]:
         """The kernels, in their order."""
 
+    def kernel_name(self, problem: _Problem, role: str = "") -> str:
+        """The name of the kernel that the device source calls KERNEL(role). Profiles show it."""
+        return self.trace_name(problem) + role
+
+    def defines(self, problem: _Problem, config: _Config) -> tuple[tuple[str, str | int], ...]:
+        """`macros`, and KERNEL(role)."""
+        return ("KERNEL(role)", f"{self.kernel_name(problem)}##role"), *self.macros(problem, config).items()
+
     def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
         """The structs."""
         return self.structs
@@ -166,11 +180,11 @@ class CudaFamily(Family[_Problem, _Config]):
         """The specialised device code."""
         structs = self.declared(problem, config)
         text = declarations(*structs) if structs else ""
-        return Source(self.file, tuple(self.macros(problem, config).items()), text)
+        return Source(self.file, self.defines(problem, config), text)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)
-        label = f"{self.name} {config}"
+        label = f"{self.traced_as} {config}"
         return DevicePlan(self.source(*given), self.buffers(*given), self.maps(*given), self.launches(*given), label)
 
 
@@ -180,7 +194,8 @@ class Translated(Family[_Problem, _Config]):
     def __init__(self, inner: Family[Any, _Config], name: str | None = None, costs: type[Any] | None = None) -> None:
         """With the other family."""
         super().__init__(inner.Config, costs, name)
-        self.inner, self.implementation, self.ABI = inner, inner.implementation, inner.ABI
+        self.inner, self.implementation, self.ABI = copy.copy(inner), inner.implementation, inner.ABI
+        self.inner.traced_as = self.name
 
     @abc.abstractmethod
     def translated(self, problem: _Problem) -> Any:
@@ -211,8 +226,7 @@ class Translated(Family[_Problem, _Config]):
         return self.inner.workspace_bytes(self.translated(problem), config)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan | CustomCall:
-        plan = self.inner.plan(self.translated(problem), config)
-        return dataclasses.replace(plan, label=f"{self.name} {config}") if isinstance(plan, DevicePlan) else plan
+        return self.inner.plan(self.translated(problem), config)
 
 
 def call_buffers(problem: Problem | ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:

@@ -76,7 +76,9 @@ def _of_product(operands: Sequence[Any], params: dict[str, Any]) -> dict[str, An
 
 def _composed(*operands: jax.Array, **params: Any) -> jax.Array:
     """The value by a product of its own."""
-    return _finished(bind(operands[:2], **_of_product(operands, params)), operands, params)
+    sums = bind(operands[:2], **_of_product(operands, params))
+    with jax.named_scope(dot_general_p.scope):
+        return _finished(sums, operands, params)
 
 
 def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
@@ -151,14 +153,16 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, *rest: Any, **params: Any) -> tuple[
     if isinstance(ct, ad.Zero):
         return None, None
     if ad.is_undefined_primal(lhs):
-        return _cotangent(ct, lhs.aval, rhs, params["dimensions"], params), None
+        with jax.named_scope("lhs_gradient"):
+            return _cotangent(ct, lhs.aval, rhs, params["dimensions"], params), None
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimensions"]
     free = free_dimensions(lhs.ndim, lhs_contracting, lhs_batch)
     # As the result of rhs's product with lhs.
     batch, last = len(lhs_batch), ct.ndim
     order = (*range(batch), *range(batch + len(free), last), *range(batch, batch + len(free)))
     swapped = ((rhs_contracting, lhs_contracting), (rhs_batch, lhs_batch))
-    return None, _cotangent(ct, rhs.aval, lhs, swapped, params, order)
+    with jax.named_scope("rhs_gradient"):
+        return None, _cotangent(ct, rhs.aval, lhs, swapped, params, order)
 
 
 def _cotangent(

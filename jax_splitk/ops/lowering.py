@@ -44,7 +44,15 @@ _InLax = Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]]
 
 
 class Primitive(core.Primitive):
-    """A primitive of ours, which `define` completes."""
+    """A primitive of ours, which `define` completes. Its name is that of the operation.
+
+    Attributes:
+      scope: the name, in HLO and in profiles, that those of all its operations have in them.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.scope = f"jax_splitk.{name.removeprefix('jax_splitk_')}"
 
     problem_of: _ProblemOf
     rule_of: _RuleOf
@@ -85,6 +93,7 @@ def define(
     for platform in (*_PLATFORMS, None):
 
         def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
+            ctx = _compat.named(ctx, primitive.scope)
             problem = routed(primitive, ctx.avals_in, params, platform)
             if problem is None:
                 _left_to_lax(primitive, ctx.avals_in, params)

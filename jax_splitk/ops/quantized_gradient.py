@@ -1,8 +1,9 @@
 """Differentiation of the quantized product: it is linear in x, and its weight is linear in the scales and in the zero
 points. Each has a cotangent of its own making, in float32, rather than one that JAX derives from the arithmetic."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,13 @@ def bind_paired(
     return paired_p.bind(x, *own, *others, own=len(own), back=back, **static)
 
 
+@contextlib.contextmanager
+def _traced_as(part: str) -> Iterator[None]:
+    """The names, in HLO and in profiles, of operations of lax that are a part of the product's derivative."""
+    with jax.named_scope(part), jax.named_scope(quantized_matmul_p.scope):
+        yield
+
+
 def _sum(terms: Sequence[jax.Array], out: jax.Array) -> Any:
     return sum(terms[1:], start=terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
@@ -67,7 +75,9 @@ def _with_tangent(layout: Layout, out_dtype: str, wrt: str) -> Callable[..., jax
 def _tangent(x: Any, *operands: Any, **params: Any) -> jax.Array:
     types = map(jax.typeof, (x, *operands))
     sharding = _compat.explicit_sharding(quantized_primitive.type_of_product(*types, **params))
-    return _compat.over_auto_axes(over_batch(_with_tangent(**params), x), sharding)(x, *operands)
+    automatic = _compat.over_auto_axes(over_batch(_with_tangent(**params), x), sharding)
+    with _traced_as(f"{params['wrt']}_tangent"):
+        return automatic(x, *operands)
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
@@ -91,7 +101,8 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, **params: Any) -> list[A
         return [None] * (len(operands) + 1)
     if ad.is_undefined_primal(x):
         of_x = lambda x: _tangent(x, *operands, **params)  # noqa: E731
-        return [*jax.linear_transpose(of_x, x.aval)(ct), *[None] * len(operands)]
+        with _traced_as("x_gradient"):
+            return [*jax.linear_transpose(of_x, x.aval)(ct), *[None] * len(operands)]
     layout = params["layout"]
     cotangent = reference.scale_cotangent if params["wrt"] == "scale" else reference.zero_point_cotangent
 
@@ -99,7 +110,8 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, **params: Any) -> list[A
         return reference.group_order(layout, cotangent(layout, x, ct, leaves_of(leaves)), dot.aval)
 
     automatic = _compat.over_auto_axes(over_batch(back, x), _compat.explicit_sharding(dot.aval))
-    return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
+    with _traced_as(f"{params['wrt']}_gradient"):
+        return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
 
 
 weight_tangent_p.def_abstract_eval(quantized_primitive.type_of_product)
@@ -136,7 +148,8 @@ def _transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
     layout, dtype = params["layout"], x.aval.dtype
     back = lambda ct, *operands: reference.product_transposed(layout, ct, leaves_of(operands), dtype)  # noqa: E731
     automatic = _compat.over_auto_axes(over_batch(back, ct), _compat.explicit_sharding(x.aval))
-    return [automatic(ct, *leaves), *none]
+    with _traced_as("x_gradient"):
+        return [automatic(ct, *leaves), *none]
 
 
 ad.primitive_jvps[quantized_matmul_p] = _jvp
@@ -219,7 +232,8 @@ def _paired_transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]
         return [*_transpose(ct, x, *leaves[:own], **_alone(params)), *none[own:]]
     pair = _Pair(params["layout"], x.aval.dtype, params["back"])
     back = lambda ct, *all: _by_second(pair, ct, leaves_of(all[:own]), leaves_of(all[own:]))  # noqa: E731
-    return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
+    with jax.named_scope("x_gradient"):
+        return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
 
 
 paired_p.def_abstract_eval(

@@ -10,6 +10,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
 
 
 def aval_vma(aval: Any) -> frozenset[str]:
@@ -179,6 +180,17 @@ def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.P
     return spec
 
 
+def named(ctx: Any, name: str) -> Any:
+    """The lowering context of operations inside of the one that is lowered, which have `name` in their names."""
+    return ctx.replace(name_stack=ctx.name_stack.extend(name))
+
+
+def location(ctx: Any, name: str) -> Any:
+    """The context in which operations of MLIR are called `name`: HLO's `op_name` ends in it, and begins with where JAX
+    puts what is lowered here."""
+    return mlir.ir.Location.name(str(ctx.name_stack.extend(name)))
+
+
 def is_known(*sizes: Any) -> bool:
     """Whether none is a symbolic dimension of jax.export."""
     return all(isinstance(size, int | np.integer) for size in sizes)
@@ -186,7 +198,7 @@ def is_known(*sizes: Any) -> bool:
 
 def static_or_symbolic(size: Any) -> Any:
     """A plain int, or a symbolic dimension as it is."""
-    return int(size) if is_known(size) else size
+    return int(size) if isinstance(size, int | np.integer) else size
 
 
 def is_export(ctx: Any) -> bool:

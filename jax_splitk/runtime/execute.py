@@ -1,5 +1,6 @@
 """The custom call on arrays: what lowering emits and what the tuner times."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.extend import core
 from jax.interpreters import mlir
 
 from jax_splitk.runtime import _compat
@@ -23,23 +25,46 @@ class Result(Protocol):
     def out_dtype(self) -> str: ...
 
 
+# `jax.ffi.ffi_call`, except that HLO calls it by the custom call's name, and that nothing hashes the machine code.
+_custom_call_p = core.Primitive("jax_splitk_custom_call")
+_custom_call_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """The parameter of the primitive: it is equal to itself alone."""
+
+    custom_call: CustomCall
+    results: Sequence[Any]
+
+
 def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.Array:
     """The result of `custom_call` on operands in the problem's canonical layouts.
 
     Its workspace is a second result: XLA allocates it, shares it between calls, and reports it.
     """
-    given = [_as_taken(custom_call, operand) for operand in operands]
-    run = jax.ffi.ffi_call(custom_call.target, _results(custom_call, problem, jax.typeof(operands[0])))
-    return run(*given, **custom_call.attributes)[0].astype(problem.out_dtype)
+    given = [_as_taken(custom_call, jnp.asarray(operand)) for operand in operands]
+    results = _results(custom_call, problem, jax.typeof(given[0]))
+    return _custom_call_p.bind(*given, call=_Call(custom_call, results))[0].astype(problem.out_dtype)
 
 
 def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence[Any]) -> list[Any]:
     """What `call` lowers to, without tracing it first, which would take as long as the rest of the lowering."""
     if custom_call.in_float32:
         return list(mlir.lower_fun(functools.partial(call, custom_call, problem), False)(ctx, *operands))
-    rule = jax.ffi.ffi_lowering(custom_call.target)
-    with_workspace = ctx.replace(avals_out=_results(custom_call, problem, ctx.avals_in[0]))
-    return list(rule(with_workspace, *operands, **custom_call.attributes))[:1]
+    results = _results(custom_call, problem, ctx.avals_in[0])
+    return _lowered(ctx.replace(avals_out=results), *operands, call=_Call(custom_call, results))[:1]
+
+
+def _lowered(ctx: Any, *operands: Any, call: _Call) -> list[Any]:
+    custom_call = call.custom_call
+    with _compat.location(ctx, custom_call.name):
+        return list(jax.ffi.ffi_lowering(custom_call.target)(ctx, *operands, **custom_call.attributes))
+
+
+_custom_call_p.def_abstract_eval(lambda *avals, call: call.results)
+_custom_call_p.def_impl(lambda *operands, call: jax.jit(functools.partial(_custom_call_p.bind, call=call))(*operands))
+mlir.register_lowering(_custom_call_p, _lowered)
 
 
 def _as_taken(custom_call: CustomCall, operand: jax.Array) -> jax.Array:

@@ -47,12 +47,14 @@ class CustomCall:
 
     Attributes:
       in_float32: the target takes and returns float32, XLA converts from and to the problem's dtypes.
+      name: what HLO and profiles call it.
     """
 
     target: str
     attributes: Mapping[str, Any]
     workspace_bytes: int
     in_float32: bool = False
+    name: str = "custom_call"
 
     def custom_call(self) -> "CustomCall":
         return self

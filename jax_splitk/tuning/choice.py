@@ -45,6 +45,12 @@ class Candidate:
             raise TypeError("XLA's operation has no plan")
         return self.family.plan(problem, self.config)
 
+    def custom_call(self, problem: Problem) -> CustomCall:
+        """What a legal candidate that is not XLA is lowered to; raises what compiling its kernels does."""
+        if self.family is None:
+            raise TypeError("XLA's operation has no custom call")
+        return dataclasses.replace(self.plan(problem).custom_call(), name=self.family.trace_name(problem))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as in files."""
         config = None if self.config is None else dataclasses.asdict(self.config)

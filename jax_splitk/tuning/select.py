@@ -249,7 +249,7 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     if candidate == XLA:
         return choice, None
     if options.explicit:
-        return choice, candidate.plan(problem).custom_call()
+        return choice, candidate.custom_call(problem)
 
     compiled: list[CustomCall] = []
 
@@ -257,7 +257,7 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         """Why the kernel is not used although it was chosen."""
         found = None
         try:
-            compiled.append(candidate.plan(problem).custom_call())
+            compiled.append(candidate.custom_call(problem))
         except (CompilationError, CompilerUnavailable, NvrtcError) as error:
             found = f"{candidate.name}: {error}"
         if agreed:
@@ -272,4 +272,4 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     found = session().once(("obstacle", problem, candidate), obstacle)
     if found is not None:
         return Choice(problem, XLA, found.splitlines()[0]), None
-    return choice, compiled[0] if compiled else candidate.plan(problem).custom_call()
+    return choice, compiled[0] if compiled else candidate.custom_call(problem)

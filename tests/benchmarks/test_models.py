@@ -14,7 +14,7 @@ from benchmarks import models
 from benchmarks.models import convnext, efficientnet, passes, resnet3d
 from benchmarks.models.__main__ import main
 from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params
-from benchmarks.models.passes import EITHER, FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
+from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
 from jax_splitk.tuning.session import session
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
@@ -112,14 +112,16 @@ def test_passes_of_kernels() -> None:
     kernels = {
         "sm90_xmma_fprop_implicit_gemm_bf16bf16": FORWARD,
         "void dgrad2d_grouped_direct_kernel<__nv_bfloat16>": INPUT,
-        "wgrad_partial": WEIGHT,
-        "reduce_splits": WEIGHT,
+        "wgrad_im2col_partial": WEIGHT,
+        "wgrad_im2col_reduce_splits": WEIGHT,
         "nvjet_sm90_tst_64x64": PRODUCT,
-        "reduce_dot": PRODUCT,
-        "conv": EITHER,
+        "dot_tma_reduce": PRODUCT,
+        "fprop_im2col": FORWARD,
+        "dgrad_toeplitz": INPUT,
+        "quantized_stream_int4": PRODUCT,
         "loop_add_fusion": OTHER,
     }
     assert {name: passes.of_launch(Launch(name, "", 0, 1), instructions) for name in kernels} == kernels
     launches = [Launch("nchwToNhwcKernel", "cudnn-conv-bw-filter.3", 0.0, 4e6), Launch("loop_add_fusion", "", 2e6, 6e6)]
     found = passes.milliseconds(launches, PROGRAM, steps=2)
-    assert found == {"busy": 3.0, FORWARD: 0.0, INPUT: 0.0, EITHER: 0.0, WEIGHT: 2.0, PRODUCT: 0.0, OTHER: 2.0}
+    assert found == {"busy": 3.0, FORWARD: 0.0, INPUT: 0.0, WEIGHT: 2.0, PRODUCT: 0.0, OTHER: 2.0}

@@ -15,7 +15,7 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.dot.as_wgrad import AsWgrad
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests.every_kernel import RUNS, Run, kernel_names
+from tests.every_kernel import RUNS, Run
 
 FAMILIES = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 
@@ -35,10 +35,17 @@ def test_smallest_problems_are_exact(run: Run) -> None:
 def test_the_runs_are_legal_and_reach_every_kernel() -> None:
     for run in RUNS:
         assert run.family.refusal(run.problem, run.config, DEFAULT_CUDA) is None, run
-    texts = [re.sub(r"__launch_bounds__\([^)]*\)", "", run.plan.source.text()) for run in RUNS]
-    declared = {name for text in texts for name in re.findall(r"__global__\s+(?:void\s+)?(\w+)\(", text)} - {"name"}
-    declared |= {name for text in texts for name in re.findall(r"SPLIT_K_KERNEL\((wgrad_\w+),", text)}
-    assert declared == set(kernel_names())
+    declared, launched = set(), set()
+    for run in RUNS:
+        plan, name = run.plan, run.family.trace_name(run.problem)
+        text = re.sub(r"__launch_bounds__\([^)]*\)", "", plan.source.text())
+        roles = re.findall(r"(?:__global__\s+(?:void\s+)?|SPLIT_K_KERNEL\()KERNEL\((\w*)\)", text)
+        declared |= {(plan.source.file, role) for role in roles}
+        launched |= {(plan.source.file, launch.kernel.removeprefix(name)) for launch in plan.launches}
+    # Sources that add their splits in another way include the header that declares these, for its other parts.
+    assert {role for _, role in declared - launched} == {"_direct", "_partial", "_reduce_splits"}
+    assert launched <= declared
+    assert {role for _, role in launched} == {role for _, role in declared}
     count = collections.Counter(run.family.name for run in RUNS)
     assert set(count) == {family.name for family in FAMILIES}
     # Others run kernels of another family.

@@ -123,7 +123,7 @@ def test_each_number_is_checked_with_its_range() -> None:
     with pytest.raises(ValueError, match=f"plan has {len(words) + 1} words; {len(words)} were expected"):
         _ffi.check_plan([*words, 0], kernels)
     with pytest.raises(ValueError, match="launch kernel is 1; accepted: 0 to 0"):
-        _ffi.check_plan(words, "wgrad_partial")
+        _ffi.check_plan(words, "wgrad_im2col_partial")
     for length in range(len(words)):
         with pytest.raises(ValueError, match=rf"plan ends before .* \({length} words\)"):
             _ffi.check_plan(words[:length], kernels)
@@ -215,7 +215,7 @@ def test_launches_of_a_known_split_problem() -> None:
     assert problem.gemm_shape == (576, 64, 288)
     device_plan = im2col.FAMILY.plan(problem, Config(128, 64, 4, False, 5))
     main, reduce = device_plan.launches
-    assert (main.kernel, main.grid, main.block) == ("wgrad_partial", (5, 5, 1), (384, 1, 1))
+    assert (main.kernel, main.grid, main.block) == ("wgrad_im2col_partial", (5, 5, 1), (384, 1, 1))
     assert (main.shared_bytes, main.programmatic, main.cluster) == (4 * (128 + 64) * 64 * 2 + 2048, False, (1, 1, 1))
     assert device_plan.workspace_bytes == 5 * 576 * 64 * 4
     assert [buffer.bytes for buffer in device_plan.buffers] == [
@@ -224,11 +224,11 @@ def test_launches_of_a_known_split_problem() -> None:
         9 * 64 * 64 * 4,
         737280,
     ]
-    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("reduce_splits", (256, 1, 1), True)
+    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("wgrad_im2col_reduce_splits", (256, 1, 1), True)
     # 36864 results by fours, two of a block's 256 threads on each four.
     assert reduce.params[2].values == (36864, 36864, 5, 2)
     assert reduce.grid == (72, 1, 1)
-    assert device_plan.kernels() == ["wgrad_partial", "reduce_splits"]
+    assert device_plan.kernels() == ["wgrad_im2col_partial", "wgrad_im2col_reduce_splits"]
 
 
 def test_launch_of_a_known_single_problem() -> None:
@@ -236,7 +236,7 @@ def test_launch_of_a_known_single_problem() -> None:
     for swap, tiles in ((False, 23 * 3), (True, 3 * 23)):
         device_plan = im2col.FAMILY.plan(problem, Config(128, 128, 6, swap, 1))
         (main,) = device_plan.launches
-        assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_direct", (tiles, 1, 1), 0)
+        assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_im2col_direct", (tiles, 1, 1), 0)
         assert main.params[-1] == plan.Pointer(2)
 
 

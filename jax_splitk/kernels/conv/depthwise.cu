@@ -160,7 +160,7 @@ __device__ inline void store(const Place& place, int block, float (&sums)[WINDOW
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    depthwise(const unsigned* __restrict__ x, const unsigned* __restrict__ w, Args args, Output* out) {
+    KERNEL()(const unsigned* __restrict__ x, const unsigned* __restrict__ w, Args args, Output* out) {
   const int item = blockIdx.x * THREADS + threadIdx.x;
   if (item >= args.items) return;
   const Place place(item);

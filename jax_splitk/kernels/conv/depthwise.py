@@ -206,7 +206,11 @@ class DepthwiseConv(Passes[Config]):
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         args = Args(_items(problem, config))
         grid = (-(-args.items // _THREADS), 1, 1)
-        return (Launch("depthwise", grid, (_THREADS, 1, 1), (Pointer(0), Pointer(1), args.param(), Pointer(2))),)
+        return (
+            Launch(
+                self.kernel_name(problem), grid, (_THREADS, 1, 1), (Pointer(0), Pointer(1), args.param(), Pointer(2))
+            ),
+        )
 
 
 FPROP, DGRAD = of_both_passes(DepthwiseConv, "depthwise", Config, Costs)

@@ -243,7 +243,7 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
 
 // Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    gather(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
+    KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t weights = aligned_address(raw), stages = weights + WEIGHT_BYTES;

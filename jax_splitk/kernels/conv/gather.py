@@ -287,7 +287,7 @@ class Gather(Passes[Config]):
         grid = (min(tiles, max(1, resident // columns)), columns, 1)
         params = (Pointer(0), Pointer(1), self._args(problem, config).param(), Pointer(2))
         block = (128 * (config.consumers + 1), 1, 1)
-        return (Launch("gather", grid, block, params, _shared_bytes(problem, config)),)
+        return (Launch(self.kernel_name(problem), grid, block, params, _shared_bytes(problem, config)),)
 
 
 @functools.lru_cache(maxsize=512)

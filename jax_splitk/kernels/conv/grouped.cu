@@ -552,10 +552,10 @@ __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_
 
 // Grid: x over blocks of channels, y over workers.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    grouped(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap first_map,
-            const Element* __restrict__ x, const Element* __restrict__ w, const __grid_constant__ Args g,
-            Output* __restrict__ out) {
+    KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+             const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap first_map,
+             const Element* __restrict__ x, const Element* __restrict__ w, const __grid_constant__ Args g,
+             Output* __restrict__ out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   __shared__ uint64_t weights_full;

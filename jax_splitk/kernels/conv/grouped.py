@@ -503,7 +503,7 @@ class GroupedConv(Passes[Config]):
         args = Args(batch, math.prod(t.tiles)).param()
         grid, block = (t.blocks, config.workers, 1), (32 * (t.warps + 1), 1, 1)
         params = (MapParam(0), MapParam(1), MapParam(2), MapParam(3), Pointer(0), Pointer(1), args, Pointer(2))
-        return (Launch("grouped", grid, block, params, shared_bytes(problem, config)),)
+        return (Launch(self.kernel_name(problem), grid, block, params, shared_bytes(problem, config)),)
 
 
 def _map(buffer: int, dtype: str, dims: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:

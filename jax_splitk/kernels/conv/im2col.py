@@ -111,7 +111,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
 
     ABI = 3
     file = "conv/im2col.cu"
-    kernel = "conv"
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 

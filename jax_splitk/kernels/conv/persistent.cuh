@@ -112,8 +112,8 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    conv(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-         const __grid_constant__ Args g, const __grid_constant__ Result out) {
+    KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+             const __grid_constant__ Args g, const __grid_constant__ Result out) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   __shared__ Pipeline<TEAMS> handover;

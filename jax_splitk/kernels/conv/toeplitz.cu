@@ -186,7 +186,7 @@ struct Multiplier {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    toeplitz(const Element* __restrict__ x, const Element* __restrict__ w, Args args, Output* out) {
+    KERNEL()(const Element* __restrict__ x, const Element* __restrict__ w, Args args, Output* out) {
   extern __shared__ uint4 raw[];
   const uint32_t in_buffers = shared_address(raw), out_buffers = in_buffers + 2 * IN_BYTES;
   const uint32_t copies = out_buffers + 2 * HALVES * OUT_BYTES, weights = copies + AHEAD * Loader::BYTES;

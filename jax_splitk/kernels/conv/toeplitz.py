@@ -390,7 +390,7 @@ class ToeplitzConv(passes.Passes[Config]):
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t = tiling(problem, config)
         params = (Pointer(0), Pointer(1), Args(_forward(problem).batch).param(), Pointer(2))
-        return (Launch("toeplitz", (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
+        return (Launch(self.kernel_name(problem), (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
 
 
 FPROP, DGRAD = passes.of_both_passes(ToeplitzConv, "toeplitz", Config, Costs)

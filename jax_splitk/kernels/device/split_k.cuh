@@ -1,7 +1,7 @@
 // What every split-k kernel needs at its end: the kernel that adds the splits' partial sums.
 //
-// Macros: OUT (output.cuh), DISCARD (0 by default; splits' partial sums are whole lines of the
-// L2, and so many that the reduction gives them up).
+// Macros: KERNEL(role) (a kernel's name), OUT (output.cuh), DISCARD (0 by default; splits' partial sums are
+// whole lines of the L2, and so many that the reduction gives them up).
 
 #include "device/output.cuh"
 #include "device/ptx.cuh"
@@ -50,7 +50,7 @@ __device__ inline bool add_lanes(float4& sum, int lanes, int columns, int column
 // groups of four elements; lane y adds splits y, y + lanes, ... and the lanes meet in shared memory. Launched
 // before the partials are complete: it waits for them here.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
-    reduce_splits(const float* partials, Output* out, const __grid_constant__ ReduceArgs g) {
+    KERNEL(_reduce_splits)(const float* partials, Output* out, const __grid_constant__ ReduceArgs g) {
   const int lanes = g.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = (threadIdx.x - column) * lanes / REDUCE_THREADS;
   const int i = (blockIdx.x * columns + column) * 4;
@@ -92,13 +92,13 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map, \
       const __grid_constant__ Args g
 
-// Defines a source's two kernels. Both call wgrad(arguments, to): `wgrad_partial` writes partial sums of the
-// splits, `wgrad_direct` the output itself. The lists are in parentheses. Macro: CTAS_PER_SM.
+// Defines a source's two kernels. Both call wgrad(arguments, to): KERNEL(_partial) writes partial sums of
+// the splits, KERNEL(_direct) the output itself. The lists are in parentheses. Macro: CTAS_PER_SM.
 #define UNPACK(...) __VA_ARGS__
 #define SPLIT_K_KERNEL(name, parameters, arguments, T)                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) name(UNPACK parameters, T* to) { \
     wgrad(UNPACK arguments, to);                                                                      \
   }
-#define SPLIT_K_KERNELS(parameters, arguments)                \
-  SPLIT_K_KERNEL(wgrad_partial, parameters, arguments, float) \
-  SPLIT_K_KERNEL(wgrad_direct, parameters, arguments, Output)
+#define SPLIT_K_KERNELS(parameters, arguments)                   \
+  SPLIT_K_KERNEL(KERNEL(_partial), parameters, arguments, float) \
+  SPLIT_K_KERNEL(KERNEL(_direct), parameters, arguments, Output)

@@ -14,8 +14,8 @@ FILL = 132 * 1024  # threads that keep the machine busy
 
 
 def reduce_args(size: int, stride: int, splits: int) -> Values:
-    """Of `reduce_splits`, for an output of `size` elements; `stride`: elements from one split's partial sums to the
-    next's, a multiple of 4."""
+    """The struct of the kernel that adds splits, for an output of `size` elements; `stride`: elements from one split's
+    partial sums to the next's, a multiple of 4."""
     lanes = reduce_lanes(size // 4, splits)
     return Values("ReduceArgs", {"size": size, "stride": stride, "splits": splits, "lanes": lanes})
 

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jax import numpy as jnp
 
@@ -138,13 +138,7 @@ _Config = TypeVar("_Config", bound=SplitTile)
 
 
 class SplitTileFamily(CudaFamily[_Problem, _Config]):
-    """Kernels of two tensor maps, of A and B.
-
-    Attributes:
-      kernel: the main one's name; that of the one that adds partial sums is "reduce_" and this.
-    """
-
-    kernel: ClassVar[str]
+    """Kernels of two tensor maps, of A and B."""
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
         """(tile_m, tile_n) that there are."""
@@ -318,7 +312,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         out = self.result(problem, config)
         stores = (partials,) if in_workspace else (out, *epilogue)
         main = plan.Launch(
-            kernel=self.kernel,
+            kernel=self.kernel_name(problem),
             grid=self.grid(problem, config),
             block=(config.threads, 1, 1),
             params=(plan.MapParam(0), plan.MapParam(1), args, *stores),
@@ -329,7 +323,7 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
             return (main,)
         lanes = split_k.reduce_lanes(self._partial_stride(problem, config) // 4, config.splits)
         reduce = plan.Launch(
-            kernel=f"reduce_{self.kernel}",
+            kernel=self.kernel_name(problem, "_reduce"),
             grid=(-(-self._partial_stride(problem, config) // (4 * split_k.REDUCE_THREADS // lanes)), 1, 1),
             block=(split_k.REDUCE_THREADS, 1, 1),
             params=(partials, out, args, self._reduce_args(problem, config).param(), *epilogue),

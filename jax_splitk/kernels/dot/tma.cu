@@ -93,8 +93,8 @@ __device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, c
 #if REDUCTION == 1
 // Adds the splits' partial sums.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
-    reduce_dot(const float* partials, Output* out, const __grid_constant__ Args g,
-               const __grid_constant__ ReduceArgs r EPILOGUE_PARAMETERS) {
+    KERNEL(_reduce)(const float* partials, Output* out, const __grid_constant__ Args g,
+                    const __grid_constant__ ReduceArgs r EPILOGUE_PARAMETERS) {
   const Four at(r);
   const int tile_column = at.tile / g.rows, batch = tile_column / g.columns;
   const int row = at.row((at.tile - tile_column * g.rows.value) * TILE_M);
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
 // ---- the kernel ------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    dot(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ Args g, TILE_RESULT) {
+    KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+             const __grid_constant__ Args g, TILE_RESULT) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<STAGES> pipeline;
   const uint32_t stages = aligned_address(raw);

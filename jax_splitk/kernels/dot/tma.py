@@ -106,7 +106,6 @@ class Tma(SplitTileFamily[DotProblem, Config]):
     name = "dot_tma"
     ABI = 1
     file = "dot/tma.cu"
-    kernel = "dot"
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 

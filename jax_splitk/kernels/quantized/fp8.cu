@@ -290,7 +290,7 @@ struct Loop {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    quantized_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
-                  const uint8_t* words, const uint8_t* scale, Output* out, float* partials) {
+    KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
+             const uint8_t* scale, Output* out, float* partials) {
   run(Loop{{words, scale}}, x_map, g, out, partials);
 }

@@ -15,6 +15,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels import host
 from jax_splitk.kernels.host import HostFamily, Product
+from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized import formats
 from jax_splitk.quantized.packing import TILE
@@ -35,7 +36,7 @@ class Config:
     row_block: int
 
 
-class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
+class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
     """Every valid problem, of a size that an int32 holds."""
 
     name = "quantized_host"

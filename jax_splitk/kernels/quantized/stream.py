@@ -15,6 +15,7 @@ from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
+from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
@@ -191,7 +192,7 @@ def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
     return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
 
 
-class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
+class Stream(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
     """Chosen wherever it is legal: XLA writes the dequantized weight to memory and reads it again."""
 
     name = "quantized_stream"
@@ -317,7 +318,7 @@ class Stream(CudaFamily[QuantizedMatmulProblem, Config]):
     def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
         out = len(dequantize.buffers(problem)) - 1
         launch = plan.Launch(
-            kernel="quantized_stream",
+            kernel=self.kernel_name(problem),
             grid=(config.clusters * config.cluster, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),  # consumers, and a warpgroup of the producer and the epilogue
             # Without zero points the kernel does not read their address.

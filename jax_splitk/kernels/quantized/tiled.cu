@@ -4,14 +4,14 @@
 // SCALING, where the scale goes. WEIGHT: into the A registers, in bfloat16: the weight is rounded to x's
 // dtype; integers by the multiplication that decodes them (dequantize_scaled). SUM: onto the fp32 sum of each
 // PERIOD k, which is then added to another set of accumulators; zero points take part as multiples of the
-// sums of x over the same k (prepare_x): scale * (sum of x * q - zero * sum of x). CHANNEL: onto the fp32 sum
-// over all k.
+// sums of x over the same k (KERNEL(_prepare)): scale * (sum of x * q - zero * sum of x). CHANNEL: onto the
+// fp32 sum over all k.
 //
 // The fragments hold values over FACTOR (dequantize.cuh), which comes back last: no scale overflows before
 // its time.
 //
-// Macros: those of tiles.cuh; X_E4M3 (x is e4m3, which prepare_x makes fp16), SCALING, CTAS_PER_SM, PREPARED
-// (after prepare_x).
+// Macros: those of tiles.cuh; X_E4M3 (x is e4m3, which KERNEL(_prepare) makes fp16), SCALING, CTAS_PER_SM,
+// PREPARED (after KERNEL(_prepare)).
 
 #include "device/wgmma_rs.cuh"
 #include "quantized/tiles.cuh"
@@ -338,9 +338,8 @@ struct Loop {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    quantized_tiled(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g,
-                    const uint8_t* words, const uint8_t* scale, const uint8_t* zero, const float* sums,
-                    Output* out, float* partials) {
+    KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
+             const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
   run(Loop{{words, scale, zero}, sums}, x_map, g, out, partials);
 }
 
@@ -354,7 +353,7 @@ using Source = Element;
 // A warp copies 128 k of a row of x to rows that TMA can load, and adds them up by periods. Rows beyond x
 // have sums of zero.
 extern "C" __global__ void __launch_bounds__(128)
-    prepare_x(const __grid_constant__ PrepareArgs g, const Source* x, Element* copy, float* sums) {
+    KERNEL(_prepare)(const __grid_constant__ PrepareArgs g, const Source* x, Element* copy, float* sums) {
   const int lane = threadIdx.x % 32, warp = int(blockIdx.x) * 4 + threadIdx.x / 32;
   const int row = warp / g.k_blocks, block = warp - row * g.k_blocks, k = block * BLOCK_K + lane * 4;
   launch_dependent_grids();

@@ -69,7 +69,7 @@ def needs_copy(problem: QuantizedMatmulProblem) -> bool:
 
 
 def _prepared(problem: QuantizedMatmulProblem) -> bool:
-    """Whether prepare_x runs first (PREPARED in the device code)."""
+    """Whether x is prepared first, by a kernel of its own (PREPARED in the device code)."""
     return needs_copy(problem) or has_zero(problem)
 
 
@@ -104,7 +104,7 @@ def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
-    """Of `prepare_x`; `pitch` is of the copy's rows, in elements: 0 for no copy."""
+    """Of the kernel that prepares x; `pitch` is of the copy's rows, in elements: 0 for no copy."""
     sizes = {"rows": problem.rows, "k": problem.k, "padded_rows": _padded_rows(problem, config)}
     pitch = _pitch(problem) if needs_copy(problem) else 0
     return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
@@ -124,7 +124,7 @@ class Costs(tiles.Costs):
       behind_mma, behind_issue: part of the shorter of tensor cores' and issue time that the longer does not hide, by
         which one is the longer: of issue time the less, the shorter it is.
       piece_seconds: of a piece of work: its last sums are waited for, and stored.
-      prepare_seconds: of prepare_x, however small x is.
+      prepare_seconds: of the kernel that prepares x, however small x is.
     """
 
     mma_per_column: float
@@ -275,7 +275,7 @@ class Tiled(tiles.TileFamily):
             return operands, ()
         warps = _padded_rows(problem, config) * k_blocks(problem)
         launch = plan.Launch(
-            kernel="prepare_x",
+            kernel=self.kernel_name(problem, "_prepare"),
             grid=(-(-warps // PREPARE_WARPS), 1, 1),
             block=(32 * PREPARE_WARPS, 1, 1),
             params=(_prepare_args(problem, config).param(), plan.Pointer(0), plan.Pointer(workspace), sums),

@@ -13,7 +13,7 @@
 // MULTICAST of them that have neighbouring tiles and load their rows of x together, computes `whole_tiles`
 // tiles, as many apart as there are workers; the k blocks of all tiles after these, laid end to end, are cut
 // into ranges of `range_blocks` blocks, one for each worker. A tile that more than one range reaches meets in
-// the workspace: each range writes its fp32 sums as a slot, in the accumulators' order, and reduce_ranges
+// the workspace: each range writes its fp32 sums as a slot, in the accumulators' order, and KERNEL(_reduce)
 // adds the slots of a tile in the order of their ranges. With SPLITS above 1 each tile is cut into that many
 // ranges, whose thread blocks form a cluster, and its sums meet in shared memory (cluster_sums.cuh); there
 // K_WARPGROUPS can share 64 features: each takes every K_WARPGROUPS-th block of the range, and their sums
@@ -349,7 +349,7 @@ __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, con
 
 // A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
 extern "C" __global__ void __launch_bounds__(128)
-    reduce_ranges(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+    KERNEL(_reduce)(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
   __shared__ alignas(16) uint8_t staging[4][16 * STAGING_PITCH];
   const int part = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - part * STORE_CHUNKS;
   const int rest = part / M_WARPGROUPS, warpgroup = part - rest * M_WARPGROUPS;

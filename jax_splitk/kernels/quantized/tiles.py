@@ -13,6 +13,7 @@ from typing import ClassVar, TypeAlias
 from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.family import CudaFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
+from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -21,7 +22,7 @@ from jax_splitk.runtime.target import Target, resident_blocks
 
 BLOCK_K = 128  # two tiles of the packed weight
 WARPGROUP_M = 64  # features of a warpgroup
-REDUCE_ROWS = 16  # rows of x of a thread block of reduce_ranges
+REDUCE_ROWS = 16  # rows of x of a thread block of the kernel that adds ranges
 CHUNK_BYTES = WARPGROUP_M * REDUCE_ROWS * 4  # of the sums that a cluster's blocks send to each other
 INT32_MAX = 2**31 - 1
 MAX_N_TILES = 4  # tiles along the rows, known at compile time up to so many
@@ -156,7 +157,7 @@ def tile_bytes(config: Config) -> int:
     return config.tile_m * config.tile_n * 4
 
 
-class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
+class TileFamily(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
     """A kernel family whose inner loop computes tiles.
 
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
@@ -440,7 +441,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
         args = _args(problem, config).param()
         operands, first = self.prepare(problem, config, workspace)
         main = plan.Launch(
-            kernel=self.name,
+            kernel=self.kernel_name(problem),
             grid=(config.blocks, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),
             params=(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
@@ -452,7 +453,7 @@ class TileFamily(CudaFamily[QuantizedMatmulProblem, Config]):
             return (*first, main)
         given, parts = schedule(problem, config), config.multicast * tile_bytes(config) // CHUNK_BYTES
         adds_slots = plan.Launch(
-            kernel="reduce_ranges",
+            kernel=self.kernel_name(problem, "_reduce"),
             grid=(given.rest * parts, 1, 1),
             block=(128, 1, 1),
             params=(args, plan.Int32Struct((given.whole_tiles * given.workers,)), partials, out),

@@ -234,19 +234,20 @@ class SplitFamily(WgradFamily[_Config]):
         kernel = self.kernel(problem, config)
         structs = declarations(*self.structs, self._reduce_args(problem, config), kernel.struct)
         structs += "".join(constants(name, values) for name, values in kernel.constants.items())
-        return Source(self.file, tuple(self.macros(problem, config).items()), structs)
+        return Source(self.file, self.defines(problem, config), structs)
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
-        """The kernel that writes dW, or the one that writes the splits' partial sums, and `reduce_splits`."""
+        """The kernel that writes dW, or the one that writes the splits' partial sums, and the one that adds these."""
         kernel, groups = self.kernel(problem, config), self.grid_groups(problem)
         grid = (self.thread_blocks(problem, config) // groups, config.splits, groups)
         if config.splits == 1:
-            return (kernel.launch("wgrad_direct", grid, Pointer(2)),)
+            return (kernel.launch(self.kernel_name(problem, "_direct"), grid, Pointer(2)),)
         size = math.prod(problem.out_shape)
         columns = REDUCE_THREADS // reduce_lanes(size // 4, config.splits)
         args = self._reduce_args(problem, config).param()
-        reduce = reduction("reduce_splits", (-(-size // (4 * columns)), 1, 1), Pointer(3), Pointer(2), args)
-        return kernel.launch("wgrad_partial", grid, Pointer(3)), reduce
+        reduce_grid, name = (-(-size // (4 * columns)), 1, 1), self.kernel_name(problem, "_reduce_splits")
+        reduce = reduction(name, reduce_grid, Pointer(3), Pointer(2), args)
+        return kernel.launch(self.kernel_name(problem, "_partial"), grid, Pointer(3)), reduce
 
     def _reduce_args(self, problem: ConvWgradProblem, config: _Config) -> Values:
         return reduce_args(math.prod(problem.out_shape), partial_stride(problem), config.splits)

@@ -12,7 +12,7 @@
 // the problem's own pixels is ever multiplied.
 //
 // A thread block takes one split of a tile's units of work: an image's strips of rows and of columns. Partial
-// sums go to the workspace in the accumulators' order, and `reduce_tiles` adds them.
+// sums go to the workspace in the accumulators' order, and KERNEL(_reduce) adds them.
 //
 // Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers. A stage of the
 // pipeline is a line: a row of X, and the row of dY that completes what it allows. A buffer is the lines of a
@@ -205,7 +205,7 @@ __device__ inline float4* partial_of(const Args& g, float4* partials, int tile, 
 // Grid: x over tiles, y over splits. Split s covers units [s, s+1) * units_per_split; the plan leaves none
 // empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wgrad_halo(MAPS_AND_ARGS, Output* out, float4* partials) {
+    KERNEL()(MAPS_AND_ARGS, Output* out, float4* partials) {
   extern __shared__ uint8_t raw[];
   __shared__ Pipeline<MAX_LINES> pipeline;
   const uint32_t buffers = aligned_address(raw);
@@ -258,7 +258,7 @@ constexpr int TILE_REDUCE_BLOCKS = 5;  // of a multiprocessor: with 6, ptxas put
 
 // Grid: x over pieces of a tile, y over tiles. Sums a tile's splits and stores it.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, TILE_REDUCE_BLOCKS)
-    reduce_tiles(float4* partials, Output* out, const __grid_constant__ Args g) {
+    KERNEL(_reduce)(float4* partials, Output* out, const __grid_constant__ Args g) {
   const int lanes = g.lanes, log_lanes = 31 - __clz(lanes), columns = REDUCE_THREADS >> log_lanes;
   const int column = threadIdx.x & (columns - 1), lane = (threadIdx.x - column) * lanes / REDUCE_THREADS;
   const int group = blockIdx.x * columns + column, i = group / (128 * CONSUMERS);

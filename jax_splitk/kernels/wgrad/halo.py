@@ -271,11 +271,11 @@ class Halo(SplitFamily[Config]):
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         kernel, count = self.kernel(problem, config), self.thread_blocks(problem, config)
         out, partials = plan.Pointer(2), plan.Pointer(3)
-        main = kernel.launch("wgrad_halo", (count, config.splits, 1), out, partials)
+        main = kernel.launch(self.kernel_name(problem), (count, config.splits, 1), out, partials)
         if config.splits == 1:
             return (main,)
         grid = (config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
-        return main, reduction("reduce_tiles", grid, partials, out, kernel.struct.param())
+        return main, reduction(self.kernel_name(problem, "_reduce"), grid, partials, out, kernel.struct.param())
 
 
 FAMILY = Halo(Config, Costs)

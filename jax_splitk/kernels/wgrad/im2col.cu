@@ -378,7 +378,7 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 
 #if TAIL
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_tail(MAPS_AND_ARGS, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
+    KERNEL(_tail)(MAPS_AND_ARGS, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
 }
 
@@ -386,8 +386,8 @@ constexpr int TAIL_CHUNKS = 4;  // of each thread: enough loads under way
 
 // Grid: x over pieces of a tile, y over the tiles that were split. Adds the splits in order.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
-    reduce_tail(const __grid_constant__ Args g, const __grid_constant__ TailArgs tail, const float4* partials,
-                Output* out) {
+    KERNEL(_reduce_tail)(const __grid_constant__ Args g, const __grid_constant__ TailArgs tail,
+                         const float4* partials, Output* out) {
   static_assert(TILE_M * TILE_N / 4 % (REDUCE_THREADS * TAIL_CHUNKS) == 0);
   const int tile = tail.whole + blockIdx.y, row = tile / g.columns, column = tile - row * g.columns;
   const int x_tile = SWAP ? column : row, dy_tile = SWAP ? row : column;
@@ -411,11 +411,12 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    wgrad_partial(MAPS_AND_ARGS, float* partials) {
+    KERNEL(_partial)(MAPS_AND_ARGS, float* partials) {
   wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) wgrad_direct(MAPS_AND_ARGS, Output* out) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    KERNEL(_direct)(MAPS_AND_ARGS, Output* out) {
   wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
 }
 #endif

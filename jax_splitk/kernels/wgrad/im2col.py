@@ -38,7 +38,7 @@ SLOT = 64  # channels of a TMA box
 MAX_FLOAT32_CHAIN = 128
 MAX_GRID_Z = 65535
 MAX_TAIL_SPLITS = 8
-TAIL_CHUNKS = 4  # float4 of a thread of reduce_tail
+TAIL_CHUNKS = 4  # float4 of a thread of `reduce_tail`
 
 LINE_FLOATS = 32  # of an L2 line
 DISCARD_BYTES = 4 << 20
@@ -371,8 +371,9 @@ class Im2col(SplitFamily[Config]):
         grid = (config.whole_tiles + rest * config.splits, 1, 1)
         reduce_grid = (config.tile_m * config.tile_n // 4 // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1)
         out, partials = plan.Pointer(2), plan.Pointer(3)
-        main = kernel.launch("wgrad_tail", grid, tail, out, partials)
-        return main, reduction("reduce_tail", reduce_grid, kernel.struct.param(), tail, partials, out)
+        main = kernel.launch(self.kernel_name(problem, "_tail"), grid, tail, out, partials)
+        name = self.kernel_name(problem, "_reduce_tail")
+        return main, reduction(name, reduce_grid, kernel.struct.param(), tail, partials, out)
 
 
 FAMILY = Im2col(Config, Costs)

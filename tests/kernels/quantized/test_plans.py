@@ -23,7 +23,8 @@ def test_plan_of_tiles() -> None:
     assert [buffer.bytes for buffer in made.buffers] == [64 * 1024 * 2, 1024 * 512, 16 * 1024 * 2, 64 * 1024 * 2, 0]
     assert (made.maps[0].dims, made.maps[0].strides) == ((1024, 64), (2048,))
     (main,) = made.launches
-    assert (main.kernel, main.grid, main.block, main.programmatic) == ("quantized_tiled", (8, 1, 1), (384, 1, 1), False)
+    assert (main.kernel, main.grid, main.block) == ("quantized_tiled_int4", (8, 1, 1), (384, 1, 1))
+    assert not main.programmatic
     assert main.shared_bytes < tiled.FAMILY.shared_bytes(p, PLAIN) <= tiles.SHARED_BYTES
 
 
@@ -33,7 +34,9 @@ def test_plan_with_everything() -> None:
     config = tiled.Config(128, 32, 2, 4, 1)
     assert tiled.FAMILY.refusal(p, config) is None
     made = tiled.FAMILY.plan(p, config)
-    assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled", "reduce_ranges"]
+    assert [launch.kernel for launch in made.launches] == [
+        f"quantized_tiled_uint4{role}" for role in ("_prepare", "", "_reduce")
+    ]
     assert [launch.programmatic for launch in made.launches] == [False, True, True]
     x_map, workspace = made.maps[0], len(made.buffers) - 1
     assert (x_map.buffer, x_map.dims, x_map.strides) == (workspace, (333, 70), (336 * 2,))
@@ -47,7 +50,7 @@ def test_plan_with_everything() -> None:
 
 def test_activations_of_8_bits_are_copied_to_float16() -> None:
     made = tiled.FAMILY.plan(valid_problem(64, 1024, 1024, x_dtype=E4M3), PLAIN)
-    assert [launch.kernel for launch in made.launches] == ["prepare_x", "quantized_tiled"]
+    assert [launch.kernel for launch in made.launches] == ["quantized_tiled_int4_prepare", "quantized_tiled_int4"]
     assert made.buffers[0].bytes == 64 * 1024
     assert made.workspace_bytes == 64 * 1024 * 2
     x_map = made.maps[0]
@@ -63,7 +66,8 @@ def test_plan_of_tiles_of_8_bits() -> None:
     x_map = made.maps[0]
     assert (x_map.dims, x_map.strides, x_map.box) == ((512, 256), (1024,), (64, 64))
     (main,) = made.launches
-    assert (main.kernel, main.grid, main.block, main.programmatic) == ("quantized_fp8", (16, 1, 1), (384, 1, 1), False)
+    assert (main.kernel, main.grid, main.block) == ("quantized_fp8_int4", (16, 1, 1), (384, 1, 1))
+    assert not main.programmatic
     assert main.shared_bytes < fp8.FAMILY.shared_bytes(p, config) <= tiles.SHARED_BYTES
 
 

@@ -72,8 +72,9 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
     for config in schedules(family, p):
         given, made = tiles.schedule(p, config), family.plan(p, config)
         launches = {launch.kernel: launch for launch in made.launches}
-        main = launches[family.name]
-        g = arguments(made, launch=list(launches).index(family.name))
+        name, reduce = family.kernel_name(p), family.kernel_name(p, "_reduce")
+        main = launches[name]
+        g = arguments(made, launch=list(launches).index(name))
         done = np.zeros((given.tiles, given.k_blocks), int)
         slots: dict[int, list[int]] = {}
         for worker in range(given.workers):
@@ -82,7 +83,7 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
                 if slot >= 0:
                     slots.setdefault(tile, []).append(slot)
         assert (done == 1).all(), config
-        assert bool(slots) == ("reduce_ranges" in launches) == tiles.is_cut(p, config)
+        assert bool(slots) == (reduce in launches) == tiles.is_cut(p, config)
         size = config.multicast * config.splits
         assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
         assert main.grid[0] % size == 0
@@ -94,7 +95,7 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
             continue
         # What the second kernel adds, in the order of the ranges.
         before, length = config.whole_tiles * given.workers, g["range_blocks"]
-        assert launches["reduce_ranges"].grid[0] // (given.tiles - before) * tiles.CHUNK_BYTES == slot_bytes
+        assert launches[reduce].grid[0] // (given.tiles - before) * tiles.CHUNK_BYTES == slot_bytes
         for tile in range(given.tiles - before):
             first_unit = tile * given.k_blocks
             first, last = first_unit // length, (first_unit + given.k_blocks - 1) // length

@@ -154,7 +154,7 @@ def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -
         if three.splits > 1:
             assert three.splits * math.prod(p.out_shape) * 4 <= family.workspace_bytes(p, three)
             _, reduce = family.plan(p, three).launches
-            assert reduce.kernel.startswith("reduce_")
+            assert "_reduce" in reduce.kernel
             assert reduce.programmatic
             assert family.source(p, single) == family.source(p, three)
 

@@ -112,8 +112,8 @@ def test_plan() -> None:
         device_plan = FAMILY.plan(p, config)
         t, g = depthwise.tiling(p, config), depthwise.axes(p)
         main, *rest = device_plan.launches
-        assert main.kernel == ("wgrad_direct" if splits == 1 else "wgrad_partial")
-        assert [launch.kernel for launch in rest] == ["reduce_splits"] * (splits > 1)
+        assert main.kernel == f"wgrad_depthwise_{'direct' if splits == 1 else 'partial'}"
+        assert [launch.kernel for launch in rest] == ["wgrad_depthwise_reduce_splits"] * (splits > 1)
         assert (main.grid, main.block) == ((g.tap_blocks, splits, 1), (768, 1, 1))
         assert main.shared_bytes == t.shared_bytes(2) <= depthwise.SHARED_BYTES
         assert device_plan.workspace_bytes == (0 if splits == 1 else splits * 5 * 3 * 16 * 4)

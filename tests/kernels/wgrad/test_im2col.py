@@ -125,7 +125,11 @@ def test_tail_covers_every_block_of_every_tile_once() -> None:
             assert FAMILY.refusal(p, config) is None
             made, rest = FAMILY.plan(p, config), tiles - config.whole_tiles
             main, reduce = made.launches
-            assert (main.kernel, reduce.kernel, reduce.programmatic) == ("wgrad_tail", "reduce_tail", True)
+            assert (main.kernel, reduce.kernel, reduce.programmatic) == (
+                "wgrad_im2col_tail",
+                "wgrad_im2col_reduce_tail",
+                True,
+            )
             seen = [work_of_block(p, config, index, rest) for index in range(main.grid[0])]
             covered = sorted((tile, kt) for tile, begin, end in seen for kt in range(begin, end))
             assert covered == [(tile, kt) for tile in range(tiles) for kt in range(im2col.k_tiles(p))]
@@ -241,7 +245,7 @@ def test_arguments_and_map_of_three_dimensions_and_groups() -> None:
     assert (x_map.dims, x_map.element_strides) == ((128, 31, 20, 9, 3), (1, 3, 2, 1, 1))
     assert (x_map.lower, x_map.upper) == ((-7, -4, -1), (2 - 12, 1 - 8, 0 - 3))
     launch, _ = device_plan.launches
-    assert (launch.kernel, launch.grid) == ("wgrad_partial", (30, 2, 2))
+    assert (launch.kernel, launch.grid) == ("wgrad_im2col_partial", (30, 2, 2))
     assert dict(device_plan.source.defines)["RANK3"] == 1
 
 
