@@ -22,9 +22,10 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.runtime import compiler, disk, pool, toolchain
 from jax_splitk.runtime.compiler import CompilationError
-from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
+from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.toolchain import CompilerUnavailable
+from jax_splitk.runtime.worker import compile_in_worker
 from tests import cubin
 from tests.runtime.test_plan import small_hopper_plan
 from tests.tuning_cache import start

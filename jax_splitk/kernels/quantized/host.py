@@ -39,7 +39,7 @@ class QuantizedHost(HostFamily[QuantizedMatmulProblem, Config]):
     """Every valid problem, of a size that an int32 holds."""
 
     name = "quantized_host"
-    ABI = 2
+    ABI = 3
     handler = HOST_QUANTIZED_TARGET
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
