@@ -1,5 +1,10 @@
 """`jax_splitk.EXPORT_CHECKS`: what `jax.export` has to be told before it takes our custom calls."""
 
+import pathlib
+import re
+import sys
+import tomllib
+
 import jax
 import pytest
 from jax import export
@@ -34,3 +39,23 @@ def test_a_quantized_product_is_exported() -> None:
     exported = export.export(product, platforms=["cpu", "cuda"], disabled_checks=jax_splitk.EXPORT_CHECKS)(x)
     for target in (HOST_QUANTIZED_TARGET, LAUNCH_TARGET):
         assert f"@{target}" in exported.mlir_module()
+
+
+def test_the_extra_of_the_guide_has_what_serialize_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = export.export(jax.jit(jnp.sin))(jnp.ones(3))
+    assert export.deserialize(exported.serialize()).call(jnp.zeros(3)).shape == (3,)
+    for name in list(sys.modules):
+        if name.startswith(("flatbuffers", "jax._src.export.serialization")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)  # as where it is not installed
+    with pytest.raises(ImportError) as error:
+        exported.serialize()
+    missing = re.search("flatbuffers", str(error.value))
+    assert missing is not None
+    root = pathlib.Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert [re.split("[<>=]", text)[0] for text in project["optional-dependencies"]["export"]] == [missing[0]]
+    guide, install = ((root / "docs" / page).read_text() for page in ("guides/export.md", "install.md"))
+    assert f"package `{missing[0]}`" in guide
+    assert "pip install '.[export]'" in guide
+    assert f"| `export` | `{missing[0]}`" in install

@@ -126,7 +126,7 @@ def test_a_wrapper_of_a_python_is_one(tmp_path: pathlib.Path) -> None:
 
 def test_the_python_that_multiprocessing_was_told(tmp_path: pathlib.Path) -> None:
     """As its documentation asks of programs that embed Python."""
-    setting = "import multiprocessing\nmultiprocessing.set_executable(sys.executable)\nsys.executable = '/opt/host/host'"
+    setting = "import multiprocessing\nmultiprocessing.set_executable(sys.executable)\nsys.executable = '/opt/host'"
     _, starts, log = program(tmp_path, setting, 'exec "$REAL_PYTHON" "$@"', "any-name")
     assert starts in (3, 4)  # what is asked for before a worker begins it is compiled here
     assert "compiled in this process" not in log
