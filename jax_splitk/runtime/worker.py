@@ -137,11 +137,17 @@ def _no_python() -> str | None:
 def _answering(executable: str) -> subprocess.Popen[bytes]:
     """The process, once it has answered. Raises `NoWorker`, from then on always, where it does not."""
     command = [executable, "-I", "-S", str(pathlib.Path(nvrtc.__file__).resolve())]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     why = f"no answer from it within {_ANSWER_SECONDS:g} seconds"
     try:
         # Of a group of its own: a terminal's Ctrl-C is for the program that waits, and no failure of a compilation.
-        process = subprocess.Popen(command, **pipes, process_group=0, env={**os.environ, _MARK: "1"})
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            env={**os.environ, _MARK: "1"},
+        )
     except OSError as error:
         why = str(error)
     else:

@@ -154,8 +154,8 @@ def _elsewhere(key: Key) -> str:
     cores = [str(e.cores) for e in environments if dataclasses.replace(e, cores=here.cores) == here]
     if cores and here.platform == "cpu":
         return (
-            f"a cache has it for {' and for '.join(cores)} CPU cores, here are {here.cores}, and the best config depends "
-            f"on that (NPROC={cores[0]} starts a process with as many of XLA's threads); "
+            f"a cache has it for {' and for '.join(cores)} CPU cores, here are {here.cores}, and the best config "
+            f"depends on that (NPROC={cores[0]} starts a process with as many of XLA's threads); "
         )
     return f"a cache has it for {'; '.join(map(str, environments))}, this machine is {here}; "
 
