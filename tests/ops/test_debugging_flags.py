@@ -106,14 +106,19 @@ def _guard(level: str) -> Callable[[], Any]:
     return functools.partial(jax.transfer_guard, level)
 
 
+@contextlib.contextmanager
+def _nans_and_infs() -> Iterator[None]:
+    with _flag("jax_debug_nans")(), _flag("jax_debug_infs")():
+        yield
+
+
 def _rarely(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("jitted", ["jit", "eager", "disable_jit"])
+@pytest.mark.parametrize("jitted", ["jit", _rarely("eager"), "disable_jit"])
 @pytest.mark.parametrize(("flag", "context"), [
-    ("debug_nans", _flag("jax_debug_nans")),
-    ("debug_infs", _flag("jax_debug_infs")),
+    ("nans and infs", _nans_and_infs),
     ("transfers", _guard("disallow")),
     _rarely("checks", _flag("jax_enable_checks")),
     _rarely("tracer leaks", _flag("jax_check_tracer_leaks")),
@@ -122,9 +127,9 @@ def _rarely(*values: Any) -> Any:
 ])  # fmt: skip
 def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[], Any], jitted: str) -> None:
     failed = {}
+    jax.clear_caches()  # constants are met where a function is traced first
     for name, (function, operands) in OPERATIONS.items():
         placed = jax.device_put(operands)
-        jax.clear_caches()
         try:
             with context(), jax.disable_jit(jitted == "disable_jit"):
                 (jax.jit(function) if jitted == "jit" else function)(*placed)
