@@ -4,15 +4,15 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// Convolution weight gradients, target jax_splitk_host_conv_wgrad_v2. Arguments lhs, g; results dW,
+// Convolution weight gradients, target jax_splitk_host_conv_wgrad_v3. Arguments lhs, g; results dW,
 // workspace; attributes geometry (int64 array), splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostWgrad);
 
-// Convolutions and gradients of their inputs, target jax_splitk_host_conv_v1. Arguments lhs, rhs; results
+// Convolutions and gradients of their inputs, target jax_splitk_host_conv_v2. Arguments lhs, rhs; results
 // out, workspace; attributes geometry (int64 array), mirrored, splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 
-// Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v2.
+// Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v3.
 // Arguments x [rows, k], words, scale and, for weights that have them, zero points in the order of
 // jax_splitk/quantized/packing.py; results out [rows, features], workspace; attributes values (float32 array:
 // each code's), group_size, splits, row_block (int64).

@@ -5,8 +5,13 @@
 // along its split. Sums of several splits go to partial results in the workspace, which a second parallel
 // phase adds in split order. What is added in which order depends on the operation and `splits` only, never
 // on how many threads there are or which of them ran what, so results are bitwise repeatable.
+//
+// One float32 cannot hold a long sum: beyond 2^24 it no longer grows by ones. So a long split is summed in
+// runs of kRun products, and the runs' sums are added with what their additions round away (`Total`), as are
+// the partial results. The error of a sum then is that of a run, however long the sum is.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -19,6 +24,7 @@ namespace jax_splitk {
 constexpr int64_t kAlign = 64;     // bytes
 constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
 constexpr int64_t kMaxSplits = 256;
+constexpr int64_t kRun = 512;  // most products in one float32 of a long sum; a multiple of every grain
 constexpr int64_t kTileColumns = 64;
 constexpr int64_t kChunk = 24;  // rows of a that are loaded at a time
 
@@ -59,11 +65,12 @@ struct Product {
   int64_t row_blocks() const { return CeilDiv(rows, row_block); }
   int64_t tasks() const { return splits * row_blocks() * groups * column_tiles(); }
   int64_t slots() const { return std::min(tasks(), kMaxSlots); }
+  bool in_runs() const { return k > kRun * splits; }
   // In floats.
   int64_t partial_size() const { return splits == 1 ? 0 : CeilDiv(size(), 16) * 16; }
   int64_t slot_size() const {
     const int64_t sums = CeilDiv(std::min(row_block, rows), kRowsAtOnce) * kRowsAtOnce;
-    return depth * (kTileColumns + kChunk) + sums * kTileColumns;
+    return depth * (kTileColumns + kChunk) + (in_runs() ? 3 : 1) * sums * kTileColumns;
   }
 
   Kept Keep(int64_t row, int64_t columns) const { return {row, 0, columns}; }
@@ -110,6 +117,25 @@ JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_
     std::memcpy(sums + i / 2 * kTileColumns + i % 2 * lanes, &sum[i / 2][i % 2], sizeof(Floats));
 }
 
+// Sums in two floats each: a rounded one, and what its roundings left.
+struct Total {
+  float *sum, *rest;
+
+  // Adds a term to each (Knuth's TwoSum, The Art of Computer Programming 2, 4.2.2).
+  JAX_SPLITK_INLINE void Add(const float* terms, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const float before = sum[i], after = before + terms[i], added = after - before;
+      rest[i] += (before - (after - added)) + (terms[i] - added);
+      sum[i] = after;
+    }
+  }
+
+  // Of an infinite sum the rest is no number.
+  JAX_SPLITK_INLINE void Store(float* to, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) to[i] = std::isfinite(sum[i]) ? sum[i] + rest[i] : sum[i];
+  }
+};
+
 template <int lanes, typename Operation>
 JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
   const int64_t tiles = p.groups * p.column_tiles(), tile_index = task % tiles, rest = task / tiles;
@@ -119,9 +145,20 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
   const int64_t split = rest / p.row_blocks(), grains = CeilDiv(p.k, p.grain);
   const int64_t end = std::min(p.k, (split + 1) * grains / p.splits * p.grain);
   float *tile = slot, *chunk = tile + p.depth * kTileColumns, *sums = chunk + p.depth * kChunk;
-  std::fill_n(sums, rows * kTileColumns, 0.0f);
-  for (int64_t k = split * grains / p.splits * p.grain; k < end; k += p.depth) {
-    const int64_t depth = std::min(p.depth, end - k);
+  const int64_t size = rows * kTileColumns, padded = CeilDiv(rows, kRowsAtOnce) * kRowsAtOnce * kTileColumns;
+  const Total total = {sums + padded, sums + 2 * padded};
+  if (p.in_runs()) std::fill_n(total.sum, 2 * padded, 0.0f);
+  std::fill_n(sums, size, 0.0f);
+  const int64_t longest = p.in_runs() ? kRun : p.k;
+  int64_t left = longest;  // of the run
+  for (int64_t k = split * grains / p.splits * p.grain, depth; k < end; k += depth) {
+    if (left == 0) {
+      total.Add(sums, size);
+      std::fill_n(sums, size, 0.0f);
+      left = longest;
+    }
+    depth = std::min({p.depth, end - k, left});
+    left -= depth;
     p.LoadTile(group, column, columns, k, depth, tile);
     for (int64_t first = 0; first < rows; first += kChunk) {
       const int64_t count = std::min(kChunk, rows - first);
@@ -135,6 +172,10 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
       }
     }
   }
+  if (p.in_runs()) {
+    total.Add(sums, size);
+    total.Store(sums, size);
+  }
   float* to = p.Partial(split) + group * p.columns + column;
   for (int64_t row = 0; row < rows; ++row) {
     const Kept kept = p.Keep(row0 + row, columns);
@@ -145,10 +186,15 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
 
 // out[begin:end] = sum of the partial results, in split order.
 inline void SumPartials(const Product& p, int64_t begin, int64_t end) {
-  std::copy(p.Partial(0) + begin, p.Partial(0) + end, p.out + begin);
-  for (int64_t split = 1; split < p.splits; ++split) {
-    const float* partial = p.Partial(split);
-    for (int64_t i = begin; i < end; ++i) p.out[i] += partial[i];
+  constexpr int64_t kAtOnce = 256;
+  float sum[kAtOnce], rest[kAtOnce];
+  for (; begin < end; begin += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, end - begin);
+    std::copy_n(p.Partial(0) + begin, count, sum);
+    std::fill_n(rest, count, 0.0f);
+    for (int64_t split = 1; split < p.splits; ++split)
+      Total{sum, rest}.Add(p.Partial(split) + begin, count);
+    Total{sum, rest}.Store(p.out + begin, count);
   }
 }
 

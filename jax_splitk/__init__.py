@@ -1,6 +1,7 @@
 """Convolutions, their gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
 import sys as _sys
+from importlib.util import find_spec as _find_spec
 
 # `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and
 # reloads it then. While Python looks for any module of -m, argv[0] is "-m", and the module's name stands before the
@@ -9,6 +10,11 @@ _argv = _sys.argv or [""]
 _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
 if _module != "jax_splitk" and not _script:
+    if _find_spec("jax_splitk._ffi") is None:
+        raise ImportError(
+            f"jax_splitk has a compiled part, jax_splitk._ffi, which is not in {', '.join(__path__)}. It is built when "
+            "the package is installed (pip install), and must lie in a folder: it cannot be imported from a zip archive"
+        )
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul

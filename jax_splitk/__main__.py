@@ -6,6 +6,8 @@ import os
 import sys
 
 from jax_splitk.cli.parser import parser
+from jax_splitk.runtime.settings import SettingError
+from jax_splitk.runtime.streams import replace_closed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
       SystemExit: with code 2, for wrong arguments.
     """
     argv = sys.argv[1:] if argv is None else argv
+    replace_closed()
     # What follows -- is for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
     arguments, unknown = parser().parse_known_args(argv[:split])
@@ -28,11 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     if not hasattr(package := sys.modules["jax_splitk"], "explain"):
         importlib.reload(package)
     module, _, name = arguments.run.partition(".")
-    run, output = (importlib.import_module(f"jax_splitk.cli.{m}") for m in (module, "output"))
+    run = importlib.import_module(f"jax_splitk.cli.{module}")
     try:
         code = getattr(run, name)(arguments)
         print(end="", flush=True)  # here, not at exit, where nobody could catch what it raises
-    except output.UsageError as error:
+    except SettingError as error:
         chosen.error(str(error))
     except BrokenPipeError:  # whoever read our output (`| head`) has enough; what is left goes nowhere
         with open(os.devnull, "w") as nowhere:

@@ -14,7 +14,7 @@ from jax_splitk.runtime import compiler, disk, nvrtc, toolchain
 from jax_splitk.tuning import select, store, tuner
 
 forbidden = mock.Mock(side_effect=AssertionError("looked up, measured or compiled"))
-select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = nvrtc.compile_in_worker = forbidden
+select.select = store.read = tuner.tune = nvrtc.Nvrtc.__init__ = compiler.compile_in_worker = forbidden
 toolchain.find_nvrtc = compiler.compile_source = disk.read = disk.write = forbidden
 folder = pathlib.Path(sys.argv[1])
 run = export.deserialize(bytearray((folder / "exported").read_bytes()))

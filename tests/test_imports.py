@@ -1,5 +1,12 @@
 """What `import jax_splitk` loads beyond JAX: what a lowering, a bar or the command line needs waits for them."""
 
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax_splitk
 from jax_splitk.kernels import catalogue
 from tests.problems import SEED
 from tests.tuning_cache import finish, start
@@ -24,6 +31,22 @@ def test_import_loads_no_family_and_nothing_heavy() -> None:
     assert "jax_splitk.tuning.progress" in first, "these are modules' names"
     assert not set(first) & (families | WAITS)
     assert families <= set(then)
+
+
+def test_what_has_no_compiled_part_says_so(tmp_path: pathlib.Path) -> None:
+    """A zip archive cannot hold it, and a checkout has none before it is built."""
+    package = pathlib.Path(jax_splitk.__file__).parent
+    archive, checkout = tmp_path / "packages.zip", tmp_path / "checkout"
+    shutil.copytree(package, checkout / "jax_splitk", ignore=shutil.ignore_patterns("_ffi*", "__pycache__"))
+    shutil.make_archive(str(archive.with_suffix("")), "zip", checkout)
+    for place in (archive, checkout):
+        # Without site-packages, jax among them: nothing else is imported before.
+        command = [sys.executable, "-S", "-c", "import jax_splitk"]
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+        said = done.stderr.splitlines()[-1]
+        assert said.startswith(f"ImportError: jax_splitk has a compiled part, jax_splitk._ffi, which is not in {place}")
+        assert said.endswith("it cannot be imported from a zip archive")
 
 
 INTERRUPTED = """

@@ -24,6 +24,7 @@ LONGEST_FUNCTION = 70  # lines, of the package
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
     "runtime/compiler.py": ["_memory", "_in_flight", "pool"],  # machine code that was compiled or read, each once
+    "runtime/worker.py": ["_started"],  # what starting a worker has shown
     "tuning/session.py": ["_session"],  # what a process remembers of its tuning
 }
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")

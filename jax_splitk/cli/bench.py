@@ -14,6 +14,7 @@ from jax_splitk.cli.defaults import with_defaults
 from jax_splitk.cli.output import UsageError, number
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import streams
 from jax_splitk.runtime.arguments import require
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.sweep import Point, Sweep, sweep
@@ -75,7 +76,7 @@ def _field(text: str) -> tuple[str, str]:
 
 def _progress(problem: Problem) -> Callable[[int, int], None]:
     def show(done: int, of: int) -> None:
-        if sys.stderr.isatty():
+        if streams.is_terminal(sys.stderr):
             end = "\n" if done == of else ""
             print(f"\r\x1b[K{problem}: {done} of {of} configs", end=end, file=sys.stderr, flush=True)
 

@@ -109,7 +109,7 @@ def _found(what: str) -> Stored:
 def merge(arguments: argparse.Namespace) -> int:
     """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept. Kernels go
     with them, into a folder."""
-    destination = pathlib.Path(arguments.destination)
+    destination = _destination(arguments)
     if os.path.abspath(destination) == os.path.abspath(disk.cache_dir() or ""):
         output.users_cache(writable=True)
     items = [item for text in arguments.sources for item in stored.read_source("SOURCE", text)]
@@ -119,13 +119,18 @@ def merge(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Puts all that the caches in force have into a folder, and compiles what is missing of it."""
-    destination, folders = pathlib.Path(arguments.destination), [f for f in disk.folders() if os.path.isdir(f)]
+    destination, folders = _destination(arguments), [f for f in disk.folders() if os.path.isdir(f)]
     if destination.suffix == ".json" or any(os.path.abspath(f) == os.path.abspath(destination) for f in folders):
         raise UsageError(f"DEST={str(destination)!r}; accepted: a folder that is none of the caches in force")
     if not folders:
         raise UsageError(f"no cache is there: {', '.join(map(str, disk.folders()))}")
     items = [item for folder in folders for item in stored.read_folder(folder)]
     return _merged(items, folders, destination, arguments, complete=True)
+
+
+def _destination(arguments: argparse.Namespace) -> pathlib.Path:
+    found = settings.local_path("DEST", arguments.destination)
+    return pathlib.Path(arguments.destination) if found is None else found
 
 
 def _merged(

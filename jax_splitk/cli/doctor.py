@@ -1,6 +1,7 @@
 """What this installation can do: versions, the GPU, the settings, and each implementation with what it lacks."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -39,7 +40,7 @@ def examine() -> dict[str, Any]:
     missing = toolchain.unavailable()
     driver, gpus = nvml.driver()  # before jax takes most of the memory
     backend, devices, without = _backend()
-    own = disk.cache_dir()
+    own = _own_cache()
     values = settings.in_force()
     values["JAX_SPLITK_AUTOTUNE"] = values["JAX_SPLITK_AUTOTUNE"] or ("on_miss" if backend == "gpu" else "off")
     return {
@@ -96,9 +97,19 @@ def _backend() -> tuple[str | None, list[str], str | None]:
         return None, [], f"jax starts no backend{where} ({said})"
 
 
+def _own_cache() -> pathlib.Path | None:
+    """None also where the setting is wrong."""
+    with contextlib.suppress(settings.SettingError):
+        return disk.cache_dir()
+    return None
+
+
 def _cache_problems(values: dict[str, str]) -> list[str]:
-    own = disk.cache_dir()
-    found = [refusal for folder in disk.folders() if (refusal := disk.code_refusal(folder)) is not None]
+    try:
+        own, folders = disk.cache_dir(), disk.folders()
+    except settings.SettingError:  # which is a mistake by itself
+        return []
+    found = [refusal for folder in folders if (refusal := disk.code_refusal(folder)) is not None]
     if own is None:
         return [*found, disk.no_place()]
     if values["JAX_SPLITK_CACHE_MODE"] == "update" and not _can_be_written(own):

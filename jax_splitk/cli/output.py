@@ -8,14 +8,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_splitk.runtime import disk
+from jax_splitk.runtime import disk, streams
+from jax_splitk.runtime.settings import SettingError
 
 # No column of a table is narrowed to less than this.
 _LEAST_WIDTH = 16
 
 
-class UsageError(ValueError):
-    """A wrong argument or setting; `main` prints the message with the command's usage and exits with 2."""
+class UsageError(SettingError):
+    """A wrong argument; `main` prints the message of this and any other SettingError with the command's usage, and
+    exits with 2."""
 
 
 @contextlib.contextmanager
@@ -58,7 +60,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence
     """Aligned columns. On a terminal those named by `narrow` are shortened, in this order, until a line fits."""
     lines = [[_printable(cell) for cell in line] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if sys.stdout.isatty():
+    if streams.is_terminal(sys.stdout):
         excess = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
         for i in map(list(header).index, narrow):
             cut = max(0, min(excess, widths[i] - _LEAST_WIDTH))

@@ -20,6 +20,7 @@ _MAX_SLOTS = 64
 _TILE_COLUMNS = 64
 _CHUNK = 24
 _ROWS_AT_ONCE = 6
+_RUN = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Product:
     def workspace_bytes(self) -> int:
         """Partial sums, each thread's operands and sums, alignment slack."""
         sums = _rounded_up(min(self.row_block, self.rows), _ROWS_AT_ONCE) * _TILE_COLUMNS
+        sums *= 3 if self.k > _RUN * self.splits else 1
         slot_bytes = 4 * (self.depth * (_TILE_COLUMNS + _CHUNK) + sums)
         return _ALIGN + self.partial_bytes + self.slots * slot_bytes
 

@@ -1,7 +1,6 @@
 """The product of a float activation and a quantized weight."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax_splitk.quantized.array import ZERO_INTEGERS, unwrapped
 from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.runtime.computation import one_computation
 from jax_splitk.tuning.options import Options, settled
 
 _X_DTYPES = (*problems.X_DTYPES, "float32")
@@ -131,7 +131,7 @@ def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
         raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one computation also outside jit
+@one_computation(0, 1, 2, 3)
 def _matmul(
     layout: Layout,
     out_dtype: np.dtype,

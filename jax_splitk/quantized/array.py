@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
 from jax_splitk.runtime.arguments import dtype_of, integer, require
+from jax_splitk.runtime.computation import one_computation
 
 GROUP_SIZES = (32, 64, 128)
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -151,7 +152,8 @@ def quantize(
       w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
       dtype: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, as dtype or name, or "nf4" (NormalFloat4 of QLoRA,
         arXiv:2305.14314, with its values rounded to bfloat16).
-      group_size: 32, 64 or 128 elements along `axis` for each scale; None for all of them (per channel).
+      group_size: 32, 64 or 128 elements along `axis` for each scale; their number, or None, for all of them (per
+        channel).
       axis: the axis that a product contracts. `quantized_matmul` takes weights quantized along axis 0.
       symmetric: False for zero points; integer dtypes only. uint4 has no negative values without them, so it needs
         symmetric=False.
@@ -199,14 +201,14 @@ def _grouping(shape: tuple[int, ...], axis: int, group_size: int | None) -> tupl
     size = shape[along]
     group = size if group_size is None else integer(group_size) or 0
     require(
-        (group_size is None or group in GROUP_SIZES) and group > 0 and size % group == 0,
+        (group_size is None or group in (*GROUP_SIZES, size)) and group > 0 and size % group == 0,
         f"group_size={group_size!r} of {size} elements along axis {along}",
-        f"{', '.join(map(str, GROUP_SIZES))} where it divides them, None for all (at least one)",
+        f"{', '.join(map(str, GROUP_SIZES))} where it divides them, {size} or None for all (at least one)",
     )
     return along, group
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@one_computation(1, 2, 3, 4, 5)
 def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool, scale_dtype: str) -> QuantizedArray:
     """`quantize` with its arguments settled; one computation also outside jit."""
     groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
@@ -263,7 +265,7 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
     return _dequantize(q, out.name)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@one_computation(1)
 def _dequantize(q: QuantizedArray, dtype: str) -> jax.Array:
     return scaled(differences(FORMATS[str(q.qtype)], q.qvalue, q.zero_point), q.scale).astype(dtype)
 

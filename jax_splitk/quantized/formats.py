@@ -68,6 +68,16 @@ def values(fmt: Format, q: jax.Array) -> jax.Array:
     return q.astype(jnp.float32)
 
 
+def table(fmt: Format) -> np.ndarray:
+    """The value of each code, in float32. A constant: NumPy's work, which JAX's debugging flags do not see."""
+    codes = np.arange(2**fmt.bits)
+    if fmt.name == "nf4":
+        return NF4
+    if fmt.code_bias:
+        return (codes - fmt.code_bias).astype(np.float32)
+    return codes.astype(np.uint8).view(fmt.storage).astype(np.float32)
+
+
 def nearest(fmt: Format, value: jax.Array) -> jax.Array:
     """The stored elements closest to float values; what lies outside the range takes its end."""
     if fmt.name == "nf4":

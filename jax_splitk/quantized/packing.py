@@ -28,6 +28,7 @@ from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArra
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import require
+from jax_splitk.runtime.computation import one_computation
 
 LAYOUT_VERSION = 1
 _Shape3 = tuple[int, int, int]
@@ -130,7 +131,7 @@ def prepack(q: Any) -> PackedWeight:
     return _prepack(spread)
 
 
-@jax.jit
+@one_computation()
 def _prepack(q: QuantizedArray) -> PackedWeight:
     fmt, (k, features) = FORMATS[str(q.qtype)], q.shape
     zero_dtype = zero_point = None
@@ -172,7 +173,7 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
     return _unpack(packed)
 
 
-@jax.jit
+@one_computation()
 def _unpack(packed: PackedWeight) -> QuantizedArray:
     k, features = packed.shape
     fmt, groups = FORMATS[packed.qtype], k // packed.group_size

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_splitk.runtime import disk, toolchain
-from jax_splitk.runtime.nvrtc import compile_in_worker
+from jax_splitk.runtime import disk, toolchain, worker
 from jax_splitk.runtime.pool import Pool
 from jax_splitk.runtime.source import Source
+from jax_splitk.runtime.worker import compile_in_worker
 
 logger = logging.getLogger("jax_splitk")
 
@@ -90,7 +90,8 @@ def compile_source(source: Source) -> Compiled:
 
 
 def compile_sources(sources: Iterable[Source], given_up: threading.Event | None = None) -> list[Compiled]:
-    """`compile_source` of many, those that have to be compiled in parallel processes, one for each core.
+    """`compile_source` of many, those that have to be compiled in parallel processes, one for each core. A program that
+    can start none (`worker.available`) compiles them itself, one after the other.
 
     Args:
       sources: in any order, repeats allowed.
@@ -109,6 +110,10 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
             running = concurrent.futures.wait(running, _WATCH_SECONDS).not_done
     finally:
         pool.drop(missing)
+    for source in () if worker.available() else missing.values():
+        if given_up is not None and given_up.is_set():
+            raise concurrent.futures.CancelledError
+        compile_source(source)
     return [compile_source(source) for source in sources]
 
 
@@ -121,6 +126,8 @@ def compile_ahead(sources: Iterable[Source]) -> None:
 
 
 def _submit(key: str, source: Source, *, urgent: bool) -> Any:
+    if not worker.available():
+        return None  # threads would compile one after the other, too, and not end with the interpreter
     return pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)
 
 
@@ -178,7 +185,11 @@ def _digest(identity: tuple[Any, ...]) -> str:
 
 def compile_anew(source: Source) -> Compiled:
     """`compile_source` without looking for, or keeping, what is compiled."""
-    return _compiled(source, _machine_code(source, in_worker=True))
+    try:
+        found = _machine_code(source, in_worker=True)
+    except worker.NoWorker:
+        found = _machine_code(source, in_worker=False)
+    return _compiled(source, found)
 
 
 def store(folder: pathlib.Path, source: Source, compiled: Compiled) -> bool:

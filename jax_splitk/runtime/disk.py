@@ -62,14 +62,14 @@ def defer_warnings(to: list[str]) -> Iterator[None]:
 
 def cache_dir() -> pathlib.Path | None:
     """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder; None where there is no
-    place for one, as for a user without a home."""
+    place for one, as for a user without a home. Raises ValueError for what is no local path."""
     return _cache_dir(*map(os.environ.get, ("JAX_SPLITK_CACHE_DIR", "XDG_CACHE_HOME", "HOME")))
 
 
 @functools.lru_cache(maxsize=8)  # each lowering asks twice
 def _cache_dir(chosen: str | None, base: str | None, home: str | None) -> pathlib.Path | None:
     if chosen:
-        return settings.expanded(chosen)
+        return settings.local_path("JAX_SPLITK_CACHE_DIR", chosen)
     if base and os.path.isabs(base):  # others are to be ignored, by their specification
         return pathlib.Path(base, "jax_splitk")
     if not home:
@@ -84,8 +84,9 @@ def no_place() -> str:
 
 
 def folders() -> list[pathlib.Path]:
-    """The caches in the order of their precedence: the writable one, then those of `JAX_SPLITK_CACHE_PATH`."""
-    found = (cache_dir(), *map(settings.expanded, settings.read_only_caches()))
+    """The caches in the order of their precedence: the writable one, then those of `JAX_SPLITK_CACHE_PATH`.
+    Raises ValueError for what is no local path."""
+    found = (cache_dir(), *settings.read_only_caches().values())
     return [folder for folder in found if folder is not None]
 
 

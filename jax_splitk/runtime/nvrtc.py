@@ -1,8 +1,8 @@
 """NVRTC by ctypes. Standard library only: this file also runs as a script, a worker that compiles one program.
 
 NVRTC compiles in one thread of a process at a time (measured with 13.0 and 13.5: two threads take as long as one after
-the other), so compiling many kernels at once takes as many processes. The worker reads one pickled request from its
-standard input and writes one pickled `(image or None, log)` to its standard output.
+the other), so compiling many kernels at once takes as many processes (`worker.py`). The worker writes `ANSWER` to its
+standard output, reads one pickled request from its standard input and writes one pickled `(image or None, log)`.
 """
 
 import ctypes
@@ -10,10 +10,10 @@ import os
 import pathlib
 import pickle
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable
 
+ANSWER = b"jax_splitk compiler\n"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
@@ -62,20 +62,9 @@ class Nvrtc:
             self._lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
-    """`Nvrtc.compile` in a process of its own, which ends with this one."""
-    request = pickle.dumps((os.getpid(), str(library), text, name, options))
-    command = [sys.executable, "-I", "-S", str(pathlib.Path(__file__).resolve())]
-    # Of a group of its own: a terminal's Ctrl-C is for the program that waits, and no failure of a compilation.
-    done = subprocess.run(command, input=request, capture_output=True, check=False, process_group=0)
-    if done.returncode != 0:
-        tail = done.stderr.decode(errors="replace")[-2000:]
-        raise NvrtcError(f"the compiler's process ended with status {done.returncode}: {tail}")
-    image, log = pickle.loads(done.stdout)
-    return image, log
-
-
 def _main() -> None:
+    sys.stdout.buffer.write(ANSWER)
+    sys.stdout.buffer.flush()
     parent, library, text, name, options = pickle.loads(sys.stdin.buffer.read())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,9 +26,9 @@ from jax_splitk.runtime.source import Source
 
 # Names of the custom calls; a name ends in the version of its attributes.
 LAUNCH_TARGET = "jax_splitk_launch_v2"
-HOST_CONV_TARGET = "jax_splitk_host_conv_v1"
-HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v2"
-HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v2"
+HOST_CONV_TARGET = "jax_splitk_host_conv_v2"
+HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v3"
+HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v3"
 TARGETS = (LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET)
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2

@@ -3,6 +3,8 @@
 import math
 import os
 import pathlib
+import re
+from collections.abc import Iterator
 
 _DEFAULTS = {
     "JAX_SPLITK_CACHE_DIR": "",
@@ -20,6 +22,13 @@ WORDS = {
     "JAX_SPLITK_COMPILE_AHEAD": ("off", "on"),
     "JAX_SPLITK_PROGRESS": ("auto", "off"),
 }
+# A URL's beginning, which may stand among paths that colons separate.
+_URL = re.compile(r"(^|:)([A-Za-z][\w+.-]*://|file:)")
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+
+
+class SettingError(ValueError):
+    """A variable, or an argument of the command line, that is not accepted."""
 
 
 def in_force() -> dict[str, str]:
@@ -28,38 +37,50 @@ def in_force() -> dict[str, str]:
 
 
 def word(name: str, default: str = "") -> str:
-    """The variable's value; ValueError for a word that is not accepted. `default`: where it is the platform's."""
+    """The variable's value; SettingError for a word that is not accepted. `default`: where it is the platform's."""
     chosen, accepted = os.environ.get(name) or _DEFAULTS[name] or default, WORDS[name]
     if chosen not in accepted:
-        raise ValueError(f"{name}={chosen!r}; accepted: {', '.join(map(repr, accepted))}")
+        raise SettingError(f"{name}={chosen!r}; accepted: {', '.join(map(repr, accepted))}")
     return chosen
 
 
 def seconds(name: str) -> float:
-    """The variable's value as a number of seconds; ValueError unless it is above 0."""
+    """The variable's value as a number of seconds; SettingError unless it is above 0."""
     return positive(name, os.environ.get(name) or _DEFAULTS[name], "seconds")
 
 
 def positive(name: str, text: str, unit: str) -> float:
-    """The number that `text` is; ValueError unless it is above 0."""
+    """The number that `text` is; SettingError unless it is above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ValueError(f"{name}={text!r}; accepted: a number of {unit} above 0")
+        raise SettingError(f"{name}={text!r}; accepted: a number of {unit} above 0")
     return value
 
 
-def expanded(path: str) -> pathlib.Path | None:
-    """The path with a leading `~` replaced; None where there is no such home."""
-    found = os.path.expanduser(path)
+def local_path(name: str, text: str) -> pathlib.Path | None:
+    """The path of a folder or file with a leading `~` replaced; None where the process's user has no home.
+
+    `name` is the variable or argument. Raises SettingError for a URL, a variable that no shell has replaced, and a user
+    who is not known: as a path each would be another folder than was meant.
+    """
+    found = os.path.expanduser(text)
+    unknown = re.match(r"~[^/]", found)
+    if _URL.search(text) or _VARIABLE.search(text) or unknown:
+        accepted = "a local path, with a leading ~ at most for a home; $VARIABLES are the shell's to replace"
+        raise SettingError(f"{name}={text!r}; accepted: {accepted}")
     return None if found.startswith("~") else pathlib.Path(found)
 
 
-def read_only_caches() -> list[str]:
-    """`JAX_SPLITK_CACHE_PATH`: folders to read, separated by colons."""
-    return [path for path in os.environ.get("JAX_SPLITK_CACHE_PATH", "").split(os.pathsep) if path]
+def read_only_caches() -> dict[str, pathlib.Path | None]:
+    """`JAX_SPLITK_CACHE_PATH`: folders to read, separated by colons, as they are written and as `local_path`s."""
+    name = "JAX_SPLITK_CACHE_PATH"
+    given = os.environ.get(name, "")
+    if _URL.search(given):
+        local_path(name, given)  # before its colons are taken for separators
+    return {path: local_path(name, path) for path in given.split(os.pathsep) if path}
 
 
 def mistakes() -> list[str]:
@@ -75,10 +96,21 @@ def mistakes() -> list[str]:
                 seconds(name)
         except ValueError as error:
             found.append(str(error))
+    return [*found, *_wrong_folders()]
+
+
+def _wrong_folders() -> Iterator[str]:
+    """What is wrong with the caches' folders."""
     own = os.environ.get("JAX_SPLITK_CACHE_DIR") or "."
-    if (folder := expanded(own)) is None or (os.path.lexists(folder) and not os.path.isdir(folder)):
-        found.append(f"JAX_SPLITK_CACHE_DIR={own!r}; accepted: a folder, which is made if need be")
-    for path in dict.fromkeys(read_only_caches()):
-        if (folder := expanded(path)) is None or not os.path.isdir(folder):
-            found.append(f"JAX_SPLITK_CACHE_PATH: {path} is not a folder; nothing is read from it")
-    return found
+    try:
+        folder = local_path("JAX_SPLITK_CACHE_DIR", own)
+        if folder is None or (os.path.lexists(folder) and not os.path.isdir(folder)):
+            yield f"JAX_SPLITK_CACHE_DIR={own!r}; accepted: a folder, which is made if need be"
+    except SettingError as error:
+        yield str(error)
+    try:
+        for path, folder in read_only_caches().items():
+            if folder is None or not os.path.isdir(folder):
+                yield f"JAX_SPLITK_CACHE_PATH: {path} is not a folder; nothing is read from it"
+    except SettingError as error:
+        yield str(error)

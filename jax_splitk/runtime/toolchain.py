@@ -2,9 +2,9 @@
 
 import functools
 import importlib.metadata
-import importlib.util
 import pathlib
 import re
+import sys
 from collections.abc import Iterable
 
 from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
@@ -38,9 +38,7 @@ def find_nvrtc() -> Nvrtc:
 @functools.cache
 def include_folders() -> tuple[pathlib.Path, ...]:
     """Header folders of CUTLASS, the CUDA runtime and CCCL; raises `CompilerUnavailable` naming what is missing."""
-    spec = importlib.util.find_spec("cutlass_library")
-    locations = spec.submodule_search_locations if spec else None
-    cutlass = _first((pathlib.Path(p) / "source/include" for p in locations or ()), "cute/config.hpp")
+    cutlass = _first((f / "source/include" for f in _package_folders("cutlass_library")), "cute/config.hpp")
     includes = [f / "include" for f in _nvidia_folders()]
     runtime = _first(includes, "cuda_fp16.h")
     cccl = _first((f / "cccl" for f in includes), "cuda/std/cstdint")
@@ -87,9 +85,17 @@ def _install(*packages: str) -> str:
 
 
 def _nvidia_folders() -> list[pathlib.Path]:
-    spec = importlib.util.find_spec("nvidia")
-    locations = spec.submodule_search_locations if spec else None
-    return [pathlib.Path(p) / "cu13" for p in locations or ()]
+    return [folder / "cu13" for folder in _package_folders("nvidia")]
+
+
+def _package_folders(name: str) -> list[pathlib.Path]:
+    """Where a package lies, also where `sys.modules` has a stub in its place: `importlib.util.find_spec` would ask that
+    first."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, None)
+        if spec is not None and spec.submodule_search_locations is not None:
+            return [pathlib.Path(folder) for folder in spec.submodule_search_locations]
+    return []
 
 
 def _first(paths: Iterable[pathlib.Path], probe: str) -> pathlib.Path | None:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from jax_splitk.runtime import settings
+from jax_splitk.runtime import settings, streams
 from jax_splitk.tuning import flips
 from jax_splitk.tuning.choice import XLA, gain
 from jax_splitk.tuning.entry import Entry
@@ -29,10 +29,10 @@ _NEARLY = 0.99
 
 def shows_bar() -> bool:
     """Whether a bar can be drawn on stderr and is wanted."""
-    if settings.in_force()["JAX_SPLITK_PROGRESS"] == "off" or sys.stderr is None:
+    if settings.in_force()["JAX_SPLITK_PROGRESS"] == "off" or streams.is_closed(sys.stderr):
         return False
     # A notebook's stream is no terminal, and its page draws one line over another all the same.
-    return type(sys.stderr).__module__.startswith("ipykernel.") or sys.stderr.isatty()
+    return type(sys.stderr).__module__.startswith("ipykernel.") or streams.is_terminal(sys.stderr)
 
 
 class Run:

@@ -17,7 +17,7 @@ from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, buckets, certainty, decide, model, relatives
+from jax_splitk.tuning import agreement, buckets, certainty, decide, model, relatives, store
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.entry import Entry
@@ -141,8 +141,23 @@ def _frozen(key: Key, options: Options) -> Choice:
     """XLA for a quiet pass, which caches of weight gradients do not have; FrozenCacheMiss for what the caller named."""
     why = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
     if not options.quiet:
-        raise FrozenCacheMiss(f"{key.problem}: {why}; {decide.command(key, options.workspace_limit)}")
+        others = _elsewhere(key)
+        raise FrozenCacheMiss(f"{key.problem}: {why}; {others}{decide.command(key, options.workspace_limit)}")
     return Choice(key.problem, XLA, why, costs=would_serve(key.problem, key.target))
+
+
+def _elsewhere(key: Key) -> str:
+    """What the caches have of the problem for other machines, and how their decision could serve; empty for nothing."""
+    environments, here = store.elsewhere(key), key.environment
+    if not environments:
+        return ""
+    cores = [str(e.cores) for e in environments if dataclasses.replace(e, cores=here.cores) == here]
+    if cores and here.platform == "cpu":
+        return (
+            f"a cache has it for {' and for '.join(cores)} CPU cores, here are {here.cores}, and the best config "
+            f"depends on that (NPROC={cores[0]} starts a process with as many of XLA's threads); "
+        )
+    return f"a cache has it for {'; '.join(map(str, environments))}, this machine is {here}; "
 
 
 def _say_what_does_not_match(tuning: Any, key: Key) -> None:

@@ -7,6 +7,7 @@ that is damaged, foreign or newer is a miss with one warning.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import table
 from jax_splitk.tuning.entry import Entry, InvalidEntry
-from jax_splitk.tuning.key import FOLDER_PREFIX, Key
+from jax_splitk.tuning.key import FOLDER_PREFIX, Environment, Key
 from jax_splitk.tuning.session import session
 
 
@@ -52,6 +53,17 @@ def _look_for_old_entries(folder: pathlib.Path) -> None:
         if any(not inner.startswith(FOLDER_PREFIX) for inner in os.listdir(os.path.join(folder, "tuning"))):
             prune = "`python -m jax_splitk cache prune --environment other` deletes a user cache's"
             disk.warn_once(f"{folder} has entries of another version of jax_splitk, which are not used; {prune}")
+
+
+def elsewhere(key: Key) -> list[Environment]:
+    """The other machines for which the caches have the key's problem. Every entry is read: for a message's sake."""
+    found: dict[Environment, None] = {}
+    for path in (path for folder in disk.folders() for path in files(folder)):
+        with contextlib.suppress(ValueError, RecursionError):
+            other = entries.whole(json.loads(disk.read(path) or b"")).key
+            if other.problem == key.problem and other.environment != key.environment:
+                found[other.environment] = None
+    return list(found)
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:

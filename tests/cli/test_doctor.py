@@ -117,9 +117,12 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         folder.chmod(0o777)
         assert doctor.examine()["problems"] == [f"the code in {folder} is not used: anybody may write to it"]
         folder.chmod(0o755)
-    set_to(CACHE_DIR="~no_such_user_here/cache")
-    (problem,) = [text for text in doctor.examine()["problems"] if "no home folder" in text]
-    assert "set JAX_SPLITK_CACHE_DIR" in problem
+    for name in ("CACHE_DIR", "CACHE_PATH"):
+        for value in ("gs://bucket/cache", "~no_such_user_here/cache", "$HOME/cache"):
+            set_to(**{name: value})
+            (problem,) = doctor.examine()["problems"]
+            assert problem.startswith(f"JAX_SPLITK_{name}={value!r}; accepted: a local path")
+            assert f"problem: {problem}" in text(capsys, "doctor", code=1).splitlines()
     set_to(CACHE_DIR=str(file))
     assert (
         f"JAX_SPLITK_CACHE_DIR='{file}'; accepted: a folder, which is made if need be" in doctor.examine()["problems"]

@@ -61,12 +61,12 @@ LOWER = """
 import functools, json, logging, os, sys
 import jax, jax.numpy as jnp
 import jax_splitk
-from jax_splitk.runtime import nvrtc, toolchain
+from jax_splitk.runtime import compiler, nvrtc, toolchain
 
 def forbidden(*arguments):
     raise AssertionError("nothing is compiled")
 
-nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+nvrtc.Nvrtc.compile = compiler.compile_in_worker = forbidden
 toolchain._nvidia_folders = lambda: []  # as where no wheel of NVIDIA is installed
 assert "nvidia-cuda-nvrtc 13 is not installed" in toolchain.unavailable()
 logging.basicConfig(level=logging.INFO)

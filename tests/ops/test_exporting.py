@@ -1,5 +1,9 @@
 """`jax_splitk.EXPORT_CHECKS`: what `jax.export` has to be told before it takes our custom calls."""
 
+import pathlib
+import re
+import tomllib
+
 import jax
 import pytest
 from jax import export
@@ -7,6 +11,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
+from tests.tuning_cache import finish, start
 
 W, X = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 14, 14, 64), jnp.bfloat16)
 
@@ -34,3 +39,32 @@ def test_a_quantized_product_is_exported() -> None:
     exported = export.export(product, platforms=["cpu", "cuda"], disabled_checks=jax_splitk.EXPORT_CHECKS)(x)
     for target in (HOST_QUANTIZED_TARGET, LAUNCH_TARGET):
         assert f"@{target}" in exported.mlir_module()
+
+
+SERIALIZE = """
+import json, sys
+sys.modules["flatbuffers"] = None  # as where it is not installed
+import jax
+from jax import export, numpy as jnp
+exported = export.export(jax.jit(jnp.sin))(jnp.ones(3))
+try:
+    exported.serialize()
+    print(json.dumps(""))
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_the_extra_of_the_guide_has_what_serialize_needs() -> None:
+    exported = export.export(jax.jit(jnp.sin))(jnp.ones(3))
+    assert export.deserialize(exported.serialize()).call(jnp.zeros(3)).shape == (3,)
+    ((said, _),) = finish(start(SERIALIZE))
+    missing = re.search("flatbuffers", said)
+    assert missing is not None, said
+    root = pathlib.Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert [re.split("[<>=]", text)[0] for text in project["optional-dependencies"]["export"]] == [missing[0]]
+    guide, install = ((root / "docs" / page).read_text() for page in ("guides/export.md", "install.md"))
+    assert f"package `{missing[0]}`" in guide
+    assert "pip install '.[export]'" in guide
+    assert f"| `export` | `{missing[0]}`" in install

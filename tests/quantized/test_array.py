@@ -172,6 +172,18 @@ def test_extreme_scales_decode_exactly(scale_dtype: str, scale: float) -> None:
     np.testing.assert_array_equal(dequantize(q, jnp.float32), expected.astype(np.float32))
 
 
+@pytest.mark.parametrize(("k", "axis"), [(96, 0), (7, 1), (1, 0)])
+@pytest.mark.parametrize("name", ["int4", "nf4"])
+def test_a_group_of_all_elements_is_one_for_each_channel(name: str, k: int, axis: int) -> None:
+    w = jnp.moveaxis(normals(k, 3), 0, axis)
+    q, same = (quantize(w, name, group_size=group, axis=axis) for group in (k, None))
+    assert q.group_size == same.group_size == k
+    for leaf, other in zip(jax.tree.leaves(q), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    if axis == 0:
+        assert prepack(q).group_size == k
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_axis(axis: int) -> None:
     w = normals(64, 96, 32)

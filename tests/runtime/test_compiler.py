@@ -1,7 +1,6 @@
 """The NVRTC compiler's cache, its errors and its workers, on kernels small enough to compile in a moment."""
 
 import concurrent.futures
-import importlib.util
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import sys
 import threading
 import time
 import tomllib
+import types
 from collections.abc import Callable
 
 import jax
@@ -22,9 +22,10 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.runtime import compiler, disk, pool, toolchain
 from jax_splitk.runtime.compiler import CompilationError
-from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError, compile_in_worker
+from jax_splitk.runtime.nvrtc import Nvrtc, NvrtcError
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.toolchain import CompilerUnavailable
+from jax_splitk.runtime.worker import compile_in_worker
 from tests import cubin
 from tests.runtime.test_plan import small_hopper_plan
 from tests.tuning_cache import start
@@ -452,14 +453,28 @@ def test_headers_may_lie_in_different_site_folders(
 
 
 def test_without_any_nvidia_wheel(hide, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    hidden = ("nvidia", "cutlass_library")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    monkeypatch.setattr(toolchain, "_package_folders", lambda name: [])
     hide()
     with pytest.raises(CompilerUnavailable, match="nvidia-cuda-nvrtc 13 is not installed: pip install"):
         toolchain.find_nvrtc()
     with pytest.raises(CompilerUnavailable, match=r"nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl"):
         toolchain.include_folders()
+
+
+@pytest.mark.parametrize("stub", ["a bare module", "a package without a specification", "blocked"])
+def test_a_stub_in_a_packages_place_does_not_hide_its_files(stub: str, hide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests and builders of documentation leave such stubs in `sys.modules`."""
+    hide()
+    folders = toolchain.include_folders()
+    hide()
+    for name in ("nvidia", "cutlass_library"):
+        module = None if stub == "blocked" else types.ModuleType(name)
+        if stub == "a package without a specification":
+            module.__path__ = []
+            del module.__spec__
+        monkeypatch.setitem(sys.modules, name, module)
+    assert toolchain.include_folders() == folders
+    assert toolchain.unavailable() is None
 
 
 def test_a_library_that_cannot_be_loaded_is_a_reason(

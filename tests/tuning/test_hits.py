@@ -64,9 +64,8 @@ def device_code() -> list[Source]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
     """The files that are read; nothing may be measured or compiled, or its evidence read."""
     forbidden = mock.Mock(side_effect=AssertionError("measured, compiled or evidence read"))
-    for where, name in ((tuner, "tune"), (nvrtc.Nvrtc, "compile"), (nvrtc, "compile_in_worker")):
+    for where, name in ((tuner, "tune"), (nvrtc.Nvrtc, "compile"), (compiler, "compile_in_worker")):
         monkeypatch.setattr(where, name, forbidden)
-    monkeypatch.setattr(compiler, "compile_in_worker", forbidden)
     monkeypatch.setattr(Entry, "read_evidence", forbidden)
     monkeypatch.setattr(compiler, "_memory", {})  # the machine code comes from disk, as in a new process
     files: list[pathlib.Path] = []

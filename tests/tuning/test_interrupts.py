@@ -103,10 +103,10 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: pathlib.Path) -> Non
 
 COMPILE = """
 import concurrent.futures, time
-from jax_splitk.runtime import nvrtc, toolchain
+from jax_splitk.runtime import toolchain, worker
 library, text = toolchain.find_nvrtc().library, 'extern "C" __global__ void tiny(int* x) { *x = 1; }'
 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    compiled = pool.submit(nvrtc.compile_in_worker, library, text, "tiny.cu", ["--gpu-architecture=sm_90a"])
+    compiled = pool.submit(worker.compile_in_worker, library, text, "tiny.cu", ["--gpu-architecture=sm_90a"])
     print("ready", flush=True)
     try:
         time.sleep(60)

@@ -9,6 +9,7 @@ import os
 import pathlib
 import pwd
 import re
+import shutil
 from typing import Any
 
 import jax
@@ -289,10 +290,58 @@ def test_without_a_home_there_is_no_cache_and_no_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_layer_of_an_unknown_user_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    lhs, g, expected = operands(generator(17))
-    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", "~no_such_user_here/cache")
-    np.testing.assert_array_equal(jax.jit(functools.partial(wgrad)).lower(lhs, g).compile()(lhs, g), expected)
+def test_a_frozen_miss_names_the_machines_that_a_cache_is_for(
+    monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    lhs, g, _ = operands(generator(18))
+    problem = CASE.problem()
+    for folder, target in (
+        (cache, dataclasses.replace(CPU, cores=CPU.cores + 3)),
+        (tmp_path / "other", dataclasses.replace(CPU, cores=CPU.cores + 5)),
+        (tmp_path / "other", dataclasses.replace(CPU, device_kind="another", cores=CPU.cores + 7)),
+    ):
+        key = key_for(problem, target)
+        assert disk.write(folder / key.file, entry_of(key, ONE).dumps().encode())
+    assert disk.write(cache / "tuning" / "v3-damaged" / "x.json", b"{")
+    monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", str(tmp_path / "other"))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
+    told = f"a cache has it for {CPU.cores + 3} and for {CPU.cores + 5} CPU cores, here are {CPU.cores}: .*NPROC="
+    with pytest.raises(jax_splitk.FrozenCacheMiss, match=f"{told}.*to tune it ahead of time"):
+        lowered_config(wgrad, lhs, g)
+    shutil.rmtree(cache)
+    for path in (tmp_path / "other").rglob("*.json"):
+        if json.loads(path.read_text())["key"]["environment"]["device_kind"] != "another":
+            path.unlink()
+    with pytest.raises(jax_splitk.FrozenCacheMiss, match=r"a cache has it for another \(cpu, .*, this machine is "):
+        lowered_config(wgrad, lhs, g)
+
+
+@pytest.mark.parametrize("name", ["JAX_SPLITK_CACHE_DIR", "JAX_SPLITK_CACHE_PATH"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("gs://bucket/cache", "s3://bucket/cache", "file:///tmp/cache", "hf://a/b", "file:/tmp/cache"),
+        *("$HOME/cache", "${HOME}/cache", "/scratch/$USER/cache", "~no_such_user_here/cache"),
+    ],
+)
+def test_what_is_no_local_path_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A folder of that name would be made, here, without a word."""
+    lhs, g, _ = operands(generator(17))
+    monkeypatch.chdir(tmp_path)
+    given = value if name.endswith("DIR") else f"{tmp_path}:{value}"
+    monkeypatch.setenv(name, given)
+    with pytest.raises(ValueError, match=f"^{name}='.*{re.escape(value)}'; accepted: a local path, with a leading ~"):
+        jax.jit(functools.partial(wgrad)).lower(lhs, g)
+    assert list(tmp_path.iterdir()) == []
+    assert any(mistake.startswith(f"{name}=") for mistake in settings.mistakes())
+
+
+@pytest.mark.parametrize("name", ["costs$", "a:b", "50%", "a~b", "x=://y"])
+def test_unusual_folders_are_folders(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / name))
+    assert disk.cache_dir() == tmp_path / name
 
 
 def test_a_layer_that_is_no_folder_is_passed_over(

@@ -39,12 +39,12 @@ import jax
 from jax import export, numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc, toolchain
+from jax_splitk.runtime import compiler, nvrtc, toolchain
 from jax_splitk.tuning import tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = forbidden
 if sys.argv[1] == "second":
-    nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+    nvrtc.Nvrtc.compile = compiler.compile_in_worker = forbidden
 case = Case("one", 2, 12, 12, 64, 64, (3, 3))
 run = jax.jit(lambda x, y: jax_splitk.conv_wgrad(x, y, case.rhs_shape, **case.lax_arguments()))
 shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]

@@ -60,11 +60,11 @@ import jax
 from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.runtime import nvrtc, toolchain
+from jax_splitk.runtime import compiler, nvrtc, toolchain
 from jax_splitk.tuning import measure, search, tuner
 forbidden = mock.Mock(side_effect=AssertionError("measured or compiled"))
 tuner.tune = search.Search.run = measure.Bench.__init__ = forbidden
-nvrtc.Nvrtc.compile = nvrtc.compile_in_worker = forbidden
+nvrtc.Nvrtc.compile = compiler.compile_in_worker = forbidden
 out = []
 for case in {cases!r}:
     run = lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments())

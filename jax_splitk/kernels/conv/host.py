@@ -34,7 +34,7 @@ class ConvHost(HostFamily[ConvProblem, Config]):
     Products and sums are always float32, whatever `problem.precision` says.
     """
 
-    ABI = 1
+    ABI = 2
     handler = HOST_CONV_TARGET
     competes = False
 

@@ -6,12 +6,9 @@ CUTLASS's parallel split-k.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import numpy as np
-from jax import numpy as jnp
 
 from jax_splitk.kernels import host
 from jax_splitk.kernels.host import HostFamily, Product
@@ -40,7 +37,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
     """Every valid problem, of a size that an int32 holds."""
 
     name = "quantized_host"
-    ABI = 2
+    ABI = 3
     handler = HOST_QUANTIZED_TARGET
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
@@ -77,19 +74,11 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
 
     def attributes(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, Any]:
         return {
-            "values": _values(problem.qtype),
+            "values": formats.table(formats.FORMATS[problem.qtype]),
             "group_size": np.int64(problem.group_size),
             "splits": np.int64(config.splits),
             "row_block": np.int64(config.row_block),
         }
-
-
-@functools.cache
-def _values(qtype: str) -> np.ndarray:
-    """The value of each code, float32."""
-    fmt = formats.FORMATS[qtype]
-    with jax.ensure_compile_time_eval():
-        return np.asarray(formats.values(fmt, formats.from_codes(fmt, jnp.arange(2**fmt.bits))))
 
 
 FAMILY = QuantizedHost(Config, host.Costs)

@@ -84,7 +84,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
     """Products and sums are always float32, whatever `problem.precision` says."""
 
     name = "wgrad_host"
-    ABI = 2
+    ABI = 3
     handler = HOST_WGRAD_TARGET
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:

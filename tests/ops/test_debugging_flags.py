@@ -1,0 +1,156 @@
+"""JAX's debugging flags with every public operation, forward and gradients: what they look for is the user's mistakes,
+not our own constants."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import jax_splitk
+from jax_splitk.quantized.formats import FORMATS, from_codes, table, values
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU's kernels are named")
+
+Operation = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its operands as NumPy's arrays
+
+NUMBERS = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+
+
+def _of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.linspace(-1, 1, int(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def _gradients(function: Callable[..., Any], *operands: Any) -> Any:
+    """With the result as its own cotangent: no constant is the test's."""
+    out, back = jax.vjp(function, *operands)
+    return back(out)
+
+
+def _convolutions() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
+    x, w, g = _of(2, 16, 4), _of(3, 4, 8), _of(2, 16, 8)
+    for implementation in (None, "host"):
+        same = {"window_strides": (1,), "padding": "SAME", "implementation": implementation}
+        of = lambda name, **more: functools.partial(getattr(jax_splitk, name), **NUMBERS, **more)  # noqa: E731
+        yield f"conv_fprop {implementation}", of("conv_fprop", **same), (x, w), 2
+        yield f"conv_dgrad {implementation}", of("conv_dgrad", lhs_shape=x.shape, **same), (g, w), 2
+        yield f"conv_wgrad {implementation}", of("conv_wgrad", rhs_shape=w.shape, **same), (x, g), 2
+    yield "conv_general_dilated", of("conv_general_dilated", window_strides=(1,), padding="SAME"), (x, w), 2
+
+
+def _products() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
+    a, b, bias = _of(16, 32), _of(32, 8), _of(8)
+    yield "matmul", jax_splitk.matmul, (a, b), 2
+    activated = lambda a, b, bias: jax_splitk.matmul(a, b, bias=bias, activation="gelu")  # noqa: E731
+    yield "matmul with an epilogue", activated, (a, b, bias), 3
+    yield "dot_general", lambda a, b: jax_splitk.dot_general(a, b, (((1,), (0,)), ((), ()))), (a, b), 2
+
+
+def _product(x: Any, q: Any, implementation: str) -> jax.Array:
+    """With a weight that was packed, unpacked and packed again."""
+    packed = jax_splitk.prepack(jax_splitk.unpack(jax_splitk.prepack(q)))
+    return jax_splitk.quantized_matmul(x, packed, implementation=implementation)
+
+
+def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
+    w, x = _of(64, 16), _of(4, 64, dtype=jnp.bfloat16)
+    for name in FORMATS:
+        how = {"group_size": 32, "symmetric": name != "uint4"}
+        q = jax.device_get(jax_splitk.quantize(w, name, **how))
+        yield f"quantized_matmul {name}", functools.partial(_product, implementation="host"), (x, q), 1
+        yield f"quantize {name}", functools.partial(jax_splitk.quantize, dtype=name, **how), (w,), 0
+        yield f"dequantize {name}", jax_splitk.dequantize, (q,), 0
+    yield "quantized_matmul by XLA", functools.partial(_product, implementation="xla"), (x, q), 1
+    scaled = lambda scale, x, qvalue: jax_splitk.quantized_matmul(  # noqa: E731
+        x, jax_splitk.QuantizedArray(qvalue, scale, qtype="nf4")
+    )
+    yield "scales", scaled, (q.scale, x, q.qvalue), 2
+
+
+def _operations() -> dict[str, Operation]:
+    found: dict[str, Operation] = {}
+    for name, function, operands, differentiated in (*_convolutions(), *_products(), *_quantized()):
+        found[name] = (function, operands)
+        if differentiated:
+            some = (
+                lambda *args, function=function, count=differentiated: _gradients(  # noqa: E731
+                    lambda *leading: function(*leading, *args[count:]), *args[:count]
+                )
+            )
+            found[f"gradients of {name}"] = (some, operands)
+    return found
+
+
+OPERATIONS = _operations()
+
+
+def _flag(name: str, value: Any = True) -> Callable[[], Any]:
+    """A flag of `jax.config`, as a context."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        before = getattr(jax.config, name)
+        jax.config.update(name, value)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+
+    return context
+
+
+def _guard(level: str) -> Callable[[], Any]:
+    return functools.partial(jax.transfer_guard, level)
+
+
+@contextlib.contextmanager
+def _nans_and_infs() -> Iterator[None]:
+    with _flag("jax_debug_nans")(), _flag("jax_debug_infs")():
+        yield
+
+
+def _rarely(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("jitted", ["jit", _rarely("eager"), "disable_jit"])
+@pytest.mark.parametrize(("flag", "context"), [
+    ("nans and infs", _nans_and_infs),
+    ("transfers", _guard("disallow")),
+    _rarely("checks", _flag("jax_enable_checks")),
+    _rarely("tracer leaks", _flag("jax_check_tracer_leaks")),
+    _rarely("log", _guard("log")),
+    _rarely("explicit transfers", _guard("disallow_explicit")),
+])  # fmt: skip
+def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[], Any], jitted: str) -> None:
+    failed = {}
+    jax.clear_caches()  # constants are met where a function is traced first
+    # Under disable_jit JAX transfers the constants of any gradient one by one, which the guard refuses: of lax's, too.
+    own = flag == "transfers" and jitted == "disable_jit"
+    for name, (function, operands) in OPERATIONS.items():
+        if own and name.startswith("gradients"):
+            continue
+        placed = jax.device_put(operands)
+        try:
+            with context(), jax.disable_jit(jitted == "disable_jit"):
+                (jax.jit(function) if jitted == "jit" else function)(*placed)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    assert not failed, flag
+
+
+def test_a_users_nan_is_found() -> None:
+    """The flags still see what is the user's."""
+    with _flag("jax_debug_nans")(), pytest.raises(FloatingPointError):
+        jax_splitk.dequantize(jax_splitk.quantize(jnp.full((32, 2), jnp.inf), "int8", group_size=32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_table_of_codes_is_what_jax_makes_of_them(name: str) -> None:
+    fmt = FORMATS[name]
+    codes = jnp.arange(2**fmt.bits)
+    np.testing.assert_array_equal(table(fmt), values(fmt, from_codes(fmt, codes)))
