@@ -100,7 +100,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """A Python process on one CPU device that sees none of our variables but those given."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")).strip()
     inherited |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     given = {f"JAX_SPLITK_{name}": value for name, value in variables.items()}
     env = {**inherited, **given, **(environment or {})}

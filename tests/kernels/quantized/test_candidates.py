@@ -83,7 +83,7 @@ def test_plans_are_those_of_the_custom_call(family: Family) -> None:
             for launch in made.launches:
                 assert launch.shared_bytes <= BLOCK_SHARED
                 assert launch.block[0] % 32 == 0
-            main = next(launch for launch in made.launches if launch.kernel == family.name)
+            main = next(launch for launch in made.launches if launch.kernel == family.kernel_name(p))
             together = family.blocks_per_sm(p, config)
             assert together * (main.shared_bytes + 1024) <= SM_SHARED, "a KiB of each block is CUDA's"
             made.words()
