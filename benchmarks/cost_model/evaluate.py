@@ -226,20 +226,22 @@ def plot(found: Sequence[Outcome]) -> Any:
     """Share of problems by regret, and by how much slower than XLA."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - the device machine may lack it
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    # Text of 10 points has 9 pixels where the plot is 400 pixels wide.
+    figure = Figure(figsize=(6, 6.2), layout="constrained", facecolor="white")
     labels = {"first": "the cost model's first choice", "untuned": "untuned", "tuned": "tuned"}
     figures = ("regret against the best known", Outcome.regret), ("slower than XLA by", Outcome.over_xla)
-    for axes, (what, value) in zip(figure.subplots(1, 2), figures, strict=True):
+    for axes, (what, value) in zip(figure.subplots(2), figures, strict=True):
         for name, label in labels.items():
             values = np.sort([100 * value(o, name) for o in found if name in o.us])
             axes.plot(values, 100 * np.arange(1, len(values) + 1) / len(values), label=label)
-        axes.set_xlabel(f"{what}, %", fontsize=8)
-        axes.set_ylabel("problems with at most so much, %", fontsize=8)
+        axes.set_xlabel(f"{what}, %", fontsize=10)
+        axes.set_ylabel("problems with at most so much, %", fontsize=10)
+        axes.tick_params(labelsize=10)
         axes.set_xlim(-1 if value is Outcome.regret else -80, 20)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"{len(found)} random problems that no fit has seen", fontsize=10)
+        axes.legend(fontsize=10)
+    figure.suptitle(f"{len(found)} random problems that no fit has seen", fontsize=11)
     return figure
 
 
@@ -249,7 +251,7 @@ def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> Non
         if path.suffix == ".md":
             path.write_text(report.markdown(table(found)) + "\n")
         else:
-            plot(found).savefig(path)
+            plot(found).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
