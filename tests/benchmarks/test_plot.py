@@ -48,7 +48,7 @@ def test_a_table_has_every_case(tmp_path: pathlib.Path) -> None:
 
 def names(axes: Axes) -> list[str]:
     """The rows' names, from the top."""
-    return [text.get_text() for text in axes.texts if text.get_ha() == "left"]
+    return [text.get_text() for text in axes.texts if text.get_horizontalalignment() == "left"]
 
 
 def test_chart_has_every_case() -> None:
