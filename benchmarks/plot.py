@@ -23,6 +23,7 @@ from benchmarks import timeline
 from benchmarks.headline import crossing, curves, groups_table, headline, quantized_headline, ratio
 from benchmarks.quantized_cases import FASTEST
 from benchmarks.report import H200_BYTES, H200_FLOPS
+from benchmarks.timeline import TEXT_POINTS, WIDTH_INCHES
 
 _T = TypeVar("_T")
 
@@ -30,8 +31,7 @@ OURS, XLA = "#1f5fa8", "#b9bec6"
 # The color of each line of FASTEST.
 COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, quantized": XLA}
 
-# Inches, and points: text of 10 points has 9 pixels where a plot is 400 pixels wide.
-WIDTH, SMALL, LARGE = 6.0, 10, 11
+LARGE = TEXT_POINTS + 1  # of titles
 
 # By benchmark: what its cases are, and how a title and the axis name them.
 NAMES = {
@@ -127,15 +127,15 @@ def _bars(title: str, rows: Sequence[tuple[str, str]], top: float = 0.75) -> tup
     `top` is the height above the rows, in rows, for what a legend takes.
     """
     # A row, its text included, takes 0.4 inches.
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.4 * (len(rows) + top)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 0.4 * (len(rows) + top)), layout="constrained", facecolor="white")
     axes = figure.subplots()
     across = axes.get_yaxis_transform()
     for row, (name, figures) in enumerate(rows):
-        axes.text(0, row - 0.2, name, va="center", fontsize=SMALL, transform=across)
-        axes.text(1, row - 0.2, figures, va="center", ha="right", fontsize=SMALL, transform=across)
+        axes.text(0, row - 0.2, name, va="center", fontsize=TEXT_POINTS, transform=across)
+        axes.text(1, row - 0.2, figures, va="center", ha="right", fontsize=TEXT_POINTS, transform=across)
     axes.set_ylim(len(rows) - 0.4, -0.5 - top)
     axes.set_yticks([])
-    axes.tick_params(axis="x", labelsize=SMALL)
+    axes.tick_params(axis="x", labelsize=TEXT_POINTS)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -162,8 +162,10 @@ def chart(report: dict[str, Any], most: int | None = None) -> Figure:
     axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)])
     rates = f"bfloat16 products\n{H200_FLOPS / 1e12:.0f} TFLOP/s, copies {H200_BYTES / 1e12:.1f} TB/s"
     some = "" if len(shown) == len(found) else f"{len(shown)} of {len(found)} "
-    axes.set_xlabel(f"share of the highest rates reached: {rates}\n{some}rows: {notation}{dtypes}", fontsize=SMALL)
-    axes.legend(loc="upper left", ncols=2, fontsize=SMALL, frameon=False, borderaxespad=0)
+    axes.set_xlabel(
+        f"share of the highest rates reached: {rates}\n{some}rows: {notation}{dtypes}", fontsize=TEXT_POINTS
+    )
+    axes.legend(loc="upper left", ncols=2, fontsize=TEXT_POINTS, frameon=False, borderaxespad=0)
     return figure
 
 
@@ -201,12 +203,12 @@ def quantized_chart(report: dict[str, Any]) -> Figure:
     """Time against the number of rows, a panel for each weight."""
     found = curves(report)
     case = report["results"][0]["case"]
-    figure = Figure(figsize=(WIDTH, 0.6 + 2.9 * len(found)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2.9 * len(found)), layout="constrained", facecolor="white")
     panels = figure.subplots(len(found), squeeze=False, sharex=True)[:, 0]
     for axes, (weight, lines) in zip(panels, found.items(), strict=True):
         _draw_curves(axes, weight, lines)
-    panels[-1].set_xlabel("n, rows of the activation", fontsize=SMALL)
-    panels[0].legend(fontsize=SMALL, loc="upper left")
+    panels[-1].set_xlabel("n, rows of the activation", fontsize=TEXT_POINTS)
+    panels[0].legend(fontsize=TEXT_POINTS, loc="upper left")
     group = f"groups of {case['group_size']}" if case["group_size"] else "per channel"
     kind = report["environment"]["device_kind"]
     title = f"Device time of a product on one {kind}:\n{case['x_dtype']} activations, {case['qtype']} weights ({group})"
@@ -222,10 +224,10 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
     axes.set_xticks(rows, [str(n) for n in rows])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda us, _: f"{us:,.0f}")
-    axes.tick_params(labelsize=SMALL)
+    axes.tick_params(labelsize=TEXT_POINTS)
     axes.grid(True, linewidth=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylabel("us", fontsize=SMALL)
+    axes.set_ylabel("us", fontsize=TEXT_POINTS)
     said = []
     for other in ("fp8 x fp8", "bf16"):
         n = crossing(lines, other)
@@ -234,7 +236,7 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
         if lines[other]:
             said.append(f"{other} from n = {n:.0f}" if n else f"{other} never")
     faster = f"\nfaster (interpolated): {', '.join(said)}" if said else ""
-    axes.set_title(f"weight {weight} (features x k){faster}", fontsize=SMALL, loc="left")
+    axes.set_title(f"weight {weight} (features x k){faster}", fontsize=TEXT_POINTS, loc="left")
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def models_chart(report: dict[str, Any], most: int | None = None) -> Figure:
     ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick <= max(1.5, *ratios)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("stock JAX's time of a training step over jax_splitk's", fontsize=SMALL)
+    axes.set_xlabel("stock JAX's time of a training step over jax_splitk's", fontsize=TEXT_POINTS)
     return figure
 
 
@@ -320,8 +322,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("no results; accepted: reports with some")
         report = combined(reports)
         kind = benchmark(report)
-        if options.rows and kind == "quantized":
-            raise ValueError(f"--rows {options.rows} of a report of benchmarks.quantized; accepted: fewer reports")
+        if options.rows and kind in ("quantized", "profile_step"):
+            raise ValueError(f"--rows {options.rows} with a report of benchmarks.{kind}, which has no rows by gain")
+        if options.out.suffix == ".txt" and kind == "profile_step":
+            raise ValueError(
+                f"{options.out.name}: a report of benchmarks.{kind} has no medians; accepted: .svg, .png, .md"
+            )
         rows = {} if options.rows is None else {"most": options.rows}
         if options.out.suffix in (".md", ".txt"):
             options.out.write_text(TABLES[kind](report, **rows) if options.out.suffix == ".md" else text(report))

@@ -87,6 +87,18 @@ def test_rows_are_a_number(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
         assert f"{wrong!r}; accepted: a number of rows, 2 or more" in capsys.readouterr().err
 
 
+def test_rows_and_headlines_are_of_reports_that_compare(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantized = REPORT.with_name("quantized_h200_8192x8192.json")
+    assert plot.main(["--rows", "4", str(quantized), str(tmp_path / "plot.svg")]) == 2
+    assert "--rows 4 with a report of benchmarks.quantized, which has no rows by gain" in capsys.readouterr().err
+    profile = {"benchmark": "profile_step", "environment": {"device_kind": "H200"}, "results": [{"name": "step"}]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert plot.main([str(tmp_path / "profile.json"), str(tmp_path / "text.txt")]) == 2
+    assert "text.txt: a report of benchmarks.profile_step has no medians" in capsys.readouterr().err
+
+
 def test_headlines_tell_what_a_mean_rests_on(tmp_path: pathlib.Path) -> None:
     results = [{"ratio": ratio} for ratio in (8.0, 1.0, 2.0)]
     assert plot.headline(results) == "median 2.00, geometric mean 2.52 (1.41 without the largest, 8.00)"
