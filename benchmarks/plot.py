@@ -336,11 +336,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{', '.join(map(str, options.reports))}: {error}", file=sys.stderr)
         return 2
-    # The same bytes for the same report: no date, no version, no random ids. Text as paths looks alike everywhere.
-    metadata = {"Date": None, "Creator": None} if options.out.suffix == ".svg" else {"Software": None}
-    with mpl.rc_context({"svg.hashsalt": "jax_splitk", "svg.fonttype": "path"}):
-        figure.savefig(options.out, metadata=metadata, dpi=150)
+    save(figure, options.out)
     return 0
+
+
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """The same bytes for the same figure: no date, no version, no random ids. Text as paths looks alike everywhere."""
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    with mpl.rc_context({"svg.hashsalt": "jax_splitk", "svg.fonttype": "path"}):
+        figure.savefig(path, metadata=metadata, dpi=150)
 
 
 if __name__ == "__main__":

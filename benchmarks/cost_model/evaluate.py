@@ -253,7 +253,9 @@ def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> Non
         if path.suffix == ".md":
             path.write_text(report.markdown(table(found)) + "\n")
         else:
-            plot(found).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            from benchmarks.plot import save  # noqa: PLC0415
+
+            save(plot(found), path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
