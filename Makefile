@@ -8,7 +8,7 @@ SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 # A process for each core, of a few: each compiles for itself and imports jax.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo demo-quantized test test-all docs package lint bench clean
+.PHONY: demo demo-quantized test test-all docs notebooks package lint bench clean
 
 demo: $(VENV)/demo
 	@echo "== examples/digits.py: a network learns digits with jax_splitk's weight gradients"
@@ -26,9 +26,15 @@ test-all: $(VENV)/installed
 	$(PYTEST)
 
 # The documentation, as HTML in build/site; a warning is an error.
-docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "== the documentation: open $(CURDIR)/build/site/index.html in a browser"
+	@echo "== its search needs a server: $(PYTHON) -m http.server --directory build/site"
+
+# The outputs that the notebooks store, and the documentation shows.
+notebooks: $(VENV)/installed $(VENV)/docs
+	JAX_PLATFORMS=cpu JAX_SPLITK_CACHE_DIR=$(CURDIR)/build/notebooks $(BIN)/python -m nbconvert --to notebook --execute \
+	  --inplace --coalesce-streams --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
 
 # The sdist and the wheel, in dist, each tried in an empty environment.
 package:
@@ -56,6 +62,14 @@ $(VENV)/installed: $(SOURCES)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet --editable ".[test,bench]"
 	@touch $@ $(VENV)/demo
+
+# The pages are made of the source: the package is not built for them.
+$(VENV)/docs: pyproject.toml
+	@echo "== what the documentation needs, in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --group docs
+	@touch $@
 
 clean:
 	rm -rf .venv build

@@ -1,30 +1,37 @@
-"""Charts of the benchmarks' reports. Of `benchmarks.wgrad` and `benchmarks.dot`: each case's share of what the hardware
-allows, ours and XLA's. Of `benchmarks.quantized`: time against the number of rows, for each weight. Of
-`benchmarks.models`: how many times as fast a step is. Of `benchmarks.profile_step`: when each kernel of a step ran. In
-a file whose name ends in .md, the same figures as a Markdown table.
+"""Charts of the benchmarks' reports.
 
-python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg
+A report of `benchmarks.wgrad`, `conv` or `dot` gives each case's share of the highest rates that the hardware reached,
+ours and XLA's; one of `benchmarks.quantized` time against the number of rows, for each weight; one of
+`benchmarks.models` how many times as fast a step is; one of `benchmarks.profile_step` when each kernel of a step ran. A
+file whose name ends in .md gets the same figures as a Markdown table, one in .txt what pages quote of them.
+
+python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg [--rows 8]
 """
 
 import argparse
 import json
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import timeline
-from benchmarks.quantized_cases import FASTEST, crossover
+from benchmarks.headline import crossing, curves, groups_table, headline, quantized_headline, ratio
+from benchmarks.quantized_cases import FASTEST
+from benchmarks.report import H200_BYTES, H200_FLOPS
+from benchmarks.timeline import TEXT_POINTS, WIDTH_INCHES
+
+_T = TypeVar("_T")
 
 OURS, XLA = "#1f5fa8", "#b9bec6"
-# Of a quantized report: the color of each line of FASTEST.
+# The color of each line of FASTEST.
 COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, quantized": XLA}
 
+LARGE = TEXT_POINTS + 1  # of titles
 
 # By benchmark: what its cases are, and how a title and the axis name them.
 NAMES = {
@@ -87,71 +94,91 @@ def label(case: dict[str, Any]) -> str:
     return ", ".join(parts if dtype == "bfloat16" else [*parts, dtype])
 
 
-def by_ratio(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a report of weight gradients or products, those first that gain most over XLA."""
-    return sorted(report["results"], key=lambda r: r["ours"]["us"] / r["xla"]["us"])
+def by_gain(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of a report that compares two times, those first that gain most."""
+    return sorted(report["results"], key=ratio, reverse=True)
+
+
+def spread(results: Sequence[_T], most: int | None) -> list[_T]:
+    """At most so many of sorted results, at even distances; the first and the last are among them."""
+    if most is None or len(results) <= most:
+        return list(results)
+    return [results[round(i * (len(results) - 1) / (most - 1))] for i in range(most)]
 
 
 def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(ours, XLA's) floor time over measured time by label, in the order of `by_ratio`.
+    """(ours, XLA's) floor time over measured time by label, in the order of `by_gain`.
 
     Raises:
       ValueError: no case has a floor (the report is not of an H200).
     """
-    results = [r for r in by_ratio(report) if r["floor_us"] is not None]
+    results = [r for r in by_gain(report) if r["floor_us"] is not None]
     if not results:
         raise ValueError("no result has floor_us; accepted: reports of an H200")
     return {label(r["case"]): tuple(r["floor_us"] / r[who]["us"] for who in ("ours", "xla")) for r in results}
 
 
-def chart(report: dict[str, Any]) -> Figure:
-    title, notation, dtypes = NAMES[benchmark(report)]
-    found = shares(report)
-    times = {label(r["case"]): (r["ours"]["us"], r["xla"]["us"]) for r in report["results"]}
-    figure = Figure(figsize=(9, 1.3 + 0.3 * len(found)), layout="constrained")
+# ---- bars ------------------------------------------------------------------------------------------------------------
+
+
+def _bars(title: str, rows: Sequence[tuple[str, str]], top: float = 0.75) -> tuple[Figure, Axes]:
+    """A figure with a line of text above each row's place for bars: a name on the left, figures on the right.
+
+    `top` is the height above the rows, in rows, for what a legend takes.
+    """
+    # A row, its text included, takes 0.4 inches.
+    figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 0.4 * (len(rows) + top)), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for offset, index, name, color in ((-0.2, 0, "jax_splitk", OURS), (0.2, 1, "XLA", XLA)):
-        places = [row + offset for row in range(len(found))]
-        axes.barh(places, [pair[index] for pair in found.values()], height=0.4, color=color, label=name)
-    edge = max(1.0, *(max(pair) for pair in found.values()))
-    axes.text(edge + 0.02, -1.1, "jax_splitk, XLA (us): ratio", va="center", fontsize=7)
-    for row, name in enumerate(found):
-        ours, xla = times[name]
-        axes.text(edge + 0.02, row, f"{ours:.1f}, {xla:.1f}: {xla / ours:.2f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(found)), list(found), fontsize=8)
-    axes.set_ylim(len(found) - 0.4, -1.5)
-    axes.set_ylabel(f"{notation}{dtypes}", fontsize=8)
-    axes.set_xlim(0, edge + 0.28)
-    axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)], fontsize=8)
-    axes.set_xlabel("share of the roofline: max(operations / peak rate, bytes / bandwidth) over the time", fontsize=8)
-    axes.axvline(1, color="black", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center right", bbox_to_anchor=(edge / (edge + 0.28), 0.69), fontsize=8)
-    mean = statistics.geometric_mean(ours / xla for ours, xla in found.values())
+    across = axes.get_yaxis_transform()
+    for row, (name, figures) in enumerate(rows):
+        axes.text(0, row - 0.2, name, va="center", fontsize=TEXT_POINTS, transform=across)
+        axes.text(1, row - 0.2, figures, va="center", ha="right", fontsize=TEXT_POINTS, transform=across)
+    axes.set_ylim(len(rows) - 0.4, -0.5 - top)
+    axes.set_yticks([])
+    axes.tick_params(axis="x", labelsize=TEXT_POINTS)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle(title, fontsize=LARGE, x=0.02, ha="left")
+    return figure, axes
+
+
+def chart(report: dict[str, Any], most: int | None = None) -> Figure:
+    """Our share of the highest rates that large products and copies reached, and XLA's, for `most` of the cases."""
+    what, notation, dtypes = NAMES[benchmark(report)]
+    found = shares(report)
+    times = {label(r["case"]): (r["xla"]["us"], r["ours"]["us"]) for r in report["results"]}
+    shown = spread(list(found), most)
     kind = report["environment"]["device_kind"]
-    axes.set_title(f"{title} on one {kind}: {mean:.2f} times as fast as XLA (geometric mean)", fontsize=10)
+    title = f"{what} on one {kind}, XLA's time over ours:\n{headline(report['results'])}"
+    rows = [
+        (name, "{:.1f} -> {:.1f} us   {:.2f}".format(*times[name], times[name][0] / times[name][1])) for name in shown
+    ]
+    figure, axes = _bars(title, rows, top=1.5)
+    for offset, index, name, color in ((0.11, 0, "jax_splitk", OURS), (0.31, 1, "XLA", XLA)):
+        places = [row + offset for row in range(len(shown))]
+        axes.barh(places, [found[name][index] for name in shown], height=0.2, color=color, label=name)
+    axes.set_xlim(0, max(1.04, *(max(found[name]) + 0.02 for name in shown)))
+    axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)])
+    rates = f"bfloat16 products\n{H200_FLOPS / 1e12:.0f} TFLOP/s, copies {H200_BYTES / 1e12:.1f} TB/s"
+    some = "" if len(shown) == len(found) else f"{len(shown)} of {len(found)} "
+    axes.set_xlabel(
+        f"share of the highest rates reached: {rates}\n{some}rows: {notation}{dtypes}", fontsize=TEXT_POINTS
+    )
+    axes.legend(loc="upper left", ncols=2, fontsize=TEXT_POINTS, frameon=False, borderaxespad=0)
     return figure
 
 
-def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """By weight and line: (rows, microseconds), rows ascending."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for result in sorted(report["results"], key=lambda r: r["case"]["rows"]):
-        of_weight = found.setdefault(result["weight"], {label: [] for label in FASTEST})
-        for label, names in FASTEST.items():
-            times = [result["times"][name]["us"] for name in names if name in result["times"]]
-            if times:
-                of_weight[label].append((result["case"]["rows"], min(times)))
-    return found
-
-
-def xla_table(report: dict[str, Any]) -> str:
-    """The figures of weight gradients or products in Markdown."""
+def xla_table(report: dict[str, Any], most: int | None = None) -> str:
+    """The figures of `most` of the weight gradients, passes or products in Markdown."""
     lines = [f"| {NAMES[benchmark(report)][1]} | XLA us | jax_splitk us | ratio |", "|---|---|---|---|"]
-    for result in by_ratio(report):
+    for result in spread(by_gain(report), most):
         ours, xla = result["ours"]["us"], result["xla"]["us"]
         lines.append(f"| {label(result['case'])} | {xla:.1f} | {ours:.1f} | {xla / ours:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
 
 
 def quantized_table(report: dict[str, Any]) -> str:
@@ -172,86 +199,75 @@ def _microseconds(us: float | None) -> str:
     return "" if us is None else f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
 
 
-def crossing(lines: dict[str, list[tuple[int, float]]], other: str) -> float | None:
-    """Rows from which on we are slower than the line `other`; None for never."""
-    theirs = dict(lines[other])
-    return crossover((rows, us, theirs[rows]) for rows, us in lines["jax_splitk"] if rows in theirs)
-
-
 def quantized_chart(report: dict[str, Any]) -> Figure:
+    """Time against the number of rows, a panel for each weight."""
     found = curves(report)
     case = report["results"][0]["case"]
-    figure = Figure(figsize=(4 * max(2, len(found)), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2.9 * len(found)), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(found), squeeze=False, sharex=True)[:, 0]
     for axes, (weight, lines) in zip(panels, found.items(), strict=True):
         _draw_curves(axes, weight, lines)
-    panels[0].set_ylabel("device time of a product, us", fontsize=8)
-    panels[0].legend(fontsize=8, loc="upper left")
+    panels[-1].set_xlabel("n, rows of the activation", fontsize=TEXT_POINTS)
+    panels[0].legend(fontsize=TEXT_POINTS, loc="upper left")
     group = f"groups of {case['group_size']}" if case["group_size"] else "per channel"
     kind = report["environment"]["device_kind"]
-    figure.suptitle(f"{case['x_dtype']} activations, {case['qtype']} weights ({group}) on one {kind}", fontsize=10)
+    title = f"Device time of a product on one {kind}:\n{case['x_dtype']} activations, {case['qtype']} weights ({group})"
+    figure.suptitle(title, fontsize=LARGE, x=0.02, ha="left")
     return figure
 
 
 def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float]]]) -> None:
-    for label, points in lines.items():
+    for name, points in lines.items():
         if points:
-            axes.loglog(*zip(*points, strict=True), "o-", color=COLORS[label], label=label, markersize=3, linewidth=1.4)
+            axes.loglog(*zip(*points, strict=True), "o-", color=COLORS[name], label=name, markersize=3, linewidth=1.4)
     rows = [n for n, _ in lines["jax_splitk"]]
-    axes.set_xticks(rows, [str(n) for n in rows], fontsize=7)
+    axes.set_xticks(rows, [str(n) for n in rows])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda us, _: f"{us:,.0f}")
-    axes.tick_params(axis="y", labelsize=7)
+    axes.tick_params(labelsize=TEXT_POINTS)
     axes.grid(True, linewidth=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("n, rows of the activation", fontsize=8)
+    axes.set_ylabel("us", fontsize=TEXT_POINTS)
     said = []
     for other in ("fp8 x fp8", "bf16"):
         n = crossing(lines, other)
         if n is not None:
             axes.axvline(n, color=COLORS[other], linewidth=0.8, linestyle="--")
         if lines[other]:
-            said.append(f"{other} is faster from n = {n:.0f} (interpolated)" if n else f"{other} is never faster")
-    axes.set_title("\n".join([f"weight {weight} (features x k)", *said]), fontsize=8)
+            said.append(f"{other} from n = {n:.0f}" if n else f"{other} never")
+    faster = f"\nfaster (interpolated): {', '.join(said)}" if said else ""
+    axes.set_title(f"weight {weight} (features x k){faster}", fontsize=TEXT_POINTS, loc="left")
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
 
 
-def models_chart(report: dict[str, Any]) -> Figure:
+def models_chart(report: dict[str, Any], most: int | None = None) -> Figure:
     """Stock JAX's time of a step over ours, with both times; an axis of logarithms, from 1 to both sides."""
-    results = report["results"]
-    figure = Figure(figsize=(8, 1.3 + 0.36 * len(results)), layout="constrained")
-    axes = figure.subplots()
+    results = spread(by_gain(report), most)
+    kind = report["environment"]["device_kind"]
+    title = f"Training steps on one {kind}, stock JAX's time over ours:\n{headline(report['results'])}"
+    rows = [(r["title"], f"{r['stock']['ms']:.2f} -> {r['ours']['ms']:.2f} ms   {r['ratio']:.2f}") for r in results]
+    figure, axes = _bars(title, rows, top=0.1)
     ratios = [r["ratio"] for r in results]
     colors = [OURS if ratio >= 1 else XLA for ratio in ratios]
     axes.set_xscale("log")
-    axes.barh(range(len(results)), [ratio - 1 for ratio in ratios], left=1, height=0.6, color=colors)
-    for row, r in enumerate(results):
-        times = f"{r['stock']['ms']:.2f} -> {r['ours']['ms']:.2f} ms: {r['ratio']:.2f}"
-        axes.text(max(r["ratio"], 1.0) * 1.02, row, times, va="center", fontsize=7)
-    axes.set_yticks(range(len(results)), [r["title"] for r in results], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.6)
-    # With room for the last text.
-    axes.set_xlim(min(0.95, *ratios), max(1.5, max(ratios) ** 1.4))
+    places = [row + 0.21 for row in range(len(rows))]
+    axes.barh(places, [ratio - 1 for ratio in ratios], left=1, height=0.3, color=colors)
+    axes.set_xlim(min(0.95, *ratios), max(1.5, *ratios) * 1.05)
     ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick <= max(1.5, *ratios)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("stock JAX's time of a training step over jax_splitk's", fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    mean, kind = statistics.geometric_mean(ratios), report["environment"]["device_kind"]
-    axes.set_title(f"Training steps on one {kind}: {mean:.2f} times as fast (geometric mean)", fontsize=10)
+    axes.set_xlabel("stock JAX's time of a training step over jax_splitk's", fontsize=TEXT_POINTS)
     return figure
 
 
-def models_table(report: dict[str, Any]) -> str:
+def models_table(report: dict[str, Any], most: int | None = None) -> str:
     """The same figures in Markdown, with the peak memory over stock JAX's."""
     lines = ["| model | stock ms | jax_splitk ms | ratio | peak memory |", "|---|---|---|---|---|"]
-    for r in report["results"]:
+    for r in spread(by_gain(report), most):
         times = f"{r['stock']['ms']:.2f} | {r['ours']['ms']:.2f} | {r['ratio']:.2f}"
-        lines.append(f"| {r['title']} | {times} | {r['peak_ratio'] - 1:+.0%} |")
+        lines.append(f"| {r['title']} | {times} | {round(100 * (r['peak_ratio'] - 1)):+d}% |")
     return "\n".join(lines) + "\n"
 
 
@@ -263,12 +279,27 @@ TABLES = {"wgrad": xla_table, "conv": xla_table, "dot": xla_table, "quantized": 
 TABLES |= {"profile_step": timeline.table}
 
 
+def text(report: dict[str, Any]) -> str:
+    """What pages quote of a report."""
+    kind = benchmark(report)
+    if kind == "quantized":
+        return quantized_headline(report) + "\n"
+    return f"{headline(report['results'])}\n" + (groups_table(report["results"]) if kind == "conv" else "")
+
+
 def existing_file(text: str) -> pathlib.Path:
     """The argparse type of a report."""
     path = pathlib.Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is no file; accepted: what a benchmark wrote with --json")
     return path
+
+
+def row_count(text: str) -> int:
+    """The argparse type of --rows."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number of rows, 2 or more")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,7 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "reports", type=existing_file, nargs="+", metavar="report", help="JSON files of one of these, later ones count"
     )
-    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table")
+    parser.add_argument("out", type=pathlib.Path, help="SVG or PNG file; .md for a table, .txt for what it comes to")
+    parser.add_argument(
+        "--rows", type=row_count, metavar="N", help="so many rows, from the largest gain to the least; all"
+    )
     options = parser.parse_args(argv)
     try:
         reports = [json.loads(path.read_text()) for path in options.reports]
@@ -287,18 +321,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not all(report["results"] for report in reports):
             raise ValueError("no results; accepted: reports with some")
         report = combined(reports)
-        if options.out.suffix == ".md":
-            options.out.write_text(TABLES[benchmark(report)](report))
+        kind = benchmark(report)
+        if options.rows and kind in ("quantized", "profile_step"):
+            raise ValueError(f"--rows {options.rows} with a report of benchmarks.{kind}, which has no rows by gain")
+        if options.out.suffix == ".txt" and kind == "profile_step":
+            raise ValueError(
+                f"{options.out.name}: a report of benchmarks.{kind} has no medians; accepted: .svg, .png, .md"
+            )
+        rows = {} if options.rows is None else {"most": options.rows}
+        if options.out.suffix in (".md", ".txt"):
+            options.out.write_text(TABLES[kind](report, **rows) if options.out.suffix == ".md" else text(report))
             return 0
-        figure = CHARTS[benchmark(report)](report)
+        figure = CHARTS[kind](report, **rows)
     except ValueError as error:
         print(f"{', '.join(map(str, options.reports))}: {error}", file=sys.stderr)
         return 2
-    # The same bytes for the same report: no date, no version, no random ids. Text as paths looks alike everywhere.
-    metadata = {"Date": None, "Creator": None} if options.out.suffix == ".svg" else {"Software": None}
-    with mpl.rc_context({"svg.hashsalt": "jax_splitk", "svg.fonttype": "path"}):
-        figure.savefig(options.out, metadata=metadata, dpi=150)
+    save(figure, options.out)
     return 0
+
+
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """The same bytes for the same figure: no date, no version, no random ids. Text as paths looks alike everywhere."""
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    with mpl.rc_context({"svg.hashsalt": "jax_splitk", "svg.fonttype": "path"}):
+        figure.savefig(path, metadata=metadata, dpi=150)
 
 
 if __name__ == "__main__":

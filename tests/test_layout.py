@@ -19,7 +19,7 @@ FOLDERS = ("jax_splitk", "ffi", "benchmarks", "examples", "tests")
 SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".txt"}
 # From the top down: a module imports those of its own folder and of folders further down.
 LAYERS = ("cli", "ops", "tuning", "kernels", "problems", "quantized", "runtime")
-LONGEST_FUNCTION = 70  # lines, of the package
+LONGEST_FUNCTION = 50  # lines, of the package, without its docstring
 # What a module of the package may hold that changes.
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
@@ -203,9 +203,14 @@ def test_modules_have_docstrings() -> None:
 
 
 def test_functions_are_short() -> None:
+    def lines(node: ast.stmt) -> int:
+        return (node.end_lineno or 0) - node.lineno + 1
+
     def long(path: pathlib.Path) -> list[str]:
         functions = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef))
-        return [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST_FUNCTION]
+        return [
+            f.name for f in functions if lines(f) - bool(ast.get_docstring(f)) * lines(f.body[0]) > LONGEST_FUNCTION
+        ]
 
     assert not offenders(python("jax_splitk"), long)
 

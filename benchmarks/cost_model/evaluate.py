@@ -224,22 +224,26 @@ def table(found: Sequence[Outcome]) -> list[list[str]]:
 
 def plot(found: Sequence[Outcome]) -> Any:
     """Share of problems by regret, and by how much slower than XLA."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - the device machine may lack it
+    # The device machine may lack matplotlib.
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    from benchmarks.timeline import TEXT_POINTS, WIDTH_INCHES  # noqa: PLC0415
+
+    figure = Figure(figsize=(WIDTH_INCHES, 6.2), layout="constrained", facecolor="white")
     labels = {"first": "the cost model's first choice", "untuned": "untuned", "tuned": "tuned"}
     figures = ("regret against the best known", Outcome.regret), ("slower than XLA by", Outcome.over_xla)
-    for axes, (what, value) in zip(figure.subplots(1, 2), figures, strict=True):
+    for axes, (what, value) in zip(figure.subplots(2), figures, strict=True):
         for name, label in labels.items():
             values = np.sort([100 * value(o, name) for o in found if name in o.us])
             axes.plot(values, 100 * np.arange(1, len(values) + 1) / len(values), label=label)
-        axes.set_xlabel(f"{what}, %", fontsize=8)
-        axes.set_ylabel("problems with at most so much, %", fontsize=8)
+        axes.set_xlabel(f"{what}, %", fontsize=TEXT_POINTS)
+        axes.set_ylabel("problems with at most so much, %", fontsize=TEXT_POINTS)
+        axes.tick_params(labelsize=TEXT_POINTS)
         axes.set_xlim(-1 if value is Outcome.regret else -80, 20)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"{len(found)} random problems that no fit has seen", fontsize=10)
+        axes.legend(fontsize=TEXT_POINTS)
+    figure.suptitle(f"{len(found)} random problems that no fit has seen", fontsize=TEXT_POINTS + 1)
     return figure
 
 
@@ -249,7 +253,9 @@ def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> Non
         if path.suffix == ".md":
             path.write_text(report.markdown(table(found)) + "\n")
         else:
-            plot(found).savefig(path)
+            from benchmarks.plot import save  # noqa: PLC0415
+
+            save(plot(found), path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

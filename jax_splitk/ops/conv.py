@@ -42,7 +42,7 @@ def conv_wgrad(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """Gradient of a convolution with respect to its weight (its "rhs"), with a split reduction.
+    """The gradient of a convolution with respect to its weight (its "rhs").
 
     For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
     `rhs`: `dW[r, s, c, k] = sum over n, p, q of lhs[n, p*stride - pad + r*dilation, ..., c] * g[n, p, q, k]`,
@@ -54,13 +54,19 @@ def conv_wgrad(
         kernels take all but float64; what no kernel takes runs as XLA's convolution.
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of lhs's dtype.
       rhs_shape: shape of the weight, in the order that `dimension_numbers` gives it, e.g. (R, S, C/groups, K).
-      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
-        `jax.lax.conv_general_dilated`.
-      dimension_numbers, feature_group_count, batch_group_count, precision: likewise. As there, dimension_numbers=None
-        means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no transposes.
+      window_strides: the forward convolution's, as all up to `feature_group_count`: see `jax.lax.conv_general_dilated`.
+        An integer for each spatial dimension.
+      padding: "SAME", "VALID", "SAME_LOWER" or a pair (low, high) for each spatial dimension.
+      rhs_dilation: the distance of the filter's taps, for each spatial dimension; None for 1.
+      dimension_numbers: the orders of dimensions. None means NCHW and OIHW, as in lax; ("NHWC", "HWIO", "NHWC") needs
+        no transposes.
+      feature_group_count: the number of groups of channels.
       preferred_element_type: dtype of the result, one of those above; None for lhs's. float32 from 16-bit inputs
         keeps the full sums.
-      config: a kernel family's `Config`, to bypass selection.
+      lhs_dilation: the distance of the input's pixels, for each spatial dimension; None for 1.
+      batch_group_count: the number of groups of the batch, as in lax.
+      precision: as in lax.
+      config: a kernel family's `Config`, to bypass selection; None selects one.
       implementation: None (the best available; always works), "cutlass" (H200/H100 kernels), "host" (the CPU
         kernel) or "xla".
       workspace_limit_bytes: the most scratch memory a kernel may ask of XLA; None for 256 MiB.
@@ -109,7 +115,7 @@ def conv_fprop(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """The forward pass of a convolution by itself: `jax.lax.conv_general_dilated`, whose kernel can be chosen.
+    """The forward pass of a convolution by itself, to choose its kernel: else use `conv_general_dilated`.
 
     `conv_general_dilated` uses it. With `lhs_dilation` and unit strides it is a transposed convolution, which is
     computed as the input gradient of another one: `explain` shows it as `conv_dgrad`. Its cotangents are `conv_dgrad`
@@ -118,11 +124,18 @@ def conv_fprop(
     Args:
       lhs: the convolution's input, e.g. [N, H, W, C], of dtype bfloat16, float16, float32 or float64.
       rhs: its weight, e.g. [R, S, C/groups, K], of lhs's dtype.
-      window_strides, padding, rhs_dilation, lhs_dilation, dimension_numbers, feature_group_count, batch_group_count,
-        precision: as in `jax.lax.conv_general_dilated`.
+      window_strides: as all up to `feature_group_count` in `jax.lax.conv_general_dilated`.
+      padding: "SAME", "VALID", "SAME_LOWER" or pairs.
+      rhs_dilation: the distance of the filter's taps.
+      dimension_numbers: the orders of dimensions; None means NCHW and OIHW.
+      feature_group_count: the number of groups of channels.
       preferred_element_type: dtype of the result, one of those above; None for lhs's.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or XLA computes faster,
-        is XLA's.
+      lhs_dilation: the distance of the input's pixels; above 1 for a transposed convolution.
+      batch_group_count: as in lax.
+      precision: as in lax.
+      config: as in `conv_wgrad`.
+      implementation: as in `conv_wgrad`. What no kernel takes, or XLA computes faster, is XLA's.
+      workspace_limit_bytes: as in `conv_wgrad`.
 
     Returns:
       The convolution, e.g. [N, P, Q, K].
@@ -163,7 +176,7 @@ def conv_dgrad(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """Gradient of a convolution with respect to its input (its "lhs"); with strides, a transposed convolution.
+    """The gradient of a convolution with respect to its input (its "lhs"): with strides, a transposed convolution.
 
     For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
     `lhs`. Its own cotangents are `conv_fprop` and `conv_wgrad`. Works under the transformations that `conv_wgrad` works
@@ -173,12 +186,18 @@ def conv_dgrad(
       g: the cotangent of the convolution's output, e.g. [N, P, Q, K], of dtype bfloat16, float16, float32 or float64.
       rhs: the weight, e.g. [R, S, C/groups, K], of g's dtype.
       lhs_shape: shape of the input, in the order that `dimension_numbers` gives it, e.g. (N, H, W, C).
-      window_strides, padding, rhs_dilation, lhs_dilation: the forward convolution's, as in
-        `jax.lax.conv_general_dilated`.
-      dimension_numbers, feature_group_count, batch_group_count, precision: likewise.
+      window_strides: the forward convolution's, as all up to `feature_group_count`: see `conv_wgrad`.
+      padding: the forward convolution's.
+      rhs_dilation: the forward convolution's.
+      dimension_numbers: the forward convolution's, whose output is `g`.
+      feature_group_count: the forward convolution's.
       preferred_element_type: dtype of the result, one of those above; None for g's.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`. What no kernel takes, or XLA computes faster,
-        is XLA's.
+      lhs_dilation: the forward convolution's.
+      batch_group_count: the forward convolution's.
+      precision: as in lax.
+      config: as in `conv_wgrad`.
+      implementation: as in `conv_wgrad`. What no kernel takes, or XLA computes faster, is XLA's.
+      workspace_limit_bytes: as in `conv_wgrad`.
 
     Returns:
       The input gradient, of shape `lhs_shape`.
@@ -223,9 +242,10 @@ def conv_general_dilated(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` whose passes are `conv_fprop`, `conv_dgrad` and `conv_wgrad`.
+    """A convolution with the arguments of `jax.lax.conv_general_dilated`, with fast kernels for it and its gradients.
 
-    The first twelve parameters are lax's, in lax's order. Where no kernel is faster, the forward pass and the input
+    The passes are `conv_fprop`, `conv_dgrad` and `conv_wgrad`; for each the fastest is chosen, XLA's among them. The
+    first twelve parameters are lax's, in lax's order. Where no kernel is faster, the forward pass and the input
     gradient are lax's operations to the letter, and so is forward mode; but an input whose padding crops one side of a
     dimension and extends the other is padded before, since XLA:CPU may compute wrong numbers. Works under every
     transformation of lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map.
@@ -236,14 +256,27 @@ def conv_general_dilated(
     gradients, as the log says.
 
     Args:
+      lhs: the input, e.g. [N, H, W, C], of a real dtype where `compute_dtype` is given.
+      rhs: the weight, e.g. [R, S, C/groups, K].
+      window_strides: steps of the window, an integer for each spatial dimension.
+      padding: "SAME", "VALID", "SAME_LOWER" or a pair (low, high) for each spatial dimension.
+      lhs_dilation: the distance of the input's pixels, for each spatial dimension; None for 1.
+      rhs_dilation: the distance of the filter's taps, for each spatial dimension; None for 1.
+      dimension_numbers: the orders of dimensions. None means NCHW and OIHW; ("NHWC", "HWIO", "NHWC") needs no
+        transposes.
+      feature_group_count: the number of groups of channels.
+      batch_group_count: the number of groups of the batch.
+      precision: as in lax.
+      preferred_element_type: dtype of the result; None for `compute_dtype`, or lhs's.
       out_sharding: for meshes with explicit axes, as in lax.
       compute_dtype: bfloat16, float16, float32 or float64, to which lhs and rhs are converted before the convolution;
         None for their own. With a float32 `rhs` (a master weight) and compute_dtype=bfloat16, the weight gradient is
         float32 and holds the kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent
         of the output is converted to compute_dtype.
-      config, implementation, workspace_limit_bytes: as in `conv_wgrad`, for the weight gradient: under vmap of that
-        of the one convolution. The other passes are chosen by themselves, but for implementation="xla", which is for
-        all three.
+      config: as in `conv_wgrad`, for the weight gradient; under vmap for that of the one convolution of the batch.
+      implementation: as in `conv_wgrad`, for the weight gradient. The other passes are chosen by themselves, but for
+        "xla", which is for all three.
+      workspace_limit_bytes: as in `conv_wgrad`, for each pass.
 
     Returns:
       The convolution, of dtype preferred_element_type, else compute_dtype, else lhs's.

@@ -84,7 +84,8 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
 
     Args:
       fn: a function that `jax.jit` accepts, e.g. a train step.
-      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its arguments by name.
 
     Returns:
       A `Cost`: `operations`, each with `problem`, `count`, `flops` and `bytes_accessed`; the sums `flops` and

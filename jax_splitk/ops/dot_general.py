@@ -40,7 +40,7 @@ def dot_general(
     implementation: str | None = None,
     config: Any = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general`, by kernels that split a long reduction over the whole GPU.
+    """A product with the arguments of `jax.lax.dot_general`, whose long sum is split over the whole GPU.
 
     The weight gradient of a dense layer is such a product: few weights, and a sum over every row of the batch. The
     kernels need no zeroed memory. Splits are added in a fixed order, so that results are the same, bit for bit, each
@@ -56,7 +56,8 @@ def dot_general(
     computes its epilogue; without an activation bias and residual stay in the kernel.
 
     Args:
-      lhs, rhs: arrays of a real floating dtype; others are left to lax. float8_e4m3fn with preferred_element_type only.
+      lhs: array of a real floating dtype; others are left to lax. float8_e4m3fn with preferred_element_type only.
+      rhs: likewise.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)) dimensions.
       precision: as in lax, for float32 operands: DEFAULT and HIGH multiply in tf32, HIGHEST in float32, by XLA. What
         else lax takes (a pair, an algorithm) is left to lax.
@@ -104,15 +105,22 @@ def matmul(
     implementation: str | None = None,
     config: Any = None,
 ) -> jax.Array:
-    """`jax.numpy.matmul` by `dot_general`: [..., m, k] @ [..., k, n] with broadcast leading dimensions; vectors as in
-    NumPy. With an epilogue activation(a @ b + bias) + residual, in one kernel where one serves; see `dot_general`.
+    """A matrix product with the arguments of `jax.numpy.matmul`, and bias, activation and residual in the same kernel.
+
+    [..., m, k] @ [..., k, n] with broadcast leading dimensions; vectors as in NumPy. The result is
+    activation(a @ b + bias) + residual. It is a `dot_general`, which says what kernels serve.
 
     Args:
-      a, b: arrays of a real floating dtype; of at least one dimension, with a bias or a residual of two.
+      a: [..., m, k] or [k], of a real floating dtype; with a bias or a residual of two dimensions at least.
+      b: [..., k, n] or [k], likewise.
       bias: [n], or [m, 1] where a has no leading dimensions or b has them, too (else all of a's, then 1).
       activation: "relu", "gelu", "gelu_exact" or "silu".
       residual: of the result's shape.
-      precision, preferred_element_type, compute_dtype, implementation, config: see `dot_general`.
+      precision: as in `dot_general`.
+      preferred_element_type: dtype of the result, as in `dot_general`.
+      compute_dtype: as in `dot_general`.
+      implementation: as in `dot_general`.
+      config: as in `dot_general`.
 
     Raises:
       ValueError: shapes that do not belong together; and see `dot_general`.

@@ -30,8 +30,10 @@ _NO_GRADIENT = (
 
 
 def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
-    """For each jax_splitk operation in a trace of `fn(*args, **kwargs)`: what computes it and why. For each pass of a
-    convolution and each product with a quantized weight that is plain lax: what jax_splitk would do, and the gain.
+    """Says what computes each operation of `fn(*args, **kwargs)`, and why.
+
+    For each pass of a convolution and each product with a quantized weight that is plain lax, it says what jax_splitk
+    would do, and the gain.
 
     Forward passes and input gradients that are lax's are left out, unless they were asked for by name: those for which
     no kernel competes, and those that are counted in `notes`, because XLA is faster.
@@ -46,7 +48,8 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
-      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s, whose shardings count.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s, whose shardings count.
+      **kwargs: its arguments by name.
       platform: "cpu", "cuda" (also without a GPU: then for an H200), "rocm" or "tpu"; None for the default backend's.
 
     Returns:

@@ -46,7 +46,7 @@ def intercept(
     implementation: str | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> Iterator[None]:
-    """Routes `lax.conv_general_dilated` to `jax_splitk.conv_general_dilated` in code that cannot be changed.
+    """Makes the convolutions of unchanged code jax_splitk's: it replaces `jax.lax.conv_general_dilated` in a block.
 
     A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like:
 
@@ -73,7 +73,8 @@ def intercept(
     Args:
       compute_dtype: as in `jax_splitk.conv_general_dilated`, for convolutions of floating operands. The result keeps
         the dtype that lax gives it.
-      implementation, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
+      implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
+      workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
 
     Raises:
       ValueError, TypeError: an argument outside its range.

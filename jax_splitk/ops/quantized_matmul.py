@@ -33,7 +33,7 @@ def quantized_matmul(
     config: Any = None,
     transposed: PackedWeight | None = None,
 ) -> jax.Array:
-    """x @ w for a quantized weight w, summed in float32.
+    """The product x @ w with a weight w of 4 or 8 bits, summed in float32.
 
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Differentiation, in forward and reverse mode
     and of any order, is with respect to x (in which it is linear), the scales and floating zero points, each computed
@@ -55,7 +55,8 @@ def quantized_matmul(
         kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
-      implementation, config: as in `conv_wgrad`.
+      implementation: as in `conv_wgrad`.
+      config: as in `conv_wgrad`.
       transposed: a second weight, `prepack(quantize(w.T, ...))` of shape [features, k], that stands for w in the
         cotangent of x, so that a kernel can compute it: the groups of w lie along what that product does not sum
         over, so its own packing serves no kernel there. It is quantized by itself, hence as close to the unquantized

@@ -28,13 +28,16 @@ _logger = logging.getLogger("jax_splitk")
 def tune(
     fn: Callable[..., Any], *args: Any, seconds: float | None = None, again: bool = False, **kwargs: Any
 ) -> TuningResult:
-    """Tunes every jax_splitk operation in a trace of `fn(*args, **kwargs)` on the local device, and stores the
-    decisions in the user's cache, if that may be written (`JAX_SPLITK_CACHE_MODE`); the log says what was not stored.
-    A terminal shows how far it is, and at the end what a step gains (`JAX_SPLITK_PROGRESS`); else the log does.
+    """Measures the kernels of every jax_splitk operation in `fn(*args, **kwargs)`, and stores the fastest of each.
+
+    `fn` is traced; what is measured are the problems in it, on the local device. The decisions go to the user's cache,
+    if that may be written (`JAX_SPLITK_CACHE_MODE`); the log says what was not stored. A terminal shows how far it is,
+    and at the end what a step gains (`JAX_SPLITK_PROGRESS`); else the log does.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step; it is traced, not run.
-      *args, **kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its arguments by name.
       seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
       again: also tune what a cache already has.
 
@@ -66,8 +69,16 @@ def tune(
 
 
 def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, again: bool = False) -> TuningResult:
-    """`tune` for problems given as such (`jax_splitk.problems.conv_wgrad.ConvWgradProblem`,
-    `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`), under the options in force.
+    """Measures the kernels of given problems, and stores the fastest of each: `tune` without a function to trace.
+
+    Args:
+      problems: e.g. a `jax_splitk.problems.conv_wgrad.ConvWgradProblem` or a
+        `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`; the options in force hold for all of them.
+      seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
+      again: also tune what a cache already has.
+
+    Returns:
+      The decisions, as those of `tune`.
 
     Raises:
       TypeError: one of them is not a problem.

@@ -22,7 +22,7 @@ ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedArray:
-    """An array of few bits an element: array ~ (qvalue - zero_point) * scale, spread over tiles.
+    """An array with elements of 4 or 8 bits, and scales: it stands for (qvalue - zero_point) * scale.
 
     A pytree whose leaves are the arrays below. The convention is that of qwix's QArray: `scale` has qvalue's rank, and
     each of its dimensions divides qvalue's; one scale serves the tile of elements that the quotient of the shapes
@@ -138,7 +138,9 @@ def quantize(
     symmetric: bool = True,
     scale_dtype: DTypeLike | None = None,
 ) -> QuantizedArray:
-    """Quantizes an array by the extremes of each group of elements along one axis.
+    """Quantizes an array to 4 or 8 bits an element, with a scale for each group of elements along one axis.
+
+    The scale is that of the group's extremes.
 
     Symmetric: scale = max|w| / (high + 1/2) for integers, so that the last step of the range is used in full, and
     max|w| / high for floats. Asymmetric: the range from min(w, 0) to max(w, 0) on all 2**bits steps, with an integer
@@ -243,7 +245,7 @@ def _round_up(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """The float array that a quantized one stands for: (q - zero_point) * scale, in float32, then rounded to `dtype`.
+    """Turns a quantized array back into a float array: (q - zero_point) * scale, in float32, rounded to `dtype`.
 
     Differentiable with respect to scale and a floating zero point.
 

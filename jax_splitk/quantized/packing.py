@@ -52,11 +52,11 @@ _ORDER = {
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A quantized weight [k, features] in the order of the kernels; made by `prepack`. A pytree.
+    """A quantized weight [k, features] whose bytes are in the order that the kernels read; `prepack` makes it.
 
-    Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight. The leaves may be sharded:
-    along their first dimension, features are divided, along the second, k (scales of a weight quantized per channel
-    have none). Inside shard_map `shape` stays that of all devices' parts together.
+    It is a pytree. Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight. The leaves
+    may be sharded: along their first dimension, features are divided, along the second, k (scales of a weight quantized
+    per channel have none). Inside shard_map `shape` stays that of all devices' parts together.
 
     Attributes:
       words: uint32 [tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
@@ -152,7 +152,13 @@ def _prepack(q: QuantizedArray) -> PackedWeight:
 
 
 def unpack(packed: PackedWeight) -> QuantizedArray:
-    """The exact inverse of `prepack`: the same elements, scales for each feature and zero points.
+    """Turns a packed weight back into a `QuantizedArray`: the exact inverse of `prepack`.
+
+    Args:
+      packed: what `prepack` made.
+
+    Returns:
+      The same elements and zero points, and a scale for each feature and group.
 
     Raises:
       TypeError, ValueError: no PackedWeight, or one whose leaves do not belong together, also for zero points, changed

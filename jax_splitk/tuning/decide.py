@@ -26,8 +26,9 @@ _ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/b
 
 
 class FrozenCacheMiss(RuntimeError):
-    """A problem has no tuning decision, and `JAX_SPLITK_CACHE_MODE=frozen` forbids lowering it without one; or its
-    decision's kernel is in no cache, and there is no compiler.
+    """Raised in frozen mode (`JAX_SPLITK_CACHE_MODE=frozen`) for an operation that was not tuned.
+
+    Also for one whose tuned kernel is in no cache, where there is no compiler.
 
     Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
     exported. The message is the problem and the command that tunes it, or what is missing. An explicit config,

@@ -106,7 +106,8 @@ def options(*, implementation: str | None = None, workspace_limit_bytes: int | N
     """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
 
     Args:
-      implementation, workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
+      implementation: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
+      workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
 
     Raises:
       ValueError: a value outside its range.

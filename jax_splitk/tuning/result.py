@@ -17,8 +17,10 @@ from jax_splitk.tuning.key import Key
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """Entries by key. `a | b` has both, b's where they meet. As a context manager its decisions come before any
-    cache's, for operations traced inside the block; jit traces a function again where they change.
+    """The decisions that `tune` made: for each problem the fastest kernel, with all that was measured.
+
+    As a context manager it comes before any cache, for operations traced inside the block; jit traces a function again
+    where its decisions change. `a | b` has the decisions of both, b's where both have one.
 
     Examples:
       >>> from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem

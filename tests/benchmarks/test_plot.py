@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.axes import Axes
+
 from benchmarks import plot
+from benchmarks.conv_cases import GROUPS
+from benchmarks.headline import GROUP_TITLES
 
 REPORT = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "wgrad_h200.json"
 
@@ -42,15 +46,75 @@ def test_a_table_has_every_case(tmp_path: pathlib.Path) -> None:
     assert "| 256, 56, 64 -> 64, 3x3 | 130.0 | 81.6 | 1.59 |" in rows
 
 
+def names(axes: Axes) -> list[str]:
+    """The rows' names, from the top."""
+    return [text.get_text() for text in axes.texts if text.get_horizontalalignment() == "left"]
+
+
 def test_chart_has_every_case() -> None:
     report = json.loads(REPORT.read_text())
-    (axes,) = plot.chart(report).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(plot.shares(report))
+    figure = plot.chart(report)
+    (axes,) = figure.axes
+    assert names(axes) == list(plot.shares(report))
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == [pair[i] for i in range(2) for pair in plot.shares(report).values()]
-    assert "geometric mean" in axes.get_title()
-    assert "share of the roofline" in axes.get_xlabel()
-    assert "N, H=W, C -> K, filter" in axes.get_ylabel()
+    title = figure.get_suptitle()
+    assert title.startswith(
+        "Weight gradients on one NVIDIA H200, XLA's time over ours:\nmedian 1.28, geometric mean 1.65"
+    )
+    assert "share of the highest rates reached: bfloat16 products\n790 TFLOP/s, copies 4.3 TB/s" in axes.get_xlabel()
+    assert "N, H=W, C -> K, filter" in axes.get_xlabel()
+
+
+def test_fewer_rows_are_spread_from_the_largest_gain_to_the_least(tmp_path: pathlib.Path) -> None:
+    report = json.loads(REPORT.read_text())
+    every = list(plot.shares(report))
+    figure = plot.chart(report, 8)
+    (axes,) = figure.axes
+    assert names(axes) == [every[i] for i in (0, 4, 8, 12, 15, 19, 23, 27)]
+    assert "8 of 28 rows" in axes.get_xlabel()
+    assert figure.get_suptitle() == plot.chart(report).get_suptitle(), "the means are those of all"
+    assert plot.main(["--rows", "8", str(REPORT), str(tmp_path / "table.md")]) == 0
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == names(axes)
+    assert plot.spread([1, 2, 3], 5) == [1, 2, 3]
+
+
+def test_rows_are_a_number(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("1", "-3", "all"):
+        with pytest.raises(SystemExit):
+            plot.main([f"--rows={wrong}", str(REPORT), str(tmp_path / "table.md")])
+        assert f"{wrong!r}; accepted: a number of rows, 2 or more" in capsys.readouterr().err
+
+
+def test_rows_and_headlines_are_of_reports_that_compare(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantized = REPORT.with_name("quantized_h200_8192x8192.json")
+    assert plot.main(["--rows", "4", str(quantized), str(tmp_path / "plot.svg")]) == 2
+    assert "--rows 4 with a report of benchmarks.quantized, which has no rows by gain" in capsys.readouterr().err
+    profile = {"benchmark": "profile_step", "environment": {"device_kind": "H200"}, "results": [{"name": "step"}]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert plot.main([str(tmp_path / "profile.json"), str(tmp_path / "text.txt")]) == 2
+    assert "text.txt: a report of benchmarks.profile_step has no medians" in capsys.readouterr().err
+
+
+def test_headlines_tell_what_a_mean_rests_on(tmp_path: pathlib.Path) -> None:
+    results = [{"ratio": ratio} for ratio in (8.0, 1.0, 2.0)]
+    assert plot.headline(results) == "median 2.00, geometric mean 2.52 (1.41 without the largest, 8.00)"
+    assert plot.headline(results[:1]) == "median 8.00, geometric mean 8.00"
+    assert plot.main([str(REPORT), str(tmp_path / "text.txt")]) == 0
+    assert (tmp_path / "text.txt").read_text() == f"{plot.headline(json.loads(REPORT.read_text())['results'])}\n"
+
+
+def test_groups_of_convolutions_are_summed_up(tmp_path: pathlib.Path) -> None:
+    passes = REPORT.with_name("conv_h200_suite.json")
+    assert plot.main([str(passes), str(tmp_path / "text.txt")]) == 0
+    rows = (tmp_path / "text.txt").read_text().splitlines()[3:]
+    groups = {result["case"]["group"] for result in json.loads(passes.read_text())["results"]}
+    assert len(rows) == len(groups) == len(GROUP_TITLES)
+    assert set(GROUP_TITLES) == set(GROUPS)
+    assert "| large dense 3x3 | 17 | 1.10 | 1.02 | 1.24 |" in rows
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
@@ -118,18 +182,22 @@ def test_products_and_steps(tmp_path: pathlib.Path) -> None:
     product = {"case": case, "floor_us": 5.0, "ours": {"us": 6.0}, "xla": {"us": 9.0}}
     environment = {"device_kind": "H200"}
     dot = {"benchmark": "dot", "environment": environment, "results": [product]}
-    (axes,) = plot.chart(dot).axes
-    assert axes.get_title() == "Products with a long reduction on one H200: 1.50 times as fast as XLA (geometric mean)"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["64 x 256 x 1024"]
+    figure = plot.chart(dot)
+    assert figure.get_suptitle() == (
+        "Products with a long reduction on one H200, XLA's time over ours:\nmedian 1.50, geometric mean 1.50"
+    )
+    assert names(figure.axes[0]) == ["64 x 256 x 1024"]
     step = {"name": "net", "title": "a net", "ratio": 1.25, "peak_ratio": 1.03}
     steps = {"benchmark": "models", "environment": environment}
     steps["results"] = [step | {"stock": {"ms": 10.0}, "ours": {"ms": 8.0}}, {**step, "name": "other"} | {
         "title": "another", "ratio": 0.8, "stock": {"ms": 8.0}, "ours": {"ms": 10.0}, "peak_ratio": 0.9
     }]  # fmt: skip
-    (axes,) = plot.models_chart(steps).axes
+    figure = plot.models_chart(steps | {"results": steps["results"][::-1]})
+    (axes,) = figure.axes
+    assert names(axes) == ["a net", "another"], "sorted by gain"
     assert [bar.get_x() + bar.get_width() for bar in axes.patches] == pytest.approx([1.25, 0.8])
-    assert "10.00 -> 8.00 ms: 1.25" in [text.get_text() for text in axes.texts]
-    assert axes.get_title().startswith("Training steps on one H200: 1.00 times as fast")
+    assert "10.00 -> 8.00 ms   1.25" in [text.get_text() for text in axes.texts]
+    assert figure.get_suptitle().startswith("Training steps on one H200, stock JAX's time over ours:\nmedian 1.02")
     for report, row in (
         (dot, "| 64 x 256 x 1024 | 9.0 | 6.0 | 1.50 |"),
         (steps, "| a net | 10.00 | 8.00 | 1.25 | +3% |"),

@@ -254,5 +254,5 @@ def test_chart_marks_where_others_become_faster() -> None:
 
     report = {"environment": {"device_kind": "H200"}, "results": [result(1, 5, 11, 10), result(4, 20, 10, 12)]}
     (axes,) = plot.quantized_chart(report).axes
-    assert "fp8 x fp8 is faster from n = 2" in axes.get_title()
+    assert "fp8 x fp8 from n = 2" in axes.get_title("left")
     assert "bf16" not in axes.get_title()
