@@ -440,6 +440,6 @@ def test_a_destination_that_is_no_local_path_is_refused(
     monkeypatch.chdir(tmp_path)
     assert "DEST='gs://bucket/cache'; accepted: a local path" in refused(capsys, "cache", *words, "gs://bucket/cache")
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", "$HOME/cache")
-    for command in (("ls",), ("ls", "--all"), ("prune",), ("export", "there")):
-        assert "JAX_SPLITK_CACHE_DIR='$HOME/cache'; accepted: a local path" in refused(capsys, "cache", *command)
+    for arguments in (("ls",), ("ls", "--all"), ("prune",), ("export", "there")):
+        assert "JAX_SPLITK_CACHE_DIR='$HOME/cache'; accepted: a local path" in refused(capsys, "cache", *arguments)
     assert list(tmp_path.iterdir()) == []
