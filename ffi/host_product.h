@@ -117,7 +117,7 @@ JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_
     std::memcpy(sums + i / 2 * kTileColumns + i % 2 * lanes, &sum[i / 2][i % 2], sizeof(Floats));
 }
 
-// Sums in two floats each: a rounded one, and what its roundings left.
+// Sums in two floats each: a rounded one, and the rest that rounding took away.
 struct Total {
   float *sum, *rest;
 
@@ -130,9 +130,12 @@ struct Total {
     }
   }
 
-  // Of an infinite sum the rest is no number.
+  // The rest is no number where a sum is infinite, and where the steps to it overflowed.
   JAX_SPLITK_INLINE void Store(float* to, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) to[i] = std::isfinite(sum[i]) ? sum[i] + rest[i] : sum[i];
+    for (int64_t i = 0; i < count; ++i) {
+      const float both = sum[i] + rest[i];
+      to[i] = std::isfinite(both) ? both : sum[i];
+    }
   }
 };
 
@@ -192,8 +195,7 @@ inline void SumPartials(const Product& p, int64_t begin, int64_t end) {
     const int64_t count = std::min(kAtOnce, end - begin);
     std::copy_n(p.Partial(0) + begin, count, sum);
     std::fill_n(rest, count, 0.0f);
-    for (int64_t split = 1; split < p.splits; ++split)
-      Total{sum, rest}.Add(p.Partial(split) + begin, count);
+    for (int64_t split = 1; split < p.splits; ++split) Total{sum, rest}.Add(p.Partial(split) + begin, count);
     Total{sum, rest}.Store(p.out + begin, count);
   }
 }

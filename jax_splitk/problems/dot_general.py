@@ -18,8 +18,8 @@ BIASES = ("none", "m", "n")
 # NaN stays NaN in all of them. Each is one computation, also outside jit: its constants are no transfers.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
-    "gelu": jax.jit(functools.partial(jax.nn.gelu, approximate=True), inline=True),
-    "gelu_exact": jax.jit(functools.partial(jax.nn.gelu, approximate=False), inline=True),
+    "gelu": jax.jit(functools.partial(jax.nn.gelu, approximate=True)),
+    "gelu_exact": jax.jit(functools.partial(jax.nn.gelu, approximate=False)),
     "silu": jax.nn.silu,
 }
 

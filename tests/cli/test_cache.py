@@ -431,3 +431,15 @@ def test_a_choice_that_was_never_measured_is_refused_and_shown(
     found = run(capsys, "cache", "merge", cache, tmp_path / "b", code=1)
     assert found["unusable"][0]["reason"] == f"its choice {B} was not measured"
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("words", [("merge", "nowhere"), ("export",)])
+def test_a_destination_that_is_no_local_path_is_refused(
+    words: tuple[str, ...], cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "DEST='gs://bucket/cache'; accepted: a local path" in refused(capsys, "cache", *words, "gs://bucket/cache")
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", "$HOME/cache")
+    for arguments in (("ls",), ("ls", "--all"), ("prune",), ("export", "there")):
+        assert "JAX_SPLITK_CACHE_DIR='$HOME/cache'; accepted: a local path" in refused(capsys, "cache", *arguments)
+    assert list(tmp_path.iterdir()) == []

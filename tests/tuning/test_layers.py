@@ -305,7 +305,7 @@ def test_a_frozen_miss_names_the_machines_that_a_cache_is_for(
     assert disk.write(cache / "tuning" / "v3-damaged" / "x.json", b"{")
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", str(tmp_path / "other"))
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
-    told = f"a cache has it for {CPU.cores + 3} and for {CPU.cores + 5} CPU cores, here are {CPU.cores}: .*NPROC="
+    told = f"a cache has it for {CPU.cores + 3} and for {CPU.cores + 5} CPU cores, here are {CPU.cores}, .*NPROC="
     with pytest.raises(jax_splitk.FrozenCacheMiss, match=f"{told}.*to tune it ahead of time"):
         lowered_config(wgrad, lhs, g)
     shutil.rmtree(cache)
