@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     weights, *data = operands(**sizes(options.tiny))
     say(str(jax_splitk.explain(step, weights, *data)))
-    compiled = jax.jit(step).lower(weights, *data).compile()
+    compiled: Any = jax.jit(step).lower(weights, *data).compile()
     names = op_names(compiled.as_text())
     say(report.markdown([("instruction", "op_name"), *ours(names)]))
 
