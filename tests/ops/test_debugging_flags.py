@@ -25,21 +25,29 @@ def _of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.linspace(-1, 1, int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
-def _gradients(function: Callable[..., Any], *operands: Any) -> Any:
-    """With the result as its own cotangent: no constant is the test's."""
-    out, back = jax.vjp(function, *operands)
-    return back(out)
+def _gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """By the first operands, with the result as its own cotangent: no constant is the test's."""
+
+    def gradients(*operands: Any) -> Any:
+        out, back = jax.vjp(lambda *leading: function(*leading, *operands[count:]), *operands[:count])
+        return back(out)
+
+    return gradients
+
+
+def _with_numbers(name: str, **arguments: Any) -> Callable[..., Any]:
+    return functools.partial(getattr(jax_splitk, name), **NUMBERS, **arguments)
 
 
 def _convolutions() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
     x, w, g = _of(2, 16, 4), _of(3, 4, 8), _of(2, 16, 8)
     for implementation in (None, "host"):
         same = {"window_strides": (1,), "padding": "SAME", "implementation": implementation}
-        of = lambda name, **more: functools.partial(getattr(jax_splitk, name), **NUMBERS, **more)  # noqa: E731
-        yield f"conv_fprop {implementation}", of("conv_fprop", **same), (x, w), 2
-        yield f"conv_dgrad {implementation}", of("conv_dgrad", lhs_shape=x.shape, **same), (g, w), 2
-        yield f"conv_wgrad {implementation}", of("conv_wgrad", rhs_shape=w.shape, **same), (x, g), 2
-    yield "conv_general_dilated", of("conv_general_dilated", window_strides=(1,), padding="SAME"), (x, w), 2
+        of = functools.partial(_with_numbers, **same)
+        yield f"conv_fprop {implementation}", of("conv_fprop"), (x, w), 2
+        yield f"conv_dgrad {implementation}", of("conv_dgrad", lhs_shape=x.shape), (g, w), 2
+        yield f"conv_wgrad {implementation}", of("conv_wgrad", rhs_shape=w.shape), (x, g), 2
+    yield "conv_general_dilated", _with_numbers("conv_general_dilated", window_strides=(1,), padding="SAME"), (x, w), 2
 
 
 def _products() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
@@ -76,12 +84,7 @@ def _operations() -> dict[str, Operation]:
     for name, function, operands, differentiated in (*_convolutions(), *_products(), *_quantized()):
         found[name] = (function, operands)
         if differentiated:
-            some = (
-                lambda *args, function=function, count=differentiated: _gradients(  # noqa: E731
-                    lambda *leading: function(*leading, *args[count:]), *args[:count]
-                )
-            )
-            found[f"gradients of {name}"] = (some, operands)
+            found[f"gradients of {name}"] = (_gradients(function, differentiated), operands)
     return found
 
 
