@@ -20,7 +20,7 @@ from benchmarks.against_xla import Benchmark
 from benchmarks.dot_cases import Case
 from benchmarks.report import distance
 from jax_splitk import kernels
-from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry

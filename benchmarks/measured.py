@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from benchmarks import report, timing
-from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.decision import Decision
 from jax_splitk.tuning.entry import Entry
 
 

@@ -28,7 +28,7 @@ from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
 from benchmarks.report import H200_BYTES, on_gpu, percent, rate, say
 from jax_splitk import kernels
-from jax_splitk.ops.explain import Decision
+from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, execute

@@ -24,7 +24,7 @@ def test_frameworks(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     shown = capsys.readouterr().out
-    assert len(re.findall(r"^conv_wgrad bfloat16->float32 lhs 32x", shown, re.MULTILINE)) == 2, shown
+    assert len(re.findall(r"^conv_wgrad 32, ", shown, re.MULTILINE)) == 2, shown
     assert re.search(r"apart by [\d.]+e-\d\d$", shown, re.MULTILINE)
 
 

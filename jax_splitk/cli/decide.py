@@ -1,8 +1,10 @@
 """`explain`: what computes a script's operations, or given problems, and why. `tune`: the same, and measures first."""
 
 import argparse
+import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -10,20 +12,24 @@ import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from jax.extend import core
 
 from jax_splitk.cli import output, stored
 from jax_splitk.cli.defaults import with_defaults
 from jax_splitk.cli.schema import FIELDS
-from jax_splitk.ops.explain import about_silent, expected
-from jax_splitk.ops.explanation import Decision, Explanation, decision
+from jax_splitk.ops.decision import Decision, Gain, decision
+from jax_splitk.ops.explain import about_silent, expected, explanation, left_to_lax, routed
+from jax_splitk.ops.explanation import Explanation
+from jax_splitk.ops.lowering import only_xla
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import disk, settings
+from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import decide, store, tuner
 from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
-from jax_splitk.tuning.options import current, options
+from jax_splitk.tuning.options import Options, current, options
 from jax_splitk.tuning.search import is_served
 from jax_splitk.tuning.select import select
 from jax_splitk.tuning.session import Watched, session
@@ -35,22 +41,34 @@ def explain(arguments: argparse.Namespace) -> int:
     """What computes each operation; nothing is measured for problems."""
     with output.usage():
         disk.mode()
-    explanation, _, failures = _decided(arguments)
-    decisions = [{**dataclasses.asdict(d), "problem": problem_as_dict(d.problem)} for d in explanation.decisions]
-    output.emit({"platform": explanation.platform, "decisions": decisions}, str(explanation), arguments.json)
+    explained, _, failures = _decided(arguments, measure=False)
+    output.emit(_as_dict(explained), str(explained), arguments.json)
     return _told(failures)
+
+
+def _as_dict(explained: Explanation) -> dict[str, Any]:
+    """The explanation as plain data."""
+    found = {name: getattr(explained, name) for name in ("platform", "device", "assumed", "notes")}
+    for name, decisions in (("decisions", explained.decisions), ("unrouted", explained.unrouted)):
+        found[name] = [
+            {**dataclasses.asdict(d), "problem": problem_as_dict(d.problem), "saved_us": d.saved_us} for d in decisions
+        ]
+    gains: dict[str, Gain] = {"gain": explained.gain, "gain_if_routed": explained.gain_if_routed}
+    return found | {name: dataclasses.asdict(gain) for name, gain in gains.items()}
 
 
 def tune(arguments: argparse.Namespace) -> int:
     """The same, after what no cache has was measured and stored."""
-    output.users_cache(writable=True)
     with output.usage():
         given = arguments.seconds
         seconds = tuner.budget_seconds() if given is None else settings.positive("--seconds", given, "seconds")
+    if arguments.dry_run:
+        return _dry_run(arguments, seconds)
+    output.users_cache(writable=True)
     # For what the script starts, too; nothing else comes after it in this process.
     os.environ.update(JAX_SPLITK_AUTOTUNE="on_miss", JAX_SPLITK_TUNE_BUDGET_S=repr(seconds))
     with _log_on_stderr():
-        explanation, watched, failures = _decided(arguments)
+        explained, watched, failures = _decided(arguments, measure=True)
     for key, entry in watched.entries.items():
         if entry is None or (arguments.again and key not in watched.measured):
             failures.append(f"{key.problem}: tuning failed, see the log")
@@ -61,10 +79,41 @@ def tune(arguments: argparse.Namespace) -> int:
     decisions = [
         {"problem": problem_as_dict(d.problem), "why": d.why, "measured": d.problem in measured}
         | decided.get(d.problem, {})
-        for d in explanation.decisions
+        for d in explained.decisions
     ]
-    output.emit({"decisions": decisions, "failures": failures}, str(explanation), arguments.json)
+    output.emit({"decisions": decisions, "failures": failures}, str(explained), arguments.json)
     return _told(failures)
+
+
+def _dry_run(arguments: argparse.Namespace, seconds: float) -> int:
+    """What `explain` says, and what `tune` would measure; nothing is measured or stored."""
+    with output.usage():
+        disk.mode()
+    os.environ["JAX_SPLITK_AUTOTUNE"] = "off"
+    explained, watched, failures = _decided(arguments, measure=False)
+    what = _script_or_problems(arguments)
+    asked = list(watched.asked)
+    if isinstance(what, list):
+        asked = [(problem, Options(workspace_limit_bytes=arguments.workspace_limit_bytes)) for problem in what]
+    problems = _to_measure(asked, again=arguments.again, exact=isinstance(what, list))
+    title = f"{len(problems)} problem{'s' * (len(problems) != 1)} would be measured, {seconds:g} s each at most"
+    text = "\n".join([f"{title}{':' * bool(problems)}", *(f"  {p.brief}" for p in problems), "", str(explained)])
+    value = {**_as_dict(explained), "to_measure": list(map(problem_as_dict, problems)), "seconds": seconds}
+    output.emit(value, text, arguments.json)
+    return _told(failures)
+
+
+def _to_measure(asked: Iterable[tuple[Problem, Options]], *, again: bool, exact: bool) -> list[Problem]:
+    """The problems that `tune` would measure on this machine."""
+    found: dict[Problem, None] = {}
+    os.environ["JAX_SPLITK_AUTOTUNE"] = "on_miss"
+    with session().watching(again=again, exact=exact):
+        for problem, given in asked:
+            open_ = given.config is None and given.implementation != "xla" and only_xla(problem) is None
+            key, limit = key_for(problem, target_for(local_platform())), given.workspace_limit
+            if open_ and is_served(key, limit) and (measured := decide.to_measure(key, limit)) is not None:
+                found[measured.problem] = None
+    return list(found)
 
 
 def _told(failures: list[str]) -> int:
@@ -73,10 +122,9 @@ def _told(failures: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[str]]:
-    """The decisions, what was watched while they were taken, and how the script failed. `tune` measures."""
-    measure = arguments.command == "tune"
-    platform = (None if measure else arguments.platform) or local_platform()
+def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanation, Watched, list[str]]:
+    """The decisions, what was watched while they were taken, and how the script failed."""
+    platform = getattr(arguments, "platform", None) or local_platform()
     what = _script_or_problems(arguments)
     with contextlib.ExitStack() as stack:
         with output.usage():
@@ -84,26 +132,43 @@ def _decided(arguments: argparse.Namespace) -> tuple[Explanation, Watched, list[
         if arguments.json:
             stack.enter_context(_stdout_on_stderr())
         exact = measure and isinstance(what, list)  # problems that are named are measured themselves
-        watched = stack.enter_context(session().watching(again=measure and arguments.again, exact=exact, alone=measure))
-        failures: list[str] = []
+        again = measure and arguments.again
+        watched = stack.enter_context(session().watching(again=again, exact=exact, alone=measure))
         target = target_for(platform)
         if isinstance(what, list):
-            if measure:
-                asked = [(key_for(problem, target), current().workspace_limit) for problem in what]
-                served = [each for each in asked if is_served(*each)]
-                missing = decide.missing(served, arguments.again)
-                stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
-            decisions, notes = [decision(select(problem, target, current(), measure=measure)) for problem in what], ()
-        else:
+            decisions = _of_problems(what, target, arguments, measure)
+            return explanation(target, decisions, verbose=arguments.verbose), watched, []
+        left: collections.Counter[Problem] = collections.Counter()
+        with _compat.watching_programs(functools.partial(_take_note, left)):
             failures = _run(what, arguments.script_arguments)
-            decisions, notes = _of_script(watched, target)
-    return Explanation(platform, tuple(decisions), notes=notes), watched, failures
+        decisions, notes = _of_script(watched, target)
+        return explanation(target, decisions, routed(left, target), notes, arguments.verbose), watched, failures
+
+
+def _of_problems(
+    problems: list[Problem], target: Target, arguments: argparse.Namespace, measure: bool
+) -> list[Decision]:
+    """The decision for each problem; `measure`: after what no cache has was measured."""
+    with contextlib.ExitStack() as stack:
+        if measure:
+            asked = [(key_for(problem, target), current().workspace_limit) for problem in problems]
+            served = [each for each in asked if is_served(*each)]
+            missing = decide.missing(served, arguments.again)
+            stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
+        choices = [select(problem, target, current(), measure=measure) for problem in problems]
+        return [decision(choice, target) for choice in choices]
+
+
+def _take_note(left: collections.Counter[Problem], program: core.Jaxpr) -> None:
+    """Counts what a program of the script, which is about to be lowered, leaves to lax."""
+    if not session().is_apart:
+        left.update(left_to_lax(program))
 
 
 def _of_script(watched: Watched, target: Target) -> tuple[list[Decision], tuple[str, ...]]:
     """The decisions for what a script lowered here, or would lower elsewhere, and what else there is to say."""
     if target.is_local:
-        decisions = [decision(choice, count) for choice, count in watched.choices.items()]
+        decisions = [decision(choice, target, count) for choice, count in watched.choices.items()]
         return decisions, about_silent(watched.silent)
     found = [expected(*asked, target, count) for asked, count in watched.asked.items()]
     return [d for d in found if d is not None], ()

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import tabulate
+
 from jax_splitk.runtime import disk, streams
 from jax_splitk.runtime.settings import SettingError
 
@@ -65,11 +67,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence
         for i in map(list(header).index, narrow):
             cut = max(0, min(excess, widths[i] - _LEAST_WIDTH))
             widths[i], excess = widths[i] - cut, excess - cut
-    return "\n".join("  ".join(map(_cell, line, widths)).rstrip() for line in lines)
+    cut = [[_cut(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    shown = tabulate.tabulate(cut, tablefmt="plain", disable_numparse=True)  # it would widen columns of a header
+    return "\n".join(line.rstrip() for line in shown.splitlines())
 
 
-def _cell(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else f"{text[: width - 2]}.."
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def number(value: float | None, form: str = ".1f") -> str:

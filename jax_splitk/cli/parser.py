@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     tune.epilog = _SCRIPT + "Exit code 1: not everything was tuned and stored."
     tune.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
     tune.add_argument("--again", action="store_true", help="also measure what a cache already has")
+    tune.add_argument("--dry-run", action="store_true", help="say what would be measured, and measure nothing")
     explain = _add(commands, "explain", "decide.explain", "what computes a script's operations, or problems, and why")
     explain.add_argument(
         "--platform", choices=("cpu", "cuda"), help="what would run there, cuda without a GPU: on an H200"
@@ -35,11 +36,12 @@ def parser() -> argparse.ArgumentParser:
         "A script runs as it always does, on the default backend, so that on a GPU what no cache has is tuned unless "
         "JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX lowers equal "
         "operations of one function once. Forward passes and input gradients of conv_general_dilated that are lax's "
-        "are not listed. What a function leaves to lax is shown by jax_splitk.explain."
+        "are not listed. What the script leaves to lax, and jax_splitk would compute, is listed with its gain."
     )
     for each in (tune, explain):
         what = "a .py file, a .json file, or JSON text of a problem or a list"
         each.add_argument("what", metavar="SCRIPT_OR_PROBLEMS", help=what)
+        each.add_argument("--verbose", action="store_true", help="show configs, workspaces and whole reasons, too")
         each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
         each.formatter_class = argparse.RawDescriptionHelpFormatter
         each.epilog = f"{textwrap.fill(each.epilog or '')}{_PROBLEMS}"

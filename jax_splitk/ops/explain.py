@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_splitk.kernels import xla
+from jax.extend import core
+
 from jax_splitk.ops import trace
-from jax_splitk.ops.explanation import Decision, Explanation, decision
+from jax_splitk.ops.decision import Decision, decision, impossible
+from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.ops.lax_products import dequantized_products
 from jax_splitk.ops.lowering import choose, competes, only_xla
@@ -15,6 +17,7 @@ from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.conv_passes import PASSES
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options, current
@@ -27,9 +30,15 @@ _NO_GRADIENT = (
     "This function has {} that no kernel of jax_splitk would compute faster, and no gradient of a weight, where "
     "kernels gain most. Explain jax.grad of a loss, or the train step."
 )
+_NO_COMPILER = (
+    "Nothing is installed here that compiles these kernels, and what is lowered for CUDA here is XLA's. The extra "
+    "`compiler` has what is missing, and `cuda13` on a machine with a GPU: pip install '.[compiler]' in the checkout."
+)
 
 
-def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    fn: Callable[..., Any], *args: Any, platform: str | None = None, verbose: bool = False, **kwargs: Any
+) -> Explanation:
     """Says what computes each operation of `fn(*args, **kwargs)`, and why.
 
     For each pass of a convolution and each product with a quantized weight that is plain lax, it says what jax_splitk
@@ -42,18 +51,20 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
     several devices, XLA will partition it, and shown is a device's part, as Shardy divides it.
 
-    A laptop can explain what a GPU would do: `explain(step, params, batch, platform="cuda")` needs no GPU and no CUDA
-    driver, and takes `jax.ShapeDtypeStruct`s in place of arrays. It says what an H200 would run, by the tables that
-    ship with the package and the cost model; on the GPU itself caches and tuning come in.
+    A laptop can explain what a GPU would do: `explain(step, params, batch, platform="cuda")` needs no GPU, no CUDA
+    driver and no compiler of kernels, and takes `jax.ShapeDtypeStruct`s in place of arrays. It says what an H200 would
+    run, by the tables that ship with the package and the cost model; on the GPU itself caches and tuning come in.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`s, whose shardings count.
-      **kwargs: its arguments by name.
+      **kwargs: its arguments by name. Those called platform or verbose have to be bound before (`functools.partial`).
       platform: "cpu", "cuda" (also without a GPU: then for an H200), "rocm" or "tpu"; None for the default backend's.
+      verbose: whether `str()` of the result also has each operation's config, workspace and whole reason.
 
     Returns:
-      The decisions, in the order of the trace; `str()` of it is a table.
+      The decisions, in the order of the trace; `str()` of it is a table of at most 100 columns, and what the kernels
+      gain.
 
     Raises:
       ValueError: another platform.
@@ -75,15 +86,29 @@ def explain(fn: Callable[..., Any], *args: Any, platform: str | None = None, **k
     jaxpr = trace.traced(fn, args, kwargs)
     operations = collections.Counter(trace.operations(jaxpr, fn, args, kwargs, platform))
     found = {operation: _decision(operation, target, count) for operation, count in operations.items()}
-    decisions, equations = tuple(d for d in found.values() if d is not None), list(trace.equations(jaxpr))
-    unrouted = _unrouted([*passes(equations), *dequantized_products(jaxpr)], target)
-    silent = sum(count for operation, count in operations.items() if found[operation] is None)
-    notes = about_silent(silent)
+    decisions, equations = [d for d in found.values() if d is not None], list(trace.equations(jaxpr))
+    unrouted = routed(collections.Counter(left_to_lax(jaxpr)), target)
+    notes = about_silent(sum(count for operation, count in operations.items() if found[operation] is None))
     names = ("conv_general_dilated", "conv_fprop")
     convolutions = sum(eqn.primitive.name in names for eqn in equations)
     if convolutions and not any(isinstance(d.problem, ConvProblem) for d in (*decisions, *unrouted)):
         notes = (*notes, _NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"))
-    return Explanation(platform, decisions, unrouted, tuple(_gain(d, target) for d in unrouted), notes)
+    return explanation(target, decisions, unrouted, notes, verbose)
+
+
+def explanation(
+    target: Target,
+    decisions: Sequence[Decision],
+    unrouted: Sequence[Decision] = (),
+    notes: Iterable[str] = (),
+    verbose: bool = False,
+) -> Explanation:
+    """The decisions for a target; where it is no device of this machine, or lacks a compiler here, it says so."""
+    needs_compiler = any(d.implementation == "cutlass" for d in (*decisions, *unrouted))
+    lacks = needs_compiler and toolchain.unavailable() is not None
+    assumed = target.platform == "cuda" and not target.is_local
+    notes = (*notes, *[_NO_COMPILER] * lacks)
+    return Explanation(target.platform, target.device_kind, assumed, tuple(decisions), tuple(unrouted), notes, verbose)
 
 
 def _decision(operation: Operation, target: Target, count: int) -> Decision | None:
@@ -92,11 +117,13 @@ def _decision(operation: Operation, target: Target, count: int) -> Decision | No
     try:
         choice = choose(problem, target, options, undivided=operation.undivided)
     except (NotImplementedError, ValueError) as error:
-        return Decision(problem, "none", None, options.config, None, 0, str(error), count)
+        return impossible(problem, options.config, error, count)
     if is_silent(choice, options):
         return None
-    shown = decision(choice, count)
-    return dataclasses.replace(shown, why=f"{shown.why}; {operation.note}") if operation.note else shown
+    shown, note = decision(choice, target, count), operation.note
+    if not note:
+        return shown
+    return dataclasses.replace(shown, because=f"{shown.because}; {note}", why=f"{shown.why}; {note}")
 
 
 def about_silent(count: int) -> tuple[str, ...]:
@@ -108,19 +135,25 @@ def about_silent(count: int) -> tuple[str, ...]:
     return (said,) * (count > 0)
 
 
-def _unrouted(problems: Iterable[Problem], target: Target) -> tuple[Decision, ...]:
-    """What routing would lead to, each problem once; of quiet passes those that would be ours."""
+def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
+    """The problems of a program's operations that are lax's and may be ours, each as often as it has them."""
+    yield from passes(list(trace.equations(jaxpr)))
+    yield from dequantized_products(jaxpr)
+
+
+def routed(problems: Mapping[Problem, int], target: Target) -> list[Decision]:
+    """What routing would lead to; of passes that the caller does not name those that would be a kernel's."""
     found: list[Decision | None] = []
-    for problem, count in collections.Counter(problems).items():
+    for problem, count in problems.items():
         quiet = isinstance(problem, PASSES)
         try:
             problem.validate()
         except ValueError as error:
-            found.append(None if quiet else Decision(problem, "none", None, None, None, 0, str(error), count))
+            found.append(None if quiet else impossible(problem, None, error, count))
         else:
             options = current().of_another_pass() if quiet else current()
             found.append(expected(problem, options, target, count))
-    return tuple(d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, PASSES)))
+    return [d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, PASSES))]
 
 
 def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision | None:
@@ -131,17 +164,5 @@ def expected(problem: Problem, options: Options, target: Target, count: int = 1)
     try:
         choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)
     except (NotImplementedError, ValueError) as error:
-        return Decision(problem, "none", None, options.config, None, 0, str(error), count)
-    return None if is_silent(choice, options) else decision(choice, count)
-
-
-def _gain(d: Decision, target: Target) -> str:
-    """What routing the operation would save."""
-    if d.family is None or d.us is None:
-        return "none"
-    if d.xla_us is not None:
-        return f"{d.count * (d.xla_us - d.us):.1f} of {d.count * d.xla_us:.1f} us"
-    if (of_xla := xla.estimate(d.problem, target)) is not None:
-        xla_us = of_xla.seconds * 1e6
-        return f"about {d.count * (xla_us - d.us):.1f} of {d.count * xla_us:.1f} us, both predicted"
-    return "not known: XLA was not measured"
+        return impossible(problem, options.config, error, count)
+    return None if is_silent(choice, options) else decision(choice, target, count)

@@ -1,73 +1,19 @@
-"""What `explain` returns: a decision for each operation, and their table."""
+"""What `explain` returns: tables of at most 100 columns, what the kernels gain, and how to route the rest."""
 
 import dataclasses
+import re
+import textwrap
 from collections.abc import Sequence
-from typing import Any
 
+import tabulate
+
+from jax_splitk.ops.decision import Decision, Gain, total_gain
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.choice import Choice, gain
 
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """One operation of a traced function.
-
-    Attributes:
-      problem: what is computed.
-      implementation: "cutlass", "host" or "xla"; "none" where an explicit choice cannot serve.
-      family: the kernel family, e.g. "wgrad_im2col"; None for XLA.
-      config: the family's config, None for XLA.
-      splits: parts into which the reduction is cut, None for XLA.
-      workspace_bytes: scratch memory asked of XLA.
-      why: one sentence.
-      count: how many operations of the function are this one.
-      us: microseconds of one operation: as measured, else as our cost model predicts them; None where neither is known,
-        as of most operations that are left to XLA.
-      xla_us: XLA's microseconds, where they were measured: in the tables that ship with the package, or by tuning.
-    """
-
-    problem: Problem
-    implementation: str
-    family: str | None
-    config: Any
-    splits: int | None
-    workspace_bytes: int
-    why: str
-    count: int = 1
-    us: float | None = None
-    xla_us: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The decisions for a function, in the order of its trace; `str()` of it is a table and their sum.
-
-    Attributes:
-      decisions: of the function's jax_splitk operations.
-      unrouted: of what it leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions, those of
-        their forward passes and input gradients that a kernel would compute, and products with arguments of a quantized
-        dtype that are dequantized before. The decision is the one that routing the operation to jax_splitk would lead
-        to, if no partitioner of XLA's is in the way.
-      gains: for each of `unrouted`, what routing would save, in words.
-      notes: what else there is to say, a sentence each.
-    """
-
-    platform: str
-    decisions: tuple[Decision, ...]
-    unrouted: tuple[Decision, ...] = ()
-    gains: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"no jax_splitk operations (platform {self.platform})"]
-        if self.decisions:
-            lines = [f"platform {self.platform}", *_table(self.decisions), _sum(self.decisions)]
-        if self.unrouted:
-            lines += ["", "left to lax; routed to jax_splitk they would be:", *_table(self.unrouted, self.gains)]
-            lines += dict.fromkeys(_HOW[_routed_with(d.problem)] for d in self.unrouted)
-        return "\n".join([*lines, *self.notes])
-
+WIDTH = 100
+_REASON_WIDTH = 24  # of the last column, where there is no room for more
+_HEADER = ("operation", "kernel", "us", "XLA us", "saved us", "because")
 
 _HOW = {
     "convolution": "To route convolutions: jax_splitk.conv_general_dilated in place of lax.conv_general_dilated, or "
@@ -77,46 +23,130 @@ _HOW = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The decisions for a function, in the order of its trace; `str()` of it is a table and what they gain.
+
+    Attributes:
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      device: the processor that the decisions are for, e.g. "NVIDIA H200".
+      assumed: whether that is assumed, since this machine has no such device.
+      decisions: the function's jax_splitk operations.
+      unrouted: what the function leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions,
+        those of their forward passes and input gradients that a kernel would compute, and products with arguments of a
+        quantized dtype that are dequantized before. The decision is the one that routing the operation to jax_splitk
+        would lead to, if no partitioner of XLA's is in the way.
+      notes: what else there is to say, a sentence each.
+      verbose: whether `str()` shows configs, splits, workspaces and whole reasons.
+    """
+
+    platform: str
+    device: str
+    assumed: bool
+    decisions: tuple[Decision, ...]
+    unrouted: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
+    verbose: bool = False
+
+    @property
+    def gain(self) -> Gain:
+        """What the function's jax_splitk operations gain over XLA."""
+        return total_gain(self.decisions)
+
+    @property
+    def gain_if_routed(self) -> Gain:
+        """What the operations would gain that are left to lax."""
+        return total_gain(self.unrouted)
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _text(explained: Explanation) -> str:
+    """The whole text."""
+    lines = [_title(explained)]
+    if explained.decisions:
+        lines += _table(explained.decisions, explained.verbose)
+    else:
+        lines.append("no jax_splitk operations")
+    if explained.unrouted:
+        lines += ["", "left to lax; routed to jax_splitk it would be:"]
+        lines += _table(explained.unrouted, explained.verbose)
+        for said in dict.fromkeys(_HOW[_routed_with(d.problem)] for d in explained.unrouted):
+            lines += _wrapped(said)
+    shown = (*explained.decisions, *explained.unrouted)
+    if any(d.ours_us is not None and not d.measured for d in shown):
+        lines.append("~: estimated by the cost model, not measured. ?: not known.")
+    for note in explained.notes:
+        lines += _wrapped(note)
+    if explained.decisions:
+        lines.append(f"sum of {_counted(explained.decisions)}: {explained.gain}")
+    if explained.unrouted:
+        lines.append(f"routing {_counted(explained.unrouted)}: {explained.gain_if_routed}")
+    return "\n".join(lines)
+
+
+def _title(explained: Explanation) -> str:
+    device = "" if explained.device == explained.platform else f": {explained.device}"
+    assumed = ", which is assumed: this machine has no CUDA GPU" if explained.assumed else ""
+    return f"platform {explained.platform}{device}{assumed}"
+
+
+def _counted(decisions: Sequence[Decision]) -> str:
+    count = sum(d.count for d in decisions)
+    return f"{count} operation{'s' * (count > 1)}"
+
+
 def _routed_with(problem: Problem) -> str:
     return "convolution" if isinstance(problem, ConvProblem) else problem.op
 
 
-def _table(decisions: Sequence[Decision], gains: Sequence[str] | None = None) -> list[str]:
-    header = ("operation", "x", "implementation", "family", "config", "splits", "workspace", "why")
-    rows: list[tuple[str, ...]] = [header if gains is None else (*header[:-1], "gain", "why")]
-    for i, d in enumerate(decisions):
-        config = "" if d.config is None else str(d.config)
-        splits = "" if d.splits is None else str(d.splits)
-        row = (str(d.problem), str(d.count), d.implementation, d.family or "", config, splits)
-        gain = () if gains is None else (gains[i],)
-        rows.append((*row, f"{d.workspace_bytes / 2**20:.2f} MiB", *gain, d.why))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _wrapped(said: str) -> list[str]:
+    return textwrap.wrap(said, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _sum(decisions: Sequence[Decision]) -> str:
-    """One line for the whole function."""
-    timed = [d for d in decisions if d.us is not None]
-    compared = [d for d in timed if d.xla_us is not None]
-    count, timed_count, compared_count = (sum(d.count for d in some) for some in (decisions, timed, compared))
-    total = lambda some, name: sum(d.count * getattr(d, name) for d in some)  # noqa: E731
-    ours, xla = (total(compared, name) for name in ("us", "xla_us"))
-    against = f"{ours:.1f} us measured{{}}, XLA {xla:.1f} us, {gain(ours, xla)}" if compared else ""
-    said = [f"sum: {count} operation{'s' * (count > 1)}"]
-    known = "" if timed_count == count else f" for {timed_count} of them"
-    if compared and compared_count == timed_count:
-        said.append(against.format(known))
-    elif timed:
-        said.append(f"{total(timed, 'us'):.1f} us {'measured or ' if compared else ''}predicted{known}")
-    if compared_count < timed_count and compared:
-        said.append(against.format(f" for {compared_count} of them"))
-    return "; ".join([*said, f"workspace of at most {max(d.workspace_bytes for d in decisions) / 2**20:.2f} MiB"])
+def _table(decisions: Sequence[Decision], verbose: bool) -> list[str]:
+    rows = [_row(d) for d in decisions]
+    operation, *fixed, reason = (max(map(len, column)) for column in zip(_HEADER, *rows, strict=True))
+    room = WIDTH - sum(fixed) - 2 * (len(_HEADER) - 1)
+    operation = min(operation, room - min(reason, _REASON_WIDTH))
+    lines = tabulate.tabulate(
+        [_HEADER, *rows],  # a header of tabulate's own would widen columns
+        tablefmt="plain",
+        disable_numparse=True,
+        colalign=("left", "left", "right", "right", "right", "left"),
+        maxcolwidths=[operation, *[None] * len(fixed), room - operation],
+    ).splitlines()
+    if verbose:
+        for d in decisions:
+            lines += ["", *_details(d)]
+    return [line.rstrip() for line in lines]
 
 
-def decision(choice: Choice, count: int = 1) -> Decision:
-    """What is shown of a choice."""
-    family = None if choice.family is None else choice.family.name
-    splits = getattr(choice.config, "splits", None)
-    shown = (choice.problem, choice.implementation, family, choice.config, splits, choice.workspace_bytes, choice.why)
-    us = choice.times.xla_us if choice.family is None else choice.times.us
-    return Decision(*shown, count, us, choice.times.xla_us)
+def _row(d: Decision) -> tuple[str, ...]:
+    """The cells of a decision. A time is that of one operation, and what is saved is saved by all."""
+    times = [_time(us, d) for us in (d.ours_us, d.xla_us)]
+    saved = "?" if d.family is not None else ""
+    if d.family is not None and d.saved_us is not None:
+        saved = f"{'' if d.measured else '~'}{d.count * d.saved_us:.1f}"
+    return (d.problem.brief, d.family or d.implementation, *times, saved, _reason(d))
+
+
+def _reason(d: Decision) -> str:
+    """What decided, without how many configs the cost model compared."""
+    return re.sub(r"'s best of \d+ configs\b", "", d.because)
+
+
+def _time(us: float | None, d: Decision) -> str:
+    if us is None:
+        return "?"
+    times = f"{d.count} x " if d.count > 1 else ""
+    return f"{times}{'' if d.measured else '~'}{us:.1f}"
+
+
+def _details(d: Decision) -> list[str]:
+    """What only a verbose text has."""
+    config = "" if d.config is None else f"  {d.family} {d.config}"
+    splits = "" if d.splits is None else f"splits {d.splits}, "
+    workspace = f"  {splits}workspace {d.workspace_bytes / 2**20:.2f} MiB"
+    return [f"{d.count} x {d.problem}", *filter(None, (config, workspace)), f"  {d.why}"]

@@ -26,7 +26,7 @@ from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import agreement, ahead
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, code_of, select, would_serve
+from jax_splitk.tuning.select import announce, code_of, select, without_code, would_serve
 from jax_splitk.tuning.session import session
 
 _PLATFORMS = ("cpu", "cuda")
@@ -227,11 +227,17 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
     here = final and target.is_local and not _compat.is_export(ctx)
     # In a job all processes must find the same; nothing is measured for it.
     agreed, devices = here and agreement.needed(), _compat.device_count(ctx)
-    if select(problem, target, unmeasured, measure=agreed).candidate != XLA:
+
+    def is_kernels(problem: Problem, options: Options, measure: bool) -> bool:
+        choice = select(problem, target, options, measure=measure)
+        # In a job the process that lacks the compiler says so where the others compile (`code_of`).
+        return choice.candidate != XLA and (not final or agreed or without_code(choice, target) is None)
+
+    if is_kernels(problem, unmeasured, agreed):
         return None
     if problem.batch % devices == 0:
         part = dataclasses.replace(problem, batch=problem.batch // devices)
-        if select(part, target, unmeasured if agreed else options, measure=here).candidate != XLA:
+        if is_kernels(part, unmeasured if agreed else options, here):
             return None
     return "no kernel is chosen for it"
 

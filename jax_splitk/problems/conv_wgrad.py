@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jax_splitk.problems.problem import MOST, ArrayTypes, nbytes, require_fields
+from jax_splitk.problems.problem import MOST, ArrayTypes, brief_dtypes, nbytes, require_fields
 from jax_splitk.runtime.arguments import quoted, require
 
 Pairs = tuple[tuple[int, int], ...]
@@ -155,6 +155,23 @@ class ConvProblem:
         sizes |= {name: values for name, values in optional.items() if set(values) != {1}}
         said = [f"{name} {'x'.join(map(str, values))}" for name, values in sizes.items()]
         return " ".join([f"{self.op} {self.dtype}->{self.out_dtype}", *said])
+
+    @property
+    def brief(self) -> str:
+        """The batch, the image, channels in and out, the filter and what is not usual of it."""
+        image, taps = ("x".join(map(str, sizes)) for sizes in (self.input_spatial, self.kernel_spatial))
+        moves = {"stride": self.window_strides, "lhs_dilation": self.lhs_dilation, "dilation": self.rhs_dilation}
+        window = " ".join([taps, *(f"{said} {_once(values)}" for said, values in moves.items() if set(values) != {1})])
+        counts = {"groups": self.feature_group_count, "batch groups": self.batch_group_count}
+        groups = [f"{count} {said}" for said, count in counts.items() if count != 1]
+        channels = f"{self.in_channels} -> {self.out_channels}"
+        parts = (f"{self.op} {self.batch}", image, channels, window, *groups, brief_dtypes(self.dtype, self.out_dtype))
+        return ", ".join(parts)
+
+
+def _once(values: tuple[int, ...]) -> str:
+    """2 for 2x2."""
+    return "x".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 
 class ConvWgradProblem(ConvProblem):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jax_splitk.problems.conv_wgrad import DTYPES, PRECISIONS
-from jax_splitk.problems.problem import ArrayTypes, nbytes, require_fields
+from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes, require_fields
 
 # The orders of an operand's dimensions in memory that kernels read without a transpose: all but those whose last
 # dimension is the batch.
@@ -149,3 +149,11 @@ class DotProblem:
         order = "".join((self.lhs_order, ",", self.rhs_order))
         product = f"dot_general {self.dtype}->{self.out_dtype} {batch}{self.m}x{self.n}x{self.k} {order}"
         return f"{product} ({self.epilogue})" if self.epilogue else product
+
+    @property
+    def brief(self) -> str:
+        """m, n and k of each product."""
+        batch = f"{self.batch} of " if self.batch != 1 else ""
+        epilogue = f", {self.epilogue}" if self.epilogue else ""
+        dtypes = brief_dtypes(self.dtype, self.out_dtype)
+        return f"dot_general {batch}{self.m} x {self.n} x {self.k}, {dtypes}{epilogue}"

@@ -48,6 +48,11 @@ class Problem(Protocol):
         """The fewest bytes any implementation must move."""
         ...
 
+    @property
+    def brief(self) -> str:
+        """The operation and its sizes in few words, for tables; `str()` tells any two problems apart."""
+        ...
+
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and belong together."""
         ...
@@ -56,6 +61,12 @@ class Problem(Protocol):
 def nbytes(shape: Sequence[int], dtype: str) -> int:
     """Of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def brief_dtypes(dtype: str, out_dtype: str) -> str:
+    """The dtypes of operands and result in few letters: bf16, or bf16->f32."""
+    short = [name.replace("bfloat", "bf").replace("float", "f") for name in dict.fromkeys((dtype, out_dtype))]
+    return "->".join(short)
 
 
 def require_fields(problem: Any, least: Mapping[str, int], choices: Mapping[str, Sequence[str]]) -> None:

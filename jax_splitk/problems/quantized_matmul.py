@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_splitk.problems.problem import ArrayTypes, nbytes, require_fields
+from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
@@ -174,6 +174,14 @@ class QuantizedMatmulProblem:
             f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
             f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
         )
+
+    @property
+    def brief(self) -> str:
+        """Rows, k and features, and what the weight is made of."""
+        zero = "" if self.zero_dtype == "none" else " with zero points"
+        weight = f"{self.qtype} by {self.group_size}{zero}"
+        dtypes = brief_dtypes(self.x_dtype, self.out_dtype)
+        return f"quantized_matmul {self.rows}, {self.k} -> {self.features}, {weight}, {dtypes}"
 
 
 def _ceil(value: int, step: int) -> int:

@@ -1,5 +1,6 @@
 """Where jax's releases differ, and the one place that may look behind its public API."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.extend import core
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
@@ -205,6 +207,27 @@ def is_export(ctx: Any) -> bool:
     """Whether code is lowered to be exported: it may run on other devices than this process's."""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False)) or len(ctx.module_context.platforms) > 1
+
+
+@contextlib.contextmanager
+def watching_programs(tell: Callable[[core.Jaxpr], None]) -> Iterator[None]:
+    """Calls `tell` with each program that is lowered while the block runs, by jit or outside of it, before that.
+
+    JAX shows what it lowers to those only who lower it.
+    """
+    from jax._src.interpreters import mlir  # noqa: PLC0415
+
+    lower = mlir.lower_jaxpr_to_module
+
+    def telling(name: str, jaxpr: core.ClosedJaxpr, *args: Any, **kwargs: Any) -> Any:
+        tell(jaxpr.jaxpr)
+        return lower(name, jaxpr, *args, **kwargs)
+
+    mlir.lower_jaxpr_to_module = telling
+    try:
+        yield
+    finally:
+        mlir.lower_jaxpr_to_module = lower
 
 
 def backends_are_started() -> bool:

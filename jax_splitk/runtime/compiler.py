@@ -203,8 +203,8 @@ def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str
     nvrtc = toolchain.find_nvrtc()
     options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
     if in_worker:
-        return compile_in_worker(nvrtc.library, source.text(), source.file, options)
-    return nvrtc.compile(source.text(), source.file, options)
+        return compile_in_worker(nvrtc.library, source.text(with_lines=True), source.file, options)
+    return nvrtc.compile(source.text(with_lines=True), source.file, options)
 
 
 def _kept(source: Source, found: tuple[bytes | None, str]) -> Compiled:

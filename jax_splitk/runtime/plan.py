@@ -84,7 +84,7 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class TiledMap(TensorMap):
-    """Of a dense box (cuTensorMapEncodeTiled)."""
+    """A TMA descriptor of a dense box (cuTensorMapEncodeTiled)."""
 
     box: tuple[int, ...]
     swizzle: int = SWIZZLE_128B
@@ -95,7 +95,7 @@ class TiledMap(TensorMap):
 
 @dataclasses.dataclass(frozen=True)
 class Im2colMap(TensorMap):
-    """One that walks a convolution's windows (cuTensorMapEncodeIm2col).
+    """A TMA descriptor that walks a convolution's windows (cuTensorMapEncodeIm2col).
 
     `dims` is (channels, ..., width, height, batch) from the innermost on; `lower` and `upper` are the corners of the
     bounding box of window origins relative to the image, innermost spatial dimension first.

@@ -27,9 +27,14 @@ class Source:
     defines: tuple[tuple[str, str | int], ...]
     structs: str = ""
 
-    def text(self) -> str:
-        """The file, with the headers that it includes in their places."""
-        return _source_text(self.file, self.structs)
+    def text(self, *, with_lines: bool = False) -> str:
+        """The file, with the headers that it includes in their places.
+
+        Args:
+          with_lines: whether `#line` directives say where each part comes from, for a compiler's messages. They have
+            paths, and change nothing that is compiled: what identifies a compilation is the text without them.
+        """
+        return _source_text(self.file, self.structs, with_lines)
 
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the paths."""
@@ -55,17 +60,30 @@ def _file_text(file: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _source_text(file: str, structs: str) -> str:
+def _source_text(file: str, structs: str, with_lines: bool = False) -> str:
     """The file with what it includes in its place, each header once."""
     included = {file}
 
-    def included_text(include: re.Match[str]) -> str:
-        if include[1] in included:
-            return ""
-        included.add(include[1])
-        beside = os.path.join(os.path.dirname(file), include[1])
-        header = beside if os.path.isabs(file) and os.path.isfile(beside) else include[1]
-        text = structs if header == _STRUCTS else _file_text(header)
-        return _INCLUDE.sub(included_text, text)
+    def whole(name: str, text: str) -> str:
+        """The text of a file, or of the structs, with its includes."""
+        found = _INCLUDE.sub(lambda include: included_text(name, include), text)
+        return f"{_line(1, name)}{found}" if with_lines else found
 
-    return _INCLUDE.sub(included_text, _file_text(file))
+    def included_text(including: str, include: re.Match[str]) -> str:
+        header, found = include[1], ""
+        if header not in included:
+            included.add(header)
+            beside = os.path.join(os.path.dirname(file), header)
+            header = beside if os.path.isabs(file) and os.path.isfile(beside) else header
+            found = whole(header, structs if header == _STRUCTS else _file_text(header))
+        # What follows the include has its own numbers again. The include's end of line is still to come.
+        number = include.string.count("\n", 0, include.start()) + 2
+        return f"{found}\n{_line(number, including).rstrip()}" if with_lines else found
+
+    return whole(file, _file_text(file))
+
+
+def _line(number: int, name: str) -> str:
+    """The directive that gives the next line its number and file."""
+    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#line {number} "{quoted}"\n'

@@ -26,9 +26,9 @@ class CompilerUnavailable(RuntimeError):
 @functools.cache
 def find_nvrtc() -> Nvrtc:
     """The compiler; raises `CompilerUnavailable` where its wheel is not installed."""
-    folder = _first((f / "lib" for f in _nvidia_folders()), "libnvrtc.so.13")
+    folder = _installed()["nvidia-cuda-nvrtc"]
     if folder is None:
-        raise CompilerUnavailable(f"nvidia-cuda-nvrtc 13 is not installed: {_install('nvidia-cuda-nvrtc')}")
+        raise CompilerUnavailable(_what_is_missing())
     try:
         return Nvrtc(folder / "libnvrtc.so.13")
     except (NvrtcError, OSError) as error:
@@ -38,16 +38,33 @@ def find_nvrtc() -> Nvrtc:
 @functools.cache
 def include_folders() -> tuple[pathlib.Path, ...]:
     """Header folders of CUTLASS, the CUDA runtime and CCCL; raises `CompilerUnavailable` naming what is missing."""
-    cutlass = _first((f / "source/include" for f in _package_folders("cutlass_library")), "cute/config.hpp")
-    includes = [f / "include" for f in _nvidia_folders()]
-    runtime = _first(includes, "cuda_fp16.h")
-    cccl = _first((f / "cccl" for f in includes), "cuda/std/cstdint")
+    installed = _installed()
+    cutlass, runtime, cccl = (installed[f"nvidia-{name}"] for name in ("cutlass", "cuda-runtime", "cuda-cccl"))
     if cutlass is None or runtime is None or cccl is None:
-        found = {"nvidia-cutlass": cutlass, "nvidia-cuda-runtime": runtime, "nvidia-cuda-cccl": cccl}
-        missing = [package for package, folder in found.items() if folder is None]
-        raise CompilerUnavailable(f"the headers of {', '.join(missing)} are not installed: {_install(*missing)}")
+        raise CompilerUnavailable(_what_is_missing())
     # CUTLASS includes "cccl/...", too; the wheels of CCCL and of the runtime may lie in different site folders.
     return tuple(dict.fromkeys((cutlass, runtime, cccl, cccl.parent)))
+
+
+def _installed() -> dict[str, pathlib.Path | None]:
+    """The folder of each package of `REQUIREMENTS` that is used; None where the package is not installed."""
+    folders, cutlass = _nvidia_folders(), _package_folders("cutlass_library")
+    includes = [folder / "include" for folder in folders]
+    return {
+        "nvidia-cuda-nvrtc": _first((folder / "lib" for folder in folders), "libnvrtc.so.13"),
+        "nvidia-cutlass": _first((folder / "source/include" for folder in cutlass), "cute/config.hpp"),
+        "nvidia-cuda-cccl": _first((folder / "cccl" for folder in includes), "cuda/std/cstdint"),
+        "nvidia-cuda-runtime": _first(includes, "cuda_fp16.h"),
+    }
+
+
+def _what_is_missing() -> str:
+    """All packages that are not installed, and the one command that installs them."""
+    missing = [package for package, folder in _installed().items() if folder is None]
+    named = ["nvidia-cuda-nvrtc 13" if package == "nvidia-cuda-nvrtc" else package for package in missing]
+    wanted = (line for line in REQUIREMENTS if re.split("[<>=]", line)[0] in missing)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(named)} {verb} not installed: pip install {' '.join(map(repr, wanted))}"
 
 
 def unavailable() -> str | None:
@@ -76,12 +93,6 @@ def identity() -> str:
     """What compiles here, for people and comparisons: the versions. Raises `CompilerUnavailable`."""
     major, minor = find_nvrtc().version
     return ", ".join((f"NVRTC {major}.{minor}", *(f"{name} {version}" for name, version in package_versions().items())))
-
-
-def _install(*packages: str) -> str:
-    """The command that installs them."""
-    wanted = (line for line in REQUIREMENTS if re.split("[<>=]", line)[0] in packages)
-    return f"pip install {' '.join(map(repr, wanted))}"
 
 
 def _nvidia_folders() -> list[pathlib.Path]:

@@ -8,7 +8,6 @@ Nothing is said, measured, stored or raised here: all of that is left to the low
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import jax
 
@@ -20,7 +19,7 @@ from jax_splitk.tuning import agreement, decide, tuner
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import select
+from jax_splitk.tuning.select import select, without_code
 from jax_splitk.tuning.session import session
 
 _MOST = 128  # notes that are kept, the latest
@@ -35,19 +34,8 @@ def traced(problem: Problem, options: Options) -> None:
         notes[problem, options] = None
         if len(notes) > _MOST:
             notes.popitem(last=False)
-        if not getattr(session().looking_on, "active", False) and _is_for_this_gpu():
+        if not session().is_apart and _is_for_this_gpu():
             _begin(problem, options, target_for("cuda"), measure=True)
-
-
-@contextlib.contextmanager
-def looking_on() -> Iterator[None]:
-    """Begins no compilation while the block, which only looks at a trace, runs in this thread."""
-    thread = session().looking_on
-    before, thread.active = getattr(thread, "active", False), True
-    try:
-        yield
-    finally:
-        thread.active = before
 
 
 def lowered(problem: Problem, options: Options, target: Target, measure: bool) -> None:
@@ -88,8 +76,10 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
                 tuner.may_come(measured, limit)
             return
-        candidate = select(problem, target, options).candidate
-        if candidate != XLA and isinstance(plan := candidate.plan(problem), DevicePlan):
+        choice = select(problem, target, options)
+        if choice.candidate == XLA or without_code(choice, target) is not None:
+            return
+        if isinstance(plan := choice.candidate.plan(problem), DevicePlan):
             compiler.compile_ahead([plan.source])
 
     with contextlib.suppress(Exception), disk.defer_warnings(session().untold):

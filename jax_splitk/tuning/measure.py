@@ -106,7 +106,7 @@ def compile_together(
 def usual_settings() -> Iterator[None]:
     """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
     for this thread."""
-    with jax.disable_jit(False), jax.transfer_guard("allow"):
+    with jax.disable_jit(False), jax.transfer_guard("allow"), session().apart():
         yield
 
 

@@ -31,6 +31,9 @@ _logger = logging.getLogger("jax_splitk")
 def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
     """The choice for `problem` on `target`.
 
+    Caches, tables and the cost model need no compiler. A final choice needs its kernel's code: one that no cache has,
+    and that cannot be compiled here, is XLA's.
+
     Args:
       measure: whether a miss may be measured now (and stored), if tuning is on.
       final: whether the choice will be lowered, and not only looked at.
@@ -61,10 +64,10 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     if choice is not None:
         # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
         together = measure and not options.explicit and agreement.needed()
-        missing = None if together else _without_code(choice, target)
+        missing = without_code(choice, target) if final and not together else None
         if missing is None:
             return choice
-        if final and disk.mode() == "frozen" and not options.explicit and not options.quiet:
+        if disk.mode() == "frozen" and not options.explicit and not options.quiet:
             raise FrozenCacheMiss(f"{problem}: no cache has the kernel of {choice.candidate}, and {missing}")
         refusals = {choice.candidate.name: missing}  # what else would not serve is no matter
     reason = _in_words(refusals) or f"no kernel for platform {target.platform}"
@@ -82,7 +85,7 @@ def would_serve(problem: Problem, target: Target) -> bool:
     return any(family.unmeasured_refusal(problem) is None for family in able)
 
 
-def _without_code(choice: Choice, target: Target) -> str | None:
+def without_code(choice: Choice, target: Target) -> str | None:
     """Why there is no compiler for the choice's kernel, if no cache has it; None where there is its code."""
     if choice.candidate == XLA or target.platform != "cuda" or (missing := toolchain.unavailable()) is None:
         return None

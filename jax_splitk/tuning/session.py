@@ -58,7 +58,6 @@ class Session:
       choice_seconds: what the last such choice took, for each of its problems; None before the first.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
       untold: warnings of what was begun ahead of a lowering, which says them.
-      looking_on: for each thread, whether its trace is only looked at.
       coming: what may be measured next: keys and the callers' limits, with what is known of it.
       unsaved: measurements that could not be stored: a process measures a problem once in any case.
       rounds: how often the processes of a job were asked to agree, by name.
@@ -78,7 +77,7 @@ class Session:
         self.choice_seconds: float | None = None
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.untold: list[str] = []
-        self.looking_on = threading.local()
+        self._apart = threading.local()
         self.coming: dict[tuple[Key, int], Any] = {}
         self.unsaved: dict[Key, Entry] = {}
         self.rounds: collections.Counter[str] = collections.Counter()
@@ -102,6 +101,20 @@ class Session:
         """Whether this is the first time that somebody asks so, of what is to be said or done once."""
         with self._lock:
             return self._once.setdefault(what, marker := object()) is marker
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What this thread traces and lowers in the block is ours: the program of nobody who will run it."""
+        thread = self._apart
+        before, thread.active = self.is_apart, True
+        try:
+            yield
+        finally:
+            thread.active = before
+
+    @property
+    def is_apart(self) -> bool:
+        return getattr(self._apart, "active", False)
 
     @contextlib.contextmanager
     def watching(self, *, again: bool = False, exact: bool = False, alone: bool = False) -> Iterator[Watched]:

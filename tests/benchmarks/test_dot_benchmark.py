@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from benchmarks import cases, dot, dot_cases, tables, timing
 from benchmarks.timing import Timing
 from jax_splitk.kernels.dot import tma
-from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import profile, session, table
 from jax_splitk.tuning.choice import XLA
@@ -57,12 +57,12 @@ def test_a_tuned_run_and_its_table(
 def test_launches_that_are_not_the_plans() -> None:
     problem = dot_cases.Case(128, 128, 16384).problem()
     decisions = {
-        splits: Decision(problem, "cutlass", "dot_tma", tma.Config(64, 64, 8, splits, reduction), splits, 0, "")
+        splits: Decision(problem, "cutlass", "dot_tma", tma.Config(64, 64, 8, splits, reduction), splits, 0, "", "")
         for splits, reduction in ((4, "cluster"), (33, "workspace"))
     }
     planned = {splits: dot.planned_kernels(decision) for splits, decision in decisions.items()}
     assert planned == {4: ["dot"], 33: ["dot", "reduce_dot"]}
-    assert dot.planned_kernels(Decision(problem, "xla", None, None, None, 0, "")) is None
+    assert dot.planned_kernels(Decision(problem, "xla", None, None, None, 0, "", "")) is None
 
     def wrong(splits: int, **launches: float) -> str | None:
         return dot.wrong_launches(planned[splits], Timing(1, 1, {}, launches, 1, 1, "device", 1, 1))

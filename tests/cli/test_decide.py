@@ -23,6 +23,7 @@ from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import agreement, certainty, store, tuner
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -95,7 +96,7 @@ def test_tune_problems_measures_once_and_stores(cache: pathlib.Path, tmp_path: p
     again = run(capsys, "tune", as_json(PROBLEM), "--again")
     assert [d["measured"] for d in again["decisions"]] == [True]
     assert (cache / key_of().file).read_bytes() != before
-    assert "user cache: " in text(capsys, "tune", as_json(PROBLEM))
+    assert "  user cache\n" in text(capsys, "tune", as_json(PROBLEM))
 
 
 def test_tune_goes_on_after_a_failure_and_says_what_is_not_tuned(
@@ -258,7 +259,7 @@ def test_explain_problems_selects_without_measuring(cache: pathlib.Path, capsys:
     wide = dataclasses.replace(PROBLEM, in_channels=64, out_channels=64, dtype="bfloat16")
     (decision,) = run(capsys, "explain", f"[{as_json(wide)}]", "--platform", "cuda")["decisions"]
     assert decision["implementation"] == "cutlass"
-    assert str(wide) in text(capsys, "explain", as_json(wide), "--platform", "cuda")
+    assert wide.brief.removesuffix(", bf16->f32") in text(capsys, "explain", as_json(wide), "--platform", "cuda")
 
 
 def test_explain_script_shows_what_was_lowered(cache: pathlib.Path, script: pathlib.Path, capsys: Any) -> None:
@@ -268,14 +269,15 @@ def test_explain_script_shows_what_was_lowered(cache: pathlib.Path, script: path
     assert (decision["implementation"], decision["config"]) == ("host", dataclasses.asdict(B.config))
     assert decision["why"] == "user cache: 10.0 us, XLA 30.0 us"
     shown = text(capsys, "explain", script)
-    assert shown.startswith("arguments []\nplatform cpu\n")
-    assert str(PROBLEM) in shown
-    assert "\nsum: " in shown
+    assert shown.startswith(f"arguments []\nplatform cpu: {target_for('cpu').device_kind}\n")
+    assert PROBLEM.brief in shown
+    assert "\nsum of " in shown
+    assert f"1 x {PROBLEM}\n" in text(capsys, "explain", script, "--verbose")
     for_cuda, *others = run(capsys, "explain", script, "--platform", "cuda")["decisions"]
     assert (for_cuda["problem"], for_cuda["implementation"]) == (as_dict(PROBLEM), "cutlass")
     assert {other["why"] for other in others} <= {"implementation='xla' was asked for"}
     script.write_text("")
-    assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
+    assert text(capsys, "explain", script).splitlines()[1:] == ["no jax_splitk operations"]
 
 
 FORWARD = """
@@ -297,7 +299,7 @@ def test_explain_script_shows_forward_passes_where_kernels_are_faster(
     faster_xla = lambda _, seconds, problem, *__, **___: seconds / 2 if problem.batch == 256 else None  # noqa: E731
     monkeypatch.setattr(certainty, "faster_xla", faster_xla)
     script.write_text(textwrap.dedent(FORWARD))
-    assert text(capsys, "explain", script) == "no jax_splitk operations (platform cpu)\n"
+    assert text(capsys, "explain", script).splitlines()[1:] == ["no jax_splitk operations"]
     (decision,) = run(capsys, "explain", script, "--platform", "cuda")["decisions"]
     assert (decision["problem"]["op"], decision["problem"]["batch"]) == ("conv_fprop", 8)
     assert (decision["implementation"], decision["count"]) == ("cutlass", 1)
@@ -309,7 +311,8 @@ def test_explain_script_counts_passes_that_xla_computes_faster(
     script.write_text(textwrap.dedent(FORWARD))
     monkeypatch.setattr(conv_host.ConvHost, "competes", True)
     shown = text(capsys, "explain", script)
-    assert shown.startswith("no jax_splitk operations (platform cpu)\n2 more passes of convolutions (forward or input")
+    assert shown.splitlines()[1] == "no jax_splitk operations"
+    assert shown.splitlines()[2].startswith("2 more passes of convolutions (forward or input")
 
 
 @pytest.mark.usefixtures("competing")
@@ -322,6 +325,45 @@ def test_tune_script_measures_forward_passes_without_a_gradient(
     for what, measured in ("explain", []), ("tune", ["conv_fprop"] * 2):
         run(capsys, what, script, *(["--seconds", "0.05"] if what == "tune" else []))
         assert [item.entry.key.problem.op for item in stored.read_folder(cache) if item.entry] == measured
+
+
+PLAIN = """
+    import jax
+    from jax import lax, numpy as jnp
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.square(y).sum()
+
+    jax.jit(jax.grad(loss)).lower(jnp.ones((3, 3, 8, 8)), jnp.ones((4, 8, 8, 8)))
+"""
+
+
+@pytest.mark.parametrize("words", [("explain",), ("tune", "--dry-run"), ("tune", "--seconds", "0.05")])
+def test_what_a_script_leaves_to_lax_is_listed(words: tuple[str, ...], script: pathlib.Path, capsys: Any) -> None:
+    """Once each, although the tuner of the second script lowers the same in lax."""
+    routed = textwrap.dedent(SCRIPT).replace("explicit = ", "explicit = 0 and ")
+    for others in ("", routed):
+        script.write_text(textwrap.dedent(PLAIN) + others)
+        shown = text(capsys, *words, script)
+        header = "left to lax; routed to jax_splitk it would be:\n"
+        (row,) = [line for line in shown.partition(header)[2].splitlines() if line.startswith("conv_")]
+        assert row.startswith(PROBLEM.brief)
+        assert "with jax_splitk.intercept():" in shown
+        assert "\nrouting 1 operation: " in shown
+        assert ("\nsum of 1 operation: " in shown) == bool(others)
+
+
+def test_a_dry_run_says_what_would_be_measured(cache: pathlib.Path, script: pathlib.Path, capsys: Any) -> None:
+    shown = text(capsys, "tune", "--dry-run", script, "--seconds", "3")
+    assert f"1 problem would be measured, 3 s each at most:\n  {PROBLEM.brief}\n\nplatform cpu: " in shown
+    named = run(capsys, "tune", "--dry-run", as_json(*PROBLEMS[:2]))
+    assert named["to_measure"] == [as_dict(problem) for problem in PROBLEMS[:2]]
+    assert not list(store.files(cache))
+    run(capsys, "tune", script)
+    for words, expected in (((), []), (("--again",), [as_dict(PROBLEM)])):
+        assert run(capsys, "tune", "--dry-run", script, *words)["to_measure"] == expected
+    assert text(capsys, "tune", "--dry-run", script).count("0 problems would be measured, 0.1 s each at most\n") == 1
 
 
 def test_explain_in_a_process_of_its_own(script: pathlib.Path, cache: pathlib.Path) -> None:

@@ -181,13 +181,16 @@ def test_nvml_sees_what_jax_sees() -> None:
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(toolchain, "_nvidia_folders", list)
-    toolchain.find_nvrtc.cache_clear()
+    for cached in (toolchain.find_nvrtc, toolchain.include_folders):
+        cached.cache_clear()
     try:
         report, lines = run(capsys, "doctor"), text(capsys, "doctor").splitlines()
     finally:
         monkeypatch.undo()
-        toolchain.find_nvrtc.cache_clear()
-    missing = "nvidia-cuda-nvrtc 13 is not installed: pip install 'nvidia-cuda-nvrtc>=13.0,<14'"
+        for cached in (toolchain.find_nvrtc, toolchain.include_folders):
+            cached.cache_clear()
+    names, wheels = ("nvidia-cuda-nvrtc 13", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), toolchain.REQUIREMENTS[1:]
+    missing = f"{', '.join(names)} are not installed: pip install {' '.join(map(repr, wheels))}"
     assert report["compiler"] == missing
     why = f"cannot compile: {missing}; kernels that a cache or an exported function has need no compiler"
     assert report["implementations"] == {"cutlass": why, "host": None, "xla": None}

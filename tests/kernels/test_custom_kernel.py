@@ -23,7 +23,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk import kernels
+from jax_splitk import kernel_api, kernels
 from jax_splitk.kernels import catalogue
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -180,6 +180,44 @@ def test_headers_beside_the_source_come_first(cuda: Any, tmp_path: pathlib.Path)
     text = dataclasses.replace(source, file=str(tmp_path / "own.cu")).text()
     assert "MINE = 3" in text
     assert "#pragma once" in text or "__device__" in text
+
+
+def test_a_compilers_errors_name_the_files_and_their_lines(cuda: Any, tmp_path: pathlib.Path) -> None:
+    """The structs and headers of the package stand in the text before and between them."""
+    (tmp_path / "mine.cuh").write_text('#include "device/ptx.cuh"\n\nconstexpr int MINE = in_mine;\n')
+    lines = (
+        '#include "structs.cuh"',
+        '#include "mine.cuh"',
+        "",
+        "__global__ void own(int* x) {",
+        "  *x = in_own;",
+        "}",
+    )
+    (tmp_path / "own.cu").write_text("\n".join((*lines, '#include "mine.cuh"', "int last = at_the_end;")))
+    source = cuda.FAMILY.source(jax_splitk.explain(wgrad, *operands(2, 2)[:2]).decisions[0].problem, cuda.Config(16))
+    source = dataclasses.replace(source, file=str(tmp_path / "own.cu"))
+    with pytest.raises(compiler.CompilationError) as raised:
+        compiler.compile_source(source)
+    found = re.findall(r'^(\S+)\((\d+)\): error: identifier "(\w+)"', str(raised.value), re.MULTILINE)
+    own, mine = str(tmp_path / "own.cu"), str(tmp_path / "mine.cuh")
+    assert found == [(mine, "3", "in_mine"), (own, "5", "in_own"), (own, "8", "at_the_end")]
+    # What identifies a compilation has no paths.
+    (tmp_path / "moved").mkdir()
+    for name in ("own.cu", "mine.cuh"):
+        shutil.copy(tmp_path / name, tmp_path / "moved")
+    moved = dataclasses.replace(source, file=str(tmp_path / "moved" / "own.cu"))
+    assert compiler.source_key(moved) == compiler.source_key(source)
+
+
+def test_a_kernel_imports_what_is_public_only() -> None:
+    """The example package and the page; the reference has all of it."""
+    page = (EXAMPLE.parents[1] / "docs" / "own-kernel.md").read_text()
+    texts = [*re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    texts += [path.read_text() for path in EXAMPLE.glob("pointwise_kernels/*.py")]
+    imported = {module for text in texts for module in re.findall(r"(?:from|import) (jax_splitk[\w.]*)", text)}
+    assert imported == {"jax_splitk", "jax_splitk.kernel_api"}
+    reference = (EXAMPLE.parents[1] / "docs" / "reference" / "api.md").read_text()
+    assert {f"::: jax_splitk.kernel_api.{name}" for name in kernel_api.__all__} <= set(reference.splitlines())
 
 
 def test_wrong_families_are_refused(cuda: Any) -> None:

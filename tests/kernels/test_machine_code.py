@@ -466,7 +466,7 @@ def test_the_sources_are_few_and_of_every_type() -> None:
 
 
 def compile_text(text: str, monkeypatch: pytest.MonkeyPatch) -> compiler.Compiled:
-    monkeypatch.setattr(compiler.Source, "text", lambda self: text)
+    monkeypatch.setattr(compiler.Source, "text", lambda self, **_: text)
     return compiler.compile_source(compiler.Source("probe.cu", ()))
 
 

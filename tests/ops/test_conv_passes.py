@@ -18,7 +18,7 @@ import jax_splitk
 from jax_splitk.kernels.conv import host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering, trace
-from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import explain
+from jax_splitk.kernels import xla
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.ops import lowering, trace
-from jax_splitk.ops.explanation import Decision
+from jax_splitk.ops.decision import Decision, Gain
+from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
@@ -94,13 +96,15 @@ def test_each_pass_has_a_decision_where_kernels_compete() -> None:
 def test_where_no_kernel_competes_a_note_says_what_to_explain() -> None:
     found = explain(loss, RHS, LHS, platform="rocm")
     assert found.decisions == ()
-    title, note = str(found).splitlines()
-    assert title == "no jax_splitk operations (platform rocm)"
-    assert note.startswith("This function has 1 convolution that no kernel of jax_splitk would compute faster, and no")
+    title, none, *note = str(found).splitlines()
+    assert (title, none) == ("platform rocm", "no jax_splitk operations")
+    assert note[0].startswith(
+        "This function has 1 convolution that no kernel of jax_splitk would compute faster, and no"
+    )
     of_input = explain(jax.grad(loss, 1), RHS, LHS, platform="rocm")
     assert (of_input.decisions, of_input.unrouted, len(of_input.notes)) == ((), (), 1)
     assert explain(jax.grad(loss), RHS, LHS, platform="rocm").notes == ()
-    assert str(explain(jnp.sin, LHS, platform="cpu")) == "no jax_splitk operations (platform cpu)"
+    assert str(explain(jnp.sin, LHS, platform="tpu")) == "platform tpu\nno jax_splitk operations"
 
 
 @on_cpu
@@ -251,17 +255,29 @@ def test_an_impossible_choice_is_shown_not_raised() -> None:
     assert "is not legal" in decision.why
 
 
-def test_the_table_shows_every_field() -> None:
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_the_table_shows_times_and_a_verbose_one_every_field() -> None:
     found = explain(lambda *xs: (wgrad(*xs), wgrad(*xs)), LHS, LHS, platform="cuda")
     (d,) = found.decisions
-    title, header, row, total = str(found).splitlines()
-    assert title == "platform cuda"
-    assert header.split() == ["operation", "x", "implementation", "family", "config", "splits", "workspace", "why"]
+    title, header, row, *_, total = str(found).splitlines()
+    assert title.startswith("platform cuda: NVIDIA H")
+    assert cells(header) == ["operation", "kernel", "us", "XLA us", "saved us", "because"]
+    assert d.ours_us is not None
+    assert d.xla_us is not None
+    # Times are those of one operation, and what is saved is saved by both.
+    times = [f"2 x ~{d.ours_us:.1f}", f"2 x ~{d.xla_us:.1f}", f"~{2 * (d.xla_us - d.ours_us):.1f}"]
+    assert cells(row)[1:5] == [d.family, *times]
     size = f"{d.workspace_bytes / 2**20:.2f} MiB"
-    for field in (d.problem, "2", d.implementation, d.family, d.config, d.splits, size, d.why):
-        assert f" {field} " in f" {row} "
-    assert d.us is not None
-    assert total == f"sum: 2 operations; {2 * d.us:.1f} us predicted; workspace of at most {size}"
+    saved = f"about {2 * (d.xla_us - d.ours_us):.1f} of {2 * d.xla_us:.1f} us saved"
+    assert total == f"sum of 2 operations: {saved}"
+    assert str(d.config) not in str(found)
+    verbose = str(explain(lambda *xs: (wgrad(*xs), wgrad(*xs)), LHS, LHS, platform="cuda", verbose=True))
+    for field in (f"2 x {d.problem}", f"{d.family} {d.config}", f"splits {d.splits}, workspace {size}", d.why):
+        assert f"{field}\n" in verbose
+    assert verbose.endswith(f"\n{total}")
 
 
 def test_nothing_runs_and_keyword_arguments_pass() -> None:
@@ -290,22 +306,25 @@ def test_a_plain_convolution_is_listed_with_its_gain() -> None:
     found = explain(jax.grad(plain), RHS, x, platform="cuda")
     (expected,) = wgrads(explain(jax.grad(routed), RHS, x, platform="cuda").decisions)
     assert (found.decisions, wgrads(found.unrouted)) == ((), [expected])
-    us, xla_us = expected.us, expected.xla_us
+    us, xla_us = expected.ours_us, expected.xla_us
     assert us is not None
     assert xla_us is not None
     assert us < xla_us
-    gain = found.gains[found.unrouted.index(expected)]
-    assert gain == f"{xla_us - us:.1f} of {xla_us:.1f} us"
-    assert gain in str(found)
+    assert (expected.measured, expected.saved_us) == (True, xla_us - us)
+    (row,) = [line for line in str(found).splitlines() if line.startswith("conv_wgrad")]
+    assert row.split()[-5:] == [f"{us:.1f}", f"{xla_us:.1f}", f"{xla_us - us:.1f}", "shipped", "table"]
     assert str(found).count("jax_splitk.intercept()") == 1
     # Both ways in one function; what was not measured is predicted.
     both = explain(jax.grad(lambda w, x: plain(w, x) + loss(w, x), (0, 1)), RHS, LHS, platform="cuda")
     assert {d.problem.op for d in both.decisions} == {"conv_fprop", "conv_dgrad", "conv_wgrad"}
     assert set(both.unrouted) == set(both.decisions)
-    for decision, gain in zip(both.unrouted, both.gains, strict=True):
-        assert decision.xla_us is None
-        assert re.fullmatch(r"about [\d.]+ of [\d.]+ us, both predicted", gain)
-    assert explain(jax.grad(plain), RHS, x, platform="cpu").gains[0] in ("none", "not known: XLA was not measured")
+    for decision in both.unrouted:
+        of_xla = xla.estimate(decision.problem, DEFAULT_CUDA)
+        assert of_xla is not None
+        assert (decision.measured, decision.xla_us) == (False, of_xla.seconds * 1e6)
+    assert both.gain == both.gain_if_routed
+    on_cpu = explain(jax.grad(plain), RHS, x, platform="cpu").unrouted[0]
+    assert (on_cpu.xla_us, on_cpu.saved_us) in ((None, None), (None, 0.0))
 
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -416,26 +435,36 @@ def test_the_sum_of_a_step() -> None:
     x = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.bfloat16)
     double = jax.ShapeDtypeStruct(LHS.shape, jnp.float64)
 
-    def total(fn: Any, *args: Any) -> tuple[str, ...]:
-        title, *_, line = str(explain(fn, *args, platform="cuda")).splitlines()
-        assert title == "platform cuda"
-        return tuple(line.split("; ")[:-1])
+    def total(fn: Any, *args: Any) -> tuple[str, Gain]:
+        found = explain(fn, *args, platform="cuda")
+        return str(found).splitlines()[-1].partition(": ")[2], found.gain
 
     (one,) = explain(wgrad, x, x, platform="cuda").decisions
     (two,) = explain(wgrad, LHS, LHS, platform="cuda").decisions
-    assert one.us is not None
-    assert two.us is not None
-    us, both = f"{one.us:.1f} us", f"{one.us + two.us:.1f} us"
-    xla = f"{one.xla_us:.1f} us, gain {one.xla_us - one.us:.1f} us ({one.xla_us / one.us:.2f} times as fast)"
-    assert total(wgrad, x, x) == ("sum: 1 operation", f"{us} measured, XLA {xla}")
-    together = lambda x, other: (wgrad(x, x), wgrad(other, other))  # noqa: E731
-    said = ("sum: 2 operations", f"{both} measured or predicted", f"{us} measured for 1 of them, XLA {xla}")
-    assert total(together, x, LHS) == said
-    with jax.enable_x64(True):
-        found = total(together, x, double)
-    assert found == ("sum: 2 operations", f"{us} measured for 1 of them, XLA {xla}")
-    step = explain(jax.grad(loss, (0, 1)), RHS, LHS, platform="cuda").decisions
-    assert total(jax.grad(loss, (0, 1)), RHS, LHS) == (
-        "sum: 3 operations",
-        f"{sum(d.us or 0 for d in step):.1f} us predicted",
+    assert (one.measured, two.measured) == (True, False)
+    assert None not in (one.saved_us, one.xla_us, two.saved_us, two.xla_us)
+    assert total(wgrad, x, x) == (
+        f"{one.saved_us:.1f} of {one.xla_us:.1f} us saved",
+        Gain(one.saved_us, one.xla_us, measured=True, known=1, unknown=0),
     )
+    together = lambda x, other: (wgrad(x, x), wgrad(other, other))  # noqa: E731
+    said, gain = total(together, x, LHS)
+    assert gain == Gain(one.saved_us + two.saved_us, one.xla_us + two.xla_us, measured=False, known=2, unknown=0)
+    assert said == f"about {gain.saved_us:.1f} of {gain.xla_us:.1f} us saved"
+    with jax.enable_x64(True):  # XLA's alone: nothing is saved, and nothing is unknown
+        assert total(together, x, double)[1].known == 1
+    assert total(together, x, LHS)[1].saved_us == explain(together, x, LHS, platform="cuda").gain.saved_us
+
+
+def test_what_is_not_known_is_counted() -> None:
+    problem = explain(wgrad, LHS, LHS, platform="cuda").decisions[0].problem
+    of = functools.partial(Decision, problem, "cutlass", "wgrad_im2col", None, 1, 0, "", "")
+    said = str(Gain(273.4, 403.6, measured=False, known=4, unknown=3))
+    assert said == "about 273 of 404 us saved; 3 operations not known"
+    found = Explanation("cuda", "NVIDIA H200", True, (of(2, 4.0, 6.0, True), of(3, 4.0)))
+    assert found.gain == Gain(4.0, 12.0, measured=True, known=2, unknown=3)
+    assert str(found).endswith("sum of 5 operations: 4.0 of 12.0 us saved; 3 operations not known")
+    assert "  3 x ~4.0" in str(found)
+    alone = Explanation("cuda", "NVIDIA H200", False, (of(1, 4.0),))
+    assert str(alone).splitlines()[0] == "platform cuda: NVIDIA H200"
+    assert str(alone).endswith("sum of 1 operation: 1 operation not known")

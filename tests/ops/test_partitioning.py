@@ -23,6 +23,7 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.quantized import PackedWeight
+from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
 from jax_splitk.tuning import certainty
 from jax_splitk.tuning.session import session
@@ -37,6 +38,7 @@ pytestmark = [
 AXES = {"data": 2, "model": 4}
 KINDS = ("shardy", "explicit", "gspmd")
 CONV = Conv((6, 5), (3, 2), 8, (8, 16))
+NHWC = ("NHWC", "HWIO", "NHWC")
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 ONE_SUM = {"all-reduce": 1}
 
@@ -601,3 +603,23 @@ def test_division(operands: Any, result: Any, axes: dict[str, Any], gathered: tu
     units = {"k": 6, "m": 8, "n": 8}
     rule = Rule((("k", "m"), ("k", "n")), ("m", "n"), units, lambda params, _: params)
     assert partitioning.division(rule, AXES, operands, result) == partitioning.Division(axes, gathered)
+
+
+def test_without_a_compiler_a_pass_that_nobody_named_is_laxs_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would be chosen, but what is lowered needs its code."""
+
+    def lowered() -> str:
+        fn = lambda x, w: jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)  # noqa: E731
+        with partitioned() as put:
+            x = put(jnp.zeros((8, 14, 14, 64), jnp.bfloat16), "data")
+            w = put(jnp.zeros((3, 3, 64, 64), jnp.bfloat16))
+            (decision,) = jax_splitk.explain(fn, x, w, platform="cuda").decisions
+            assert decision.implementation == "cutlass"
+            return jax.jit(fn).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+
+    with_compiler = lowered()
+    assert ("stablehlo.convolution" in with_compiler, "custom_call" in with_compiler) == (False, True)
+    monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
+    monkeypatch.setattr(compiler, "held", lambda source: None)
+    without = lowered()
+    assert ("stablehlo.convolution" in without, "custom_call" in without) == (True, False)

@@ -267,7 +267,7 @@ def test_tune_and_explain_sum_a_step(terminal: Terminal, searches: Any) -> None:
             terminal.seen()[-1],
         )
     total = str(jax_splitk.explain(jax.grad(step), w, x)).splitlines()[-1]
-    assert total.startswith(f"sum: 3 operations; {said.format(' measured', '')}; workspace of at most ")
+    assert total == "sum of 3 operations: 21.0 of 47.0 us saved"
 
 
 # ---- flips -----------------------------------------------------------------------------------------------------------

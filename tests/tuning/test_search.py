@@ -287,6 +287,17 @@ def test_a_disturbed_round_does_not_hide_a_faster_candidate() -> None:
     assert search.decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
 
 
+def test_on_a_busy_machine_what_is_slower_than_xla_is_not_chosen() -> None:
+    """By the wall clock, whose rounds lie far apart there."""
+    ours, xla = (
+        measure.Contestant(Candidate(name), lambda: None, times)
+        for name, times in (("ours", [5200.0, 2400.0, 4100.0]), ("xla", [655.0, 1300.0, 2900.0]))
+    )
+    assert search.decide([ours], xla, ours.candidate) is xla
+    tie = measure.Contestant(Candidate("ours"), lambda: None, [660.0, 900.0])
+    assert search.decide([tie], xla, tie.candidate) is tie
+
+
 def test_many_rounds_forgive_one() -> None:
     """Seven of the model's choice that are slower but for one; two are a tie."""
     predicted, xla = contestant("predicted", *[103.0] * 7), contestant("xla", 500.0)

@@ -1,6 +1,7 @@
 """Which implementation and config computes a problem, and what is said of it."""
 
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -186,16 +187,21 @@ def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
 
 
 def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a cache has the kernel."""
+    """To be lowered, unless a cache has the kernel; what would be chosen needs no compiler."""
+    chosen = select(PROBLEM, DEFAULT_CUDA, Options())
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
+    lowered = functools.partial(select, PROBLEM, DEFAULT_CUDA, final=True)
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "held", lambda source: compiler.Compiled(b"code", "log"))
-        assert select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass")).implementation == "cutlass"
+        assert lowered(Options(implementation="cutlass")).implementation == "cutlass"
     monkeypatch.setattr(compiler, "held", lambda source: None)
-    why = select(PROBLEM, DEFAULT_CUDA, Options()).why
-    assert re.search(r"wgrad_im2col: no compiler in this test$", why)
+    assert re.search(r"wgrad_im2col: no compiler in this test$", lowered(Options()).why)
     with pytest.raises(NotImplementedError, match="no compiler in this test"):
-        select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"))
+        lowered(Options(implementation="cutlass"))
+    for options in (Options(), Options(implementation="cutlass"), Options(chosen.config)):
+        found = select(PROBLEM, DEFAULT_CUDA, options)
+        assert (found.implementation, found.config) == ("cutlass", chosen.config)
+    assert select(PROBLEM, DEFAULT_CUDA, Options()) == chosen
     assert select(PROBLEM, CPU, Options()).implementation == "host"
 
 
@@ -205,11 +211,11 @@ def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.Mo
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     monkeypatch.setattr(agreement, "needed", lambda: True)
     monkeypatch.setattr(agreement, "agree", lambda key, limit, decide: (True, None))
-    choice = select(PROBLEM, DEFAULT_CUDA, Options(), measure=True)
+    choice = select(PROBLEM, DEFAULT_CUDA, Options(), measure=True, final=True)
     assert choice.implementation == "cutlass"
-    assert choose(PROBLEM, DEFAULT_CUDA).why.endswith("no compiler in this test")
+    assert select(PROBLEM, DEFAULT_CUDA, Options(), final=True).why.endswith("no compiler in this test")
     with pytest.raises(NotImplementedError, match="no compiler in this test"):
-        select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"), measure=True)
+        select(PROBLEM, DEFAULT_CUDA, Options(implementation="cutlass"), measure=True, final=True)
     told = []
 
     def refused(source: compiler.Source) -> compiler.Compiled:
@@ -295,7 +301,7 @@ def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
 ) -> None:
     def levels(problem: ConvWgradProblem, target: Target = DEFAULT_CUDA, **how: Any) -> list[str]:
         caplog.clear()
-        announce(lowering.choose(problem, target, Options(), **how), Options())
+        announce(lowering.choose(problem, target, Options(), final=True, **how), Options())
         return [record.levelname for record in caplog.records]
 
     other, double = (dataclasses.replace(PROBLEM, **new) for new in ({"batch": 16}, {"dtype": "float64"}))

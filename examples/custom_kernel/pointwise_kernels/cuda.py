@@ -3,12 +3,7 @@
 import dataclasses
 import pathlib
 
-from jax_splitk.kernels import field_refusal
-from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.wgrad.family import WgradFamily
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Launch, Pointer
-from jax_splitk.runtime.target import Target
+from jax_splitk.kernel_api import ConvWgradProblem, Launch, Pointer, Struct, Target, WgradFamily, field_refusal
 
 from . import problems
 

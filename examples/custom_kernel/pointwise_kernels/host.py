@@ -5,10 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_splitk.kernels import Family, field_refusal
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import CustomCall
-from jax_splitk.runtime.target import Target
+from jax_splitk.kernel_api import ConvWgradProblem, CustomCall, Family, Target, field_refusal
 
 from . import _handler, problems
 

@@ -1,6 +1,6 @@
 """What both families serve."""
 
-from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.kernel_api import ConvWgradProblem
 
 
 def refusal(problem: ConvWgradProblem) -> str | None:

@@ -1,0 +1,38 @@
+"""What a kernel of your own imports: families, what their plans are made of, and the problems that they compute.
+
+Everything else in `jax_splitk`'s folders is internal, and may change in any version.
+"""
+
+from jax_splitk.kernels import CudaFamily, Family, field_refusal, register
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.wgrad.family import WgradFamily
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, MapParam, Pointer, TiledMap
+from jax_splitk.runtime.target import Target
+
+__all__ = [
+    "Buffer",
+    "ConvDgradProblem",
+    "ConvFpropProblem",
+    "ConvWgradProblem",
+    "CudaFamily",
+    "CustomCall",
+    "DevicePlan",
+    "Divisor",
+    "DotProblem",
+    "Family",
+    "Im2colMap",
+    "Launch",
+    "MapParam",
+    "Pointer",
+    "QuantizedMatmulProblem",
+    "Struct",
+    "Target",
+    "TiledMap",
+    "WgradFamily",
+    "field_refusal",
+    "register",
+]
